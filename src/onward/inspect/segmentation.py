@@ -21,7 +21,7 @@ _BLOCK_COST, _CHANGE_COST, _GAP_COST = 0.5, 0.5, 2.0
 """Of a cut, of a word that is different from one block to the next, of a word between blocks."""
 _EXCESS_COST, _LONG_COST = 3.0, 0.25
 """Of a cut across which more than one value is handed on that is read soon, and of each that is read later."""
-_NAMES_PREFERRED = 0.75
+_NAMES_PREFERRED = 0.6
 _MOST_DIFFERENT, _MOST_DIFFERENT_BESIDE = 0.5, 0.3
 """Of a block, in parts of its length; what is less alike is none. Where no cut was suggested, it must be more alike."""
 _MOST_LEFT, _MOST_LEFT_INSIDE = 0.9, 0.7

@@ -52,6 +52,7 @@ class Block(_Folder):
     def __init__(self, segment: Segment):
         super().__init__()
         self.recomputes = False
+        self._compiles: dict[str, Any] | None = None
         self._program: Program = segment.program
         self._sources: list[str | None] = []
         """For each input of the program: the path of what the block holds, or None for what is handed to it."""
@@ -61,10 +62,17 @@ class Block(_Folder):
             return checkpoint(self._compute, *inputs, use_reentrant=False, early_stop=False)
         return self._compute(*inputs)
 
+    def compile(self, **options: Any) -> None:
+        """Let `torch.compile`, with these options, compile it for each set of sizes, once for all blocks like it."""
+        self._compiles = options
+
     def _compute(self, *inputs: Any) -> Any:
         held, given = _tensors_of(self), iter(inputs)
         tensors = [next(given) if path is None else held[path] for path in self._sources]
-        results = self._program.run(tensors, training=self.training)
+        if self._compiles is None:
+            results = self._program.run(tensors, training=self.training)
+        else:
+            results = self._program.run_compiled(tensors, self._compiles, training=self.training)
         return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -83,7 +91,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             made = from_array(tensor.numpy()).clone()
             tensors[name] = nn.Parameter(made, graph.learns[name]) if name in graph.learns else made
         homes = _homes(graph)
-        keys = {name: _key(name, home) for home, segment in homes.items() for name in segment.own}
+        keys = _keys(graph, homes)
         blocks = {home: Block(segment) for home, segment in homes.items()}
         for name, main in graph.names():
             self._hold(keys.get(name, name), blocks, tensors[main], is_constant=main in graph.constants)
@@ -192,19 +200,32 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _homes(graph: Graph) -> dict[str, Segment]:
-    """Blocks by where they are in a module: what the names of their parameters begin with, if no others do."""
+    """Blocks by where they are in a module: what the names of their parameters begin with, if few others do."""
     homes: dict[str, Segment] = {}
-    read = {name for segment in graph.segments for name in segment.reads}
-    for segment in (segment for segment in graph.segments if segment.is_block):
-        begins = f"{segment.name}."
-        others = (name for name, main in graph.names() if main in read and main not in segment.own)
-        is_own = segment.name and segment.name not in homes and not any(name.startswith(begins) for name in others)
-        homes[segment.name if is_own else f"block{len(homes)}"] = segment
+    blocks = [segment for segment in graph.segments if segment.is_block]
+    held = {name for segment in blocks for name in segment.own}
+    for segment in blocks:
+        others = _strangers(graph, segment.name, segment.own)
+        is_alone = held.isdisjoint(others.values()) and len(others) < len(segment.own)
+        fits = segment.name and segment.name not in homes and is_alone
+        homes[segment.name if fits else f"block{len(homes)}"] = segment
     return homes
 
 
-def _key(name: str, home: str) -> str:
-    return name if name.startswith(f"{home}.") else f"{home}.{name}"
+def _strangers(graph: Graph, home: str, own: Collection[str]) -> dict[str, str]:
+    """Names that begin as those of what a block holds, and what they are names of, which is read elsewhere."""
+    read = {name for segment in graph.segments for name in segment.given}
+    begins = f"{home}."
+    return {name: x for name, x in graph.names() if name.startswith(begins) and x in read and x not in own}
+
+
+def _keys(graph: Graph, homes: Mapping[str, Segment]) -> dict[str, str]:
+    """Keys of what has another than its name: a block has all that it holds, and nothing else that is read."""
+    keys: dict[str, str] = {}
+    for home, segment in homes.items():
+        keys |= {name: f"{home}.{name}" for name in segment.own if not name.startswith(f"{home}.")}
+        keys |= {name: f"outside.{name}" for name in _strangers(graph, home, segment.own)}
+    return keys
 
 
 def _place(root: nn.Module, key: str, blocks: Mapping[str, Block]) -> tuple[nn.Module, str]:
