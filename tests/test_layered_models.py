@@ -92,8 +92,11 @@ def test_modules_of_blocks_compute_the_same(name: str, exporter: str, named: boo
     for key, array in whole.arrays().items():
         assert (cut.arrays()[key] == array).all()
     if named and exporter == "dynamo":
-        assert [key.removeprefix("outside.") for key in cut.state_dict()] == list(whole.state_dict())
-        assert name == "t5" or list(cut.state_dict()) == list(whole.state_dict())
+        keys = list(cut.state_dict())
+        if name == "t5":  # of whose first layer all read a table
+            assert {key.removeprefix("outside.") for key in keys} == set(whole.state_dict())
+        else:
+            assert keys == list(whole.state_dict())
 
 
 def test_equal_blocks_are_compiled_once() -> None:

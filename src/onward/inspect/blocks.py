@@ -24,6 +24,7 @@ from onward.standard import operator_name
 
 _SIZES = {"Shape", "Size"}
 _HANDS_ON = {"Identity", "Cast", "CastLike"}
+_LARGE = 4096
 _ACTIVATIONS = {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Relu", "Sigmoid", "Swish", "Tanh"}
 
 
@@ -231,7 +232,7 @@ def _signature(part: Part) -> Hashable:
     def seen(value: ir.Value | None) -> Hashable:
         tensor = None if value is None else constant_tensor(value)
         if value is None or (tensor is not None and not holds_numbers(tensor)):
-            return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+            return None if tensor is None else _constant(tensor)
         size = (tensor.dtype, tuple(tensor.shape)) if tensor is not None else None
         return numbers.setdefault(value, len(numbers)), size, value in own
 
@@ -248,10 +249,15 @@ def holds_numbers(tensor: ir.TensorProtocol) -> bool:
     return tensor.dtype.is_floating_point() and len(tensor.shape) > 0
 
 
+def _constant(tensor: ir.TensorProtocol) -> Hashable:
+    """What is the same of constants that are; large ones, such as quantised weights, are not read to know that."""
+    return id(tensor) if tensor.size > _LARGE else (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+
+
 def _attribute(node: ir.Node, attribute: ir.Attr) -> Hashable:
     if any(True for _ in nested_graphs(node)):
         return id(node)  # graphs inside are not compared
     value = attribute.value
     if isinstance(value, ir.TensorProtocol):
-        return value.dtype, tuple(value.shape), value.tobytes()
+        return _constant(value)
     return tuple(value) if isinstance(value, list | tuple) else value
