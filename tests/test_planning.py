@@ -103,6 +103,31 @@ def test_products_are_divided_as_megatron_divides_them() -> None:
     assert one.flops == pytest.approx(seven_billion().estimates["ddp"].flops / 8, rel=0.05)
 
 
+TURNED = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[N,8] x) => (float[N,4] y) <float[16,8] a, float[16] a_bias, float[4,16] b, float[4] b_bias> {
+  a_turned = Transpose <perm = [1, 0]> (a)
+  a_product = MatMul(x, a_turned)
+  a_sum = Add(a_product, a_bias)
+  h = Relu(a_sum)
+  b_turned = Transpose <perm = [1, 0]> (b)
+  b_product = MatMul(h, b_turned)
+  y = Add(b_product, b_bias)
+}
+"""
+
+
+def test_weights_that_an_exporter_has_turned_are_divided_the_other_way() -> None:
+    proto = onnx.parser.parse_model(TURNED)
+    for info in list(proto.graph.value_info):
+        shape = [d.dim_value for d in info.type.tensor_type.shape.dim]
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), info.name))
+    one = onward.plan(proto, loss="mse", devices=4, strategy="tensor").estimates["tensor"]
+    axes = {name: dict(axes) for name, axes in one.sharding.tensors.items()}
+    assert axes == {"a": {0: ("tensor",)}, "a_bias": {0: ("tensor",)}, "b": {1: ("tensor",)}}
+    assert [(each.kind, each.sent) for each in one.communication] == [("all-reduce", 2 * 4 * 4 * 3 // 4)]
+
+
 def test_computing_blocks_twice_keeps_what_goes_from_one_to_the_next() -> None:
     model = seven_billion().model
     carried, head = 32 * 2048 * 4096 * 2, 2048 * 32000 * 2

@@ -7,10 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import onnx_ir as ir
-
 from onward.errors import ArgumentError, UnknownNameError, UnsupportedError
 from onward.inspect import describe
+from onward.inspect.formatting import quantity
 from onward.model import Model, Source
 from onward.model.serde import load_shapes
 from onward.model.sharding import Sharding
@@ -38,9 +37,9 @@ class Plan:
 
     @property
     def recommended(self) -> str | None:
-        """The quickest of those that fit, by samples in a second; if times are not known, the one that sends least."""
+        """The quickest of those that fit, by samples in a second; if times are not known, the simplest."""
         fitting = [each for each in self.estimates.values() if each.fits is not False]
-        return min(fitting, key=_cost).strategy if fitting else None
+        return min(fitting, key=_seconds_of_a_sample).strategy if fitting else None
 
     def sharding(self, strategy: str | None = None) -> Sharding:
         """How tensors are divided; by the strategy that is recommended unless one is named."""
@@ -70,9 +69,8 @@ class Plan:
         return self.estimates[name].memory.total
 
 
-def _cost(each: Estimate) -> tuple[float, float]:
-    samples = each.samples or 1
-    return (each.step_seconds or 0) / samples, each.sent / samples
+def _seconds_of_a_sample(each: Estimate) -> float:
+    return (each.step_seconds or 0) / (each.samples or 1)
 
 
 def _plain(each: Estimate) -> dict[str, Any]:
@@ -113,13 +111,13 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
     refused: dict[str, str] = {}
     for name in names:
         try:
-            samples = _samples_of_device(name, machines, asked.batch_size)
+            samples = _samples_of_device(name, machines, asked.batch_size) or works.fixed or 1
             work = works.of(samples)
             estimates[name] = estimate(
                 name, work, machines, recompute=asked.recompute, accumulate=accumulate, samples=samples
             )
         except UnsupportedError as error:
-            if asked.strategy is not None or error.message.startswith("the sizes of"):
+            if asked.strategy is not None:
                 raise
             refused[name] = str(error)
     if not estimates:
@@ -140,10 +138,10 @@ def _without_repetition(estimates: Mapping[str, Estimate]) -> dict[str, Estimate
     return {name: estimates[name] for name in seen.values()}
 
 
-def _samples_of_device(name: str, machines: Machines, batch: int | None) -> int:
+def _samples_of_device(name: str, machines: Machines, batch: int | None) -> int | None:
     replicas, shards, _ = degrees(name, machines)
     if batch is None:
-        return 1
+        return None
     if batch % (replicas * shards):
         raise UnsupportedError(
             f"a batch of {batch} cannot be divided among {replicas * shards} devices",
@@ -157,15 +155,32 @@ class _Works:
 
     def __init__(self, training: Model, step: int, asked: PlanOptions):
         self._training, self._step, self._asked = training, step, asked
+        self._first = next((v for v in training.inputs if v.shape is not None and len(v.shape)), None)
+        size = self._first.shape[0] if self._first is not None and self._first.shape is not None else None
+        self.fixed = size if isinstance(size, int) else None
+        """The size of batches, where the model says it."""
         self._made: dict[int, Workload] = {}
         self.samples = 1
 
     def of(self, samples: int) -> Workload:
         if samples not in self._made:
-            model = _for_batch(self._training, samples, self._asked.batch_size is not None)
-            self._made[samples] = Workload(model, self._step, self._asked.engine, self._asked.precision)
+            self._made[samples] = Workload(
+                self._with_samples(samples), self._step, self._asked.engine, self._asked.precision
+            )
             self.samples = min(self._made)
         return self._made[samples]
+
+    def _with_samples(self, samples: int) -> Model:
+        """The model for that many, where the first axis of inputs is open."""
+        if self.fixed is None and self._first is not None and self._first.shape is not None:
+            rest = [d if isinstance(d, int) else str(d) for d in self._first.shape[1:]]
+            return declare(self._training, {self._first.name or "": [samples, *rest]})
+        if self.fixed not in (None, samples):
+            raise UnsupportedError(
+                f"the model is for batches of {self.fixed}, and a device would get {samples}",
+                hint="export it with a first axis that is open",
+            )
+        return self._training
 
     @property
     def first(self) -> Workload:
@@ -176,21 +191,6 @@ def _batches_of_update(training: Model, step: int) -> int:
     accumulation = describe(training).steps[training.steps.index(training.step(step))].accumulation
     batches = accumulation.batches if accumulation is not None else None
     return int(batches) if isinstance(batches, int | float) else 1
-
-
-def _for_batch(model: Model, samples: int, wanted: bool) -> Model:
-    """With that many samples, where the first axis of inputs is open."""
-    first = next((v for v in model.inputs if v.shape is not None and len(v.shape)), None)
-    size = first.shape[0] if first is not None and first.shape is not None else None
-    if first is None or first.shape is None or not isinstance(size, ir.SymbolicDim):
-        if wanted and size != samples:
-            raise UnsupportedError(
-                f"the model is for batches of {size}, and a device would get {samples}",
-                hint="export it with a first axis that is open",
-            )
-        return model
-    rest = [d if isinstance(d, int) else str(d) for d in first.shape[1:]]
-    return declare(model, {first.name or "": [samples, *rest]})
 
 
 def _training_model(model: Model, recipe: Mapping[str, Any]) -> tuple[Model, list[str]]:
@@ -265,5 +265,5 @@ def _facts(work: Workload, samples: int, accumulate: int, notes: Sequence[str], 
         "accumulate": accumulate,
         "precision": asked.precision,
         "engine": asked.engine,
-        "notes": [*notes, *([f"{work.unknown} tensors have no size, and are not counted"] if work.unknown else [])],
+        "notes": [*notes, *([f"of {quantity(work.unknown, 'tensor')} nothing tells the size"] if work.unknown else [])],
     }

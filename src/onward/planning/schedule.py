@@ -107,14 +107,14 @@ class Schedule:
     def kept(self) -> list[ir.Value]:
         """Tensors of the forward pass that the way back reads, each once, however it is seen."""
         end = len(self.forward)
-        return [v for v in self._tensors() if self._born[v] < end and self._reads.get(v, [0])[-1] >= end]
+        return [v for v in self.tensors() if self._born[v] < end and self._reads.get(v, [0])[-1] >= end]
 
     def usage(self, bytes_of: Bytes, again: Iterable[Block] = ()) -> Usage:
         """With parts that are computed again: what they make is dropped, and is back when the way back comes there."""
         end, count = len(self.forward), len(self.nodes)
         changes = np.zeros((2, count + 1), np.int64)
         kept, returns = {value: bytes_of(value) for value in self.kept()}, self._returns(again)
-        for value in self._tensors():
+        for value in self.tensors():
             size, born, reads = bytes_of(value), self._born[value], self._reads.get(value, [])
             if value in self._gradients:
                 changes[1, born] += size
@@ -133,7 +133,7 @@ class Schedule:
         activations, gradients = np.cumsum(changes[:, :count], axis=1)
         return Usage(sum(kept.values()), activations, gradients)
 
-    def _tensors(self) -> Iterable[ir.Value]:
+    def tensors(self) -> Iterable[ir.Value]:
         """What takes memory of its own, of all that nodes make."""
         return (v for v in self._born if self._owner.get(v, v) is v and v not in self._inside)
 

@@ -103,18 +103,19 @@ class _Follower:
         return self.state(value)
 
     def claim(self, value: ir.Value | None, axis: int) -> bool:
-        """Divide a parameter that nobody has decided about along an axis, if that can be."""
-        if value not in self._parameters or value is None or value in self.weights:
+        """Divide a parameter that nobody has decided about, or the one that it is turned from, along an axis."""
+        if value is None or self.state(value) is not None:
             return False
+        turned = value.producer()
+        if turned is not None and turned.op_type == "Transpose":
+            claimed = self.claim(turned.inputs[0], _order_of(turned)[axis])
+            self.states |= {value: axis} if claimed else {}
+            return claimed
         dims = dims_of(value)
-        if dims is None or dims[axis] % self.devices:
+        if value not in self._parameters or not dims or dims[axis] % self.devices:
             return False
         self.weights[value] = axis
         return True
-
-    def can_divide(self, value: ir.Value, axis: int) -> bool:
-        dims = dims_of(value)
-        return dims is not None and dims[axis] % self.devices == 0
 
     def _sum(self, value: ir.Value) -> None:
         self.reduced += bytes_of(value)
@@ -225,8 +226,12 @@ def _transpose(f: _Follower, node: ir.Node) -> State:
     state, dims = f.state(node.inputs[0]), dims_of(node.inputs[0])
     if not isinstance(state, int) or dims is None:
         return state
-    order = list(node.attributes.get_ints("perm", tuple(reversed(range(len(dims))))))
-    return order.index(state)
+    return _order_of(node).index(state)
+
+
+def _order_of(node: ir.Node) -> list[int]:
+    rank = len(dims_of(node.outputs[0]) or ())
+    return list(node.attributes.get_ints("perm", tuple(reversed(range(rank)))))
 
 
 def _same_axis(f: _Follower, node: ir.Node) -> State:

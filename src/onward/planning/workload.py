@@ -11,13 +11,14 @@ import onnx_ir as ir
 
 from onward.engines.fusion import matches
 from onward.engines.fusion.attention import Attention
-from onward.errors import UnsupportedError
+from onward.errors import ArgumentError
 from onward.inspect.blocks import cut_into_parts
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_engine, lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import State, carried_state
+from onward.model.walk import source_of
 from onward.planning.flops import PRODUCTS, flops
 from onward.planning.schedule import Block, Kernel, Schedule, Usage
 from onward.planning.tensors import bytes_of, dims_of, elements
@@ -71,9 +72,9 @@ class Workload:
             )
         else:
             self.schedule = Schedule(self.graph, self.contract)
-        made = (v for node in self.schedule.nodes for v in node.outputs)
-        self.unknown = sum(_is_float(v) and dims_of(v) is None for v in made)
-        """How many tensors have a size that nothing tells."""
+        tensors = (v for v in self.schedule.tensors() if _is_float(v) and not (v.shape and len(v.shape) < 2))
+        self.unknown = sum(dims_of(v) is None for v in tensors)
+        """How many have a size that nothing tells, lists aside."""
         self.precision = precision
         self.weights, self.other_state = _weights(self.graph, self.contract, carried_state(model, step))
         self.blocks = _blocks(model, step, self.schedule.forward, self.weights)
@@ -121,7 +122,9 @@ class Workload:
     @functools.cached_property
     def _in_products(self) -> set[str]:
         """The names of weights that products read."""
-        return {v.name or "" for node in self.schedule.forward if node.op_type in PRODUCTS for v in node.inputs if v}
+        products = [node for node in self.schedule.forward if node.op_type in PRODUCTS]
+        sources = (source_of(value, {"Transpose", "Reshape", "Identity"}) for node in products for value in node.inputs)
+        return {value.name or "" for value in sources if value is not None}
 
     @functools.cached_property
     def _sizes(self) -> dict[ir.Value, int]:
@@ -161,7 +164,7 @@ def _refuse_open_sizes(graph: ir.Graph, contract: Contract) -> None:
     for value in graph.inputs:
         if value.name in contract.batch and dims_of(value) is None:
             sizes = ",".join(str(d) for d in value.shape) if value.shape is not None else "N,..."
-            raise UnsupportedError(
+            raise ArgumentError(
                 f"the sizes of `{value.name}` are open: [{sizes}]",
                 hint=f"say them: `--shape {value.name}=...`, or `shape={{...}}` in Python",
             )
