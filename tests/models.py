@@ -179,3 +179,30 @@ def comparable(proto):
         if not getattr(proto, field):
             proto.ClearField(field)
     return proto
+
+
+def layers_without_names(count: int, *, odd: int | None = None) -> onnx.ModelProto:
+    """x + dropout(relu(norm(x) a) b), `count` times, under names that say nothing; one may have another size."""
+    rng = np.random.default_rng(0)
+    nodes, tensors, taken = [], [], iter(rng.permutation(1000))
+
+    def name() -> str:
+        return f"t{next(taken)}"
+
+    def weight(*shape: int) -> str:
+        tensors.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32) / 2, name()))
+        return tensors[-1].name
+
+    def call(op: str, *inputs: str) -> str:
+        nodes.append(helper.make_node(op, inputs, [name()]))
+        return nodes[-1].output[0]
+
+    x = call("MatMul", "x", weight(3, 8))
+    for k in range(count):
+        y = call("LayerNormalization", x, weight(8), weight(8))
+        y = call("Relu", call("MatMul", y, weight(8, width := 12 if k == odd else 16)))
+        x = call("Add", x, call("Dropout", call("MatMul", y, weight(width, 8))))
+    nodes.append(helper.make_node("MatMul", [x, weight(8, 2)], ["y"]))
+    info = [helper.make_tensor_value_info(*given) for given in (("x", 1, ["n", 3]), ("y", 1, ["n", 2]))]
+    graph = helper.make_graph(nodes, "layers", info[:1], info[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
+
+import onnx
 import pytest
 
+from commands import run
+from models import digits_mlp, layers_without_names
 from onward.convert.program.calls import Step, Value
 from onward.convert.program.expressions import Expression, Printer
 from onward.convert.program.loops import fold_repeats
 from onward.convert.program.statements import Statements
+from onward.inspect.blocks import cut_into_parts, find_blocks
 from onward.inspect.repeats import Item, find_repeats
+from onward.model import load
 
 
 def residual(count: int, *, odd: int | None = None, leak: int | None = None) -> tuple[list[Item], list[str]]:
@@ -55,7 +64,7 @@ def test_a_loop_computes_what_its_lines_did() -> None:
     assert last.step is not None
     steps.append(last.step)
 
-    def run(given: list[Step]) -> float:
+    def compute(given: list[Step]) -> float:
         names = ["first", "second"]
         written = Statements(given, [last], {}, Printer, lambda value: Expression(value.path), taken=names)
         body = [*written.lines(), f"return {written.name(last).text}"]
@@ -66,4 +75,27 @@ def test_a_loop_computes_what_its_lines_did() -> None:
 
     folded = fold_repeats(steps, [last])
     assert len(folded) < len(steps)
-    assert run(folded) == run(steps)
+    assert compute(folded) == compute(steps)
+
+
+def test_blocks_are_found_by_structure() -> None:
+    parts = cut_into_parts(load(layers_without_names(4, odd=2)))
+    assert [part.kind for part in parts] == [None, 0, 0, 1, 0, None]
+    assert [len(part.nodes) for part in parts] == [1, 6, 6, 6, 6, 1]
+    for before, part in itertools.pairwise(parts):
+        assert part.inputs == before.outputs
+    shapes = [[list(value.shape or ()) for value in part.parameters] for part in parts]
+    assert shapes[1] == shapes[2] == shapes[4] == [[8], [8], [8, 16], [16, 8]]
+
+
+def test_what_repeats_nothing_has_no_blocks() -> None:
+    assert not find_blocks(load(layers_without_names(1)))
+    assert not find_blocks(load(digits_mlp()))
+
+
+def test_blocks_are_listed(tmp_path: Path) -> None:
+    onnx.save(layers_without_names(3), path := tmp_path / "layers.onnx")
+    shown = run("show", str(path), "--blocks").stdout.splitlines()
+    assert len(shown) == 3 and all("kind 0  6 nodes  4 parameters, 272 numbers" in line for line in shown)
+    found = json.loads(run("show", str(path), "--blocks", "--json").stdout)
+    assert [block["inputs"] for block in found[1:]] == [block["outputs"] for block in found[:-1]]

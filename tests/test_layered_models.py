@@ -6,12 +6,17 @@ import copy
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
+import onward
 from conftest import needs
+from models import layers_without_names
+from onward.errors import UnsupportedError
 from onward.inspect.blocks import find_blocks
 from onward.model import load
 
@@ -27,15 +32,17 @@ from processes import together  # noqa: E402
 
 pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 
-QUICK = ("bert", "resnet_bottleneck")
 UNTRACED = ("gpt2", "llama", "mistral", "qwen2", "whisper", "gemma2")
 """The older exporter lacks an operator of their masks."""
 
-CASES = [
-    pytest.param(name, exporter, marks=() if name in QUICK and exporter == "dynamo" else pytest.mark.slow)
-    for name, exporter in itertools.product(FAMILIES, ("dynamo", "torchscript"))
-    if not (name in UNTRACED and exporter == "torchscript")
-]
+families = pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        (name, exporter)
+        for name, exporter in itertools.product(FAMILIES, ("dynamo", "torchscript"))
+        if not (name in UNTRACED and exporter == "torchscript")
+    ],
+)
 
 
 def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -56,8 +63,9 @@ def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(("name", "exporter"), CASES)
+@families
 def test_blocks_are_layers(name: str, exporter: str, named: bool) -> None:
     model = exported(name, exporter)
     blocks = find_blocks(load(model if named else without_names(model)))
@@ -70,8 +78,9 @@ def test_blocks_are_layers(name: str, exporter: str, named: bool) -> None:
         assert len(sizes) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(("name", "exporter"), CASES)
+@families
 def test_modules_of_blocks_compute_the_same(name: str, exporter: str, named: bool) -> None:
     model = exported(name, exporter) if named else without_names(exported(name, exporter))
     whole, cut = to_module(model).train(), to_module(model, blocks=True).train()
@@ -99,14 +108,39 @@ def test_modules_of_blocks_compute_the_same(name: str, exporter: str, named: boo
             assert keys == list(whole.state_dict())
 
 
+def test_runs_of_blocks_are_the_same() -> None:
+    """Also of what had its names taken, whose keys then say in which block it is."""
+    training = onward.prepare(layers_without_names(3), loss="mse", optimizer="adamw:lr=1e-2")
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    found = []
+    for blocks in (False, True):
+        module, optimizer, _, loss = onward.to_torch(training, blocks=blocks)
+        torch.manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(module(x), y).backward()
+            optimizer.step()
+        found.append(module)
+    whole, cut = found
+    assert [len(list(block.parameters())) for block in cut.repeated_blocks()] == [4, 4, 4]
+    assert not whole.repeated_blocks()
+    names = set(whole.state_dict())
+    assert {re.sub(r"^block\d\.", "", key) for key in cut.state_dict()} == names != set(cut.state_dict())
+    for name, array in whole.arrays().items():
+        np.testing.assert_array_equal(cut.arrays()[name], array)
+    onward.check(cut.to_model())
+    with pytest.raises(UnsupportedError, match="own layers"):
+        onward.to_torch(training, live=False, blocks=True)
+
+
 def test_equal_blocks_are_compiled_once() -> None:
-    whole, cut = (to_module(exported("bert", "dynamo"), blocks=True).train() for _ in range(2))
+    whole, cut = (to_module(layers_without_names(3), blocks=True) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
     for block in cut.repeated_blocks():
         block.compile(backend=counter)
-    inputs = list(FAMILIES["bert"].inputs().values())
+    x = torch.randn(4, 3)
     for module in (whole, cut):
-        module(*inputs).square().mean().backward()
+        module.eval()(x).square().mean().backward()
     assert counter.frame_count == 1
     for parameter, other in zip(whole.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(other.grad, parameter.grad)

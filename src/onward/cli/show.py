@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from onward.checkpoint import Checkpoint, Comparison
     from onward.checkpoint.comparing import Pair
     from onward.checkpoint.facts import Fact
+    from onward.inspect.blocks import Part
 
 
 @command(
     LOOK,
     "onward show training.onnx",
     "onward show training.onnx --params",
+    "onward show training.onnx --blocks",
     "onward show training.onnx --graph training.svg",
     "onward show training.onnx --json | jq .",
     "onward show checkpoint-500/",
@@ -38,6 +40,9 @@ def show(
         option(
             "--params", None, "List all tensors: trained, frozen, constant; of a checkpoint, also what optimizers keep."
         ),
+    ] = False,
+    blocks: Annotated[
+        bool, option("--blocks", None, "List the layers that the graph repeats; of one kind are those that are equal.")
     ] = False,
     graph: Annotated[Path | None, option("--graph", "FILE", "Draw the training graph into an .svg file.")] = None,
     unsafe: Annotated[
@@ -65,6 +70,9 @@ def show(
         _show_checkpoint(model, params, as_json)
         return
 
+    if blocks:
+        _show_blocks(model, as_json)
+        return
     if graph is not None and graph.exists() and not force:
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
     with working(f"reading {model}", model):
@@ -81,6 +89,39 @@ def show(
         render_parameters(summary, out())
     elif graph is None:
         render(summary, out())
+
+
+def _show_blocks(path: Path, as_json: bool) -> None:
+    from onward.inspect.blocks import find_blocks
+    from onward.inspect.formatting import quantity
+    from onward.model import load
+
+    with working(f"looking for blocks in {path}", path):
+        found = find_blocks(load(path))
+    if as_json:
+        lists = ("parameters", "inputs", "outputs")
+        print_json(
+            [
+                {"name": block.name, "kind": block.kind, "nodes": len(block.nodes)}
+                | {key: [value.name for value in getattr(block, key)] for key in lists}
+                for block in found
+            ]
+        )
+    elif found:
+        rows = [
+            [block.name or f"block {i}", f"kind {block.kind}", quantity(len(block.nodes), "node"), _held(block)]
+            for i, block in enumerate(found)
+        ]
+        print_rows(rows, styles=("bold",))
+    else:
+        say("it repeats no blocks")
+
+
+def _held(block: Part) -> str:
+    from onward.inspect.formatting import quantity
+
+    numbers = sum(value.const_value.size for value in block.parameters if value.const_value is not None)
+    return f"{quantity(len(block.parameters), 'parameter')}, {numbers:,} numbers"
 
 
 def _show_code(path: Path, as_json: bool) -> None:

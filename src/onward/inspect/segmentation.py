@@ -220,7 +220,7 @@ class _Finder:
 
     def _handing_on(self, spans: Sequence[Span], end: int, excess: float) -> Iterator[float]:
         places = sorted({place for span in spans for place in span if place < end})
-        for at, following in zip(places, [*places[1:], end], strict=True):
+        for at, following in itertools.pairwise([*places, end]):
             soon = sum(read < following for read in self._crossing[at])
             yield _BLOCK_COST + excess * (soon > 1) + _LONG_COST * (len(self._crossing[at]) - soon)
 
@@ -275,7 +275,7 @@ def _fit(piece: Words, model: Words, most: float) -> tuple[int, int]:
     """How much of a piece is a block like another, and how much is different: nothing of it, if that is too much."""
     different = _differences(piece[: 2 * len(model) + 1], model)
     end = min(range(len(different)), key=lambda n: (different[n] - n, different[n]))
-    return (end, different[end]) if _are_alike(piece[:end], model, most) else (0, 0)
+    return (end, different[end]) if end > 1 and _are_alike(piece[:end], model, most) else (0, 0)
 
 
 def _are_alike(a: Words, b: Words, most: float = _MOST_DIFFERENT_BESIDE) -> bool:
