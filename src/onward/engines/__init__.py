@@ -66,8 +66,13 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
         from onward.engines.torch.parallel import TorchParallel
 
         return TorchParallel(load(source), step, **options)
+    if engine == "jax" and options.get("mesh") is not None:
+        from onward.engines.jax.on_mesh import OnMesh
+
+        return OnMesh.on(engine, load(source), step, **options)
     from onward.engines.framework_engine import Interpreted
 
+    options.pop("mesh", None)
     return Interpreted.on(engine, load(source), step, **options)
 
 

@@ -108,6 +108,9 @@ class Framework(ABC):
     fuses: ClassVar[Sequence[str]] = ()
     """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
 
+    only_compiled: ClassVar[bool] = False
+    """Whether operators cannot be executed one by one, but only as a part of what is compiled."""
+
     @classmethod
     def devices(cls) -> list[str]:
         """What `device` may be, on this machine."""
@@ -164,6 +167,10 @@ class Framework(ABC):
     def copy(self, tensor: Any) -> Any:
         """The same in memory that nobody else has, where tensors can change or are given away."""
         return tensor
+
+    def hold(self, name: str, value: Any) -> Any:
+        """State or a constant of that name, in memory that nobody else has."""
+        return self.copy(self.adopt(value))
 
     def compile(self, function: Function) -> Function:
         """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""

@@ -122,7 +122,7 @@ class Interpreted(Engine):
         self._rules = rules
         self._recompute = recompute
         self._state: Tensors = {
-            s.name: framework.copy(framework.tensor(s.array)) for s in carried_state(self._one.model, self._one.index)
+            s.name: framework.hold(s.name, s.array) for s in carried_state(self._one.model, self._one.index)
         }
         self._parts: dict[str, _Part] = {}
         part = self._part("step")
@@ -151,9 +151,14 @@ class Interpreted(Engine):
         made: Interpreted
         if engine in FRAMEWORKS:
             options = {"on_compile": lambda text: made.on_compile(text), **options}
-        framework = framework_of(engine, **options)
+        framework = cls.make_framework(engine, model, step, options)
         made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
         return made
+
+    @classmethod
+    def make_framework(cls, engine: str, model: Model, step: Steps, options: dict[str, Any]) -> Framework:
+        """The framework of that name, for a training model."""
+        return framework_of(engine, **options)
 
     def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
         part = self._part("step")
@@ -177,9 +182,7 @@ class Interpreted(Engine):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         given = self._fitting_state(state)
-        self._state = self._state | {
-            name: self._framework.copy(self._framework.adopt(value)) for name, value in given.items()
-        }
+        self._state = self._state | {name: self._framework.hold(name, value) for name, value in given.items()}
 
     def close(self) -> None:
         self._state = {}
@@ -231,7 +234,7 @@ class _Part:
         self.model = lowered
         self.contract = contract_of(lowered)
         self._framework = framework
-        self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
+        self._constants = {name: framework.hold(name, array) for name, array in _large_constants(lowered).items()}
         of_all = computation(lowered, framework)
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
@@ -250,10 +253,14 @@ class _Part:
         other = next((v for v in inputs if v.dtype is not None and not self._framework.supports(v.dtype.numpy())), None)
         if other is not None:
             reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
-        elif (nodes := len(self.model.graph)) > _MOST_NODES:
+        elif (nodes := len(self.model.graph)) > _MOST_NODES and not self._framework.only_compiled:
             reason = f"to compile its {nodes:,} nodes would take longer than is won"
         else:
             return True
+        if self._framework.only_compiled:
+            raise UnsupportedError(
+                f"the step cannot be compiled, as a mesh needs it: {reason}", hint="do without a mesh"
+            )
         warnings.warn(f"the step is not compiled: {reason}", stacklevel=4)
         return False
 

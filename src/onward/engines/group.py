@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -57,16 +56,17 @@ class Group(ABC):
         own = self.share(whole)
         return Portion({name: array[own] if array.ndim else array for name, array in batch.items()}, whole)
 
-    def share(self, count: int) -> slice:
-        """Which of so many samples are this process's: as many as the others', or one more.
+    def share(self, count: int, rank: int | None = None) -> slice:
+        """Which of so many samples are this process's, or that of another rank: as many as the others', or one more.
 
         Fewer samples than processes are everybody's.
         """
         if count < self.size:
             return slice(0, count)
+        rank = self.rank if rank is None else rank
         least, more = divmod(count, self.size)
-        start = self.rank * least + min(self.rank, more)
-        return slice(start, start + least + (self.rank < more))
+        start = rank * least + min(rank, more)
+        return slice(start, start + least + (rank < more))
 
 
 class Portion(dict[str, np.ndarray]):
@@ -100,11 +100,35 @@ def is_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-@functools.cache
-def join_group(device: str = "cpu") -> Group:
-    """The processes that were started together with this one, by torchrun or what does as it does."""
+_joined: dict[str, Group] = {}
+"""Groups that this process is in, by what connects them."""
+
+
+def join_group(device: str = "cpu", engine: str = "onnxruntime") -> Group:
+    """The processes that were started together with this one, by torchrun or what does as it does.
+
+    JAX connects its own, and knows more ways to be started.
+    """
+    kind = "jax" if engine == "jax" else "torch"
+    if kind not in _joined:
+        _joined[kind] = _connect_by_jax(device) if kind == "jax" else _connect_by_torch(device)
+    return _joined[kind]
+
+
+def current_group() -> Group:
+    """The processes that this one has joined, if any."""
+    return next((group for group in _joined.values() if group.size > 1), Alone())
+
+
+def _connect_by_torch(device: str) -> Group:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
     from onward.engines.torch_group import TorchGroup
 
     return TorchGroup(device)
+
+
+def _connect_by_jax(device: str) -> Group:
+    from onward.engines.jax.process_group import JaxGroup, has_peers
+
+    return JaxGroup(device) if has_peers() else Alone()

@@ -19,9 +19,7 @@ class TorchGroup(Group):
 
     def __init__(self, device: str = "cpu"):
         if not dist.is_initialized():
-            store, rank, size = next(dist.rendezvous("env://"))
-            # torchrun keeps its store over restarts, and addresses of processes that are gone with it.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            store, rank, size = open_store()
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             atexit.register(dist.destroy_process_group)  # whose threads would outlive the interpreter
@@ -44,3 +42,10 @@ class TorchGroup(Group):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._on_host)
         return found
+
+
+def open_store() -> tuple[Any, int, int]:
+    """Where processes of this attempt leave word for each other; the rank of this one, and how many there are."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    # torchrun keeps its store over restarts, and addresses of processes that are gone with it.
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size

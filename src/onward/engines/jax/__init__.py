@@ -47,7 +47,7 @@ class Jax(Framework):
         """
         if device not in self.devices():
             raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
-        self._device = jax.devices(device)[0]
+        self._device = jax.local_devices(backend=device)[0]
         rows = Operators(self.operators)
         if device == "cuda":
             rows["Attention"] = functools.partial(rows["Attention"], fused=True)

@@ -39,6 +39,8 @@ class Compiled:
         try:
             return self._compiled(state, constants, batch)
         except UnsupportedError as error:
+            if self._framework.only_compiled:
+                raise
             warnings.warn(f"the step is not compiled: {error}", stacklevel=4)
             self._refused.add(shapes)
             return self(state, constants, batch)
