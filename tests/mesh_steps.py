@@ -1,4 +1,4 @@
-"""Losses of training steps on meshes of JAX, one line of JSON for each: run with as many devices as they need."""
+"""Training steps on a mesh of JAX, and what they lead to as JSON: `python mesh_steps.py MODEL MESH`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 import onnx
 import onnx.parser
@@ -52,16 +51,16 @@ BLOCK = """
         g{i} = Gelu(fb{i})
         d{i} = MatMul(g{i}, h{i}_fc2)
         x{i} = Add(r{i}, d{i})"""
-WIDTH, WORDS, LENGTH, LAYERS = 16, 40, 6, 2
+WIDTH, WORDS, LENGTH = 16, 40, 6
 SIZES = {"scale": [16], "shift": [16], "q": [16, 16], "k": [16, 16], "v": [16, 16], "o": [16, 16], "fc1": [16, 64]}
 SIZES |= {"fc1_bias": [64], "fc2": [64, 16]}
 
 
-def gpt() -> onnx.ModelProto:
+def gpt(layers: int) -> onnx.ModelProto:
     shapes = {"words": [WORDS, WIDTH], "places": [LENGTH, WIDTH]}
-    shapes |= {f"h{i}_{name}": size for i in range(LAYERS) for name, size in SIZES.items()}
+    shapes |= {f"h{i}_{name}": size for i in range(layers) for name, size in SIZES.items()}
     declared = ", ".join(f"float{shape} {name}" for name, shape in shapes.items())
-    blocks = "".join(BLOCK.format(i=i, x="x" if i == 0 else f"x{i - 1}") for i in range(LAYERS))
+    blocks = "".join(BLOCK.format(i=i, x="x" if i == 0 else f"x{i - 1}") for i in range(layers))
     model = onnx.parser.parse_model(f"""
         <ir_version: 10, opset_import: ["": 21]>
         gpt (int64[n, {LENGTH}] tokens) => (float[n, {WORDS}, {LENGTH}] logits)
@@ -70,7 +69,7 @@ def gpt() -> onnx.ModelProto:
         e = Gather(words, tokens)
         x = Add(e, places){blocks}
         table = Transpose(words)
-        y = MatMul(x{LAYERS - 1}, table)
+        y = MatMul(x{layers - 1}, table)
         logits = Transpose<perm=[0, 2, 1]>(y)
         }}""")
     return fill(model, {**shapes, "mask": [LENGTH, LENGTH]})
@@ -94,44 +93,42 @@ def fill(model: onnx.ModelProto, shapes: dict[str, list[int]]) -> onnx.ModelProt
     return model
 
 
+MODELS = {"net": net, "gpt": lambda: gpt(2), "small gpt": lambda: gpt(1)}
 RECIPE: dict[str, Any] = {"optimizer": "adamw:lr=1e-3", "clip": "norm:0.5", "accumulate": 2}
 
 
 def training(name: str) -> onward.Model:
-    return onward.prepare(net() if name == "net" else gpt(), loss="cross_entropy", **RECIPE)
+    return onward.prepare(MODELS[name](), loss="cross_entropy", **RECIPE)
 
 
 def batches(name: str, count: int) -> list[dict[str, np.ndarray]]:
-    """Every third is one that four devices cannot share, and every seventh a single sample."""
+    """Every third is one that two devices cannot share."""
     rng = np.random.default_rng(1)
-    sizes = [1 if i % 7 == 6 else 6 if i % 3 == 2 else 8 for i in range(count)]
+    sizes = [7 if i % 3 == 2 else 8 for i in range(count)]
     if name == "net":
         return [{"image": rng.normal(1, 2, (n, 1, 8, 8)).astype("f4"), "labels": rng.integers(0, 10, n)} for n in sizes]
     shapes = [(n, LENGTH) for n in sizes]
     return [{"tokens": rng.integers(0, WORDS, s), "labels": rng.integers(0, WORDS, s)} for s in shapes]
 
 
-
-
 def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What 20 steps lead to. State is taken out and put back in the middle."""
     with onward.engines.start(training(name), engine="jax", **options) as engine:
         parts = [engine.group.part(batch) for batch in batches(name, 20)]
-        losses = [float(engine.step(part)["loss"]) for part in parts]
-        found = engine.evaluate(parts[0])
+        losses = [float(engine.step(part)["loss"]) for part in parts[:10]]
         state = engine.state()
         engine.load_state(state)
-        again = engine.state()
-        assert all((again[name] == state[name]).all() for name in state)
-        norms = {name: float(np.linalg.norm(array)) for name, array in engine.gradients(parts[0]).items()}
+        losses += [float(engine.step(part)["loss"]) for part in parts[10:]]
+        found = engine.evaluate(parts[2])
         return {
             "losses": [*losses, float(found["loss"])],
-            "rows": len(found["logits"]),
-            "norms": norms,
-            "bytes": sum(a.addressable_shards[0].data.nbytes for a in engine._state.values()),  # type: ignore[attr-defined]
+            "logits": found["logits"].tolist(),
+            "state": {name: float(np.linalg.norm(array)) for name, array in engine.state().items()},
+            "norms": {name: float(np.linalg.norm(array)) for name, array in engine.gradients(parts[2]).items()},
+            "bytes": sum(a.addressable_data(0).nbytes for a in engine._state.values()),  # type: ignore[attr-defined]
         }
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:]:
-        name, _, options = case.partition(" ")
-        print(json.dumps(run(name, json.loads(options or "{}"))), flush=True)
+    _, name, mesh = sys.argv
+    print(json.dumps(run(name, {"mesh": mesh} if mesh else {})))

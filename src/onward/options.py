@@ -389,6 +389,20 @@ class RunOptions(FeedOptions):
         None,
         "whether BatchNormalization has the statistics of the whole batch, or in each process those of its part",
     )
+    mesh: str | None = _option(
+        None,
+        ENGINE,
+        "AXES",
+        "devices of JAX, such as `data=4,model=2`: `data` have other samples, `fsdp` also divide parameters, `model` "
+        "divide products; an axis without a size takes the devices that are left; `file` for the mesh in the file",
+    )
+    shard: Mapping[str, str | Sequence[str | None]] = _option(
+        {},
+        ENGINE,
+        "PATTERN=AXES",
+        "which axes of the mesh divide the axes of a tensor, such as `*.fc1.weight=-,model`, where it is not as usual",
+        repeated=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _RUN = "The run"
 _SEVERAL = "Several processes"
-_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device"}
+_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh"}
 
 
 @command(
@@ -33,6 +33,7 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device"}
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
+    "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
     "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",
@@ -165,11 +166,11 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
 
 def _finish(run: Run, place: Target | None, as_json: bool) -> None:
     """Write the best model and say what came out; of several processes, the first does."""
-    from onward.engines.group import join_group
+    from onward.engines.group import current_group
 
     end = run.log[-1]
     interrupted = end.get("reason") == "interrupted"
-    if not join_group().is_first:
+    if not current_group().is_first:
         raise SystemExit(INTERRUPTED if interrupted else 0)
     if place is not None and not interrupted:
         place.save(run.best)

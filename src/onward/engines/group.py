@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,6 +131,12 @@ def _connect_by_torch(device: str) -> Group:
 
 
 def _connect_by_jax(device: str) -> Group:
-    from onward.engines.jax.process_group import JaxGroup, has_peers
+    """Without JAX the process is alone, and the engine says what is missing."""
+    jax = sys.modules.get("jax")
+    has_peers = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "JAX_COORDINATOR_ADDRESS" in os.environ
+    is_connected = jax is not None and jax.distributed.is_initialized()
+    if not (has_peers or is_connected) or importlib.util.find_spec("jax") is None:
+        return Alone()
+    from onward.engines.jax.process_group import JaxGroup
 
-    return JaxGroup(device) if has_peers() else Alone()
+    return JaxGroup(device)

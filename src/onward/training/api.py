@@ -79,7 +79,7 @@ def train(
     original, imported = _load_model(wanted)
     recipe = wanted.recipe if wanted.checkpoint is None else {}
     _check(wanted.patience, validation)
-    group = join_group(wanted.device)
+    group = join_group(wanted.device, wanted.engine)
     if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
@@ -102,8 +102,7 @@ def train(
         batch_size=made.batch_size,
         metrics=_metrics(training, asked.get("metrics"), wanted.monitor),
         seed=wanted.seed if wanted.reset else seed,
-        strategy=wanted.strategy or ("ddp" if group.size > 1 else None),
-    )
+    ).spread_over(group)
     measures = _measures(training, settled)
     folder, at = _folder(run, original, group), Place()
     with folder.begin(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
@@ -126,6 +125,7 @@ def resume(
     epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
     device: str | None = None,
+    mesh: str | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
@@ -136,13 +136,13 @@ def resume(
     - `run`: its folder, or what `train` returned
     - `data`, `validation`: given again where they came from Python; else they are where they were
     - `epochs`: how many there are in all: with more of them, a run that has ended goes on
-    - `engine`, `device`: what it goes on with; as before unless given
+    - `engine`, `device`, `mesh`: what it goes on with; as before unless given
     - `callbacks`: those that are to be told, as for `train`
     - `quiet`: show no progress
     """
     run = run if isinstance(run, Run) else Run(run)
     run.refuse_if_empty()
-    group = join_group(device or run.config.get("device", "cpu"))
+    group = join_group(device or run.config.get("device", "cpu"), engine or run.config.get("engine", "onnxruntime"))
     folder = Folder(run.path) if group.is_first else Follower(run.path)
     with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
@@ -150,6 +150,7 @@ def resume(
             validation = own
         before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
+        config = dataclasses.replace(config, mesh=mesh or config.mesh).spread_over(group)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if config.precision != before.precision:

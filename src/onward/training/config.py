@@ -14,6 +14,7 @@ from onward import engines
 from onward.arguments import Range, fitting, from_text
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
+from onward.engines.group import Group
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
 from onward.options import ENGINE, RecipeOptions, RunOptions, TrainOptions, options_of
@@ -129,6 +130,14 @@ class Config(RunOptions):
             return dataclasses.replace(self, device=device)
         left = {name: usual for name, usual in _OF_ENGINES.items() if name != "compile"}
         return dataclasses.replace(self, **{**left, "engine": engine, "device": device})
+
+    def spread_over(self, group: Group) -> Config:
+        """The same for several processes, which each have a part of every batch unless more is said."""
+        if group.size == 1:
+            return self
+        if self.engine == "jax":
+            return dataclasses.replace(self, mesh=self.mesh or "data")
+        return dataclasses.replace(self, strategy=self.strategy or "ddp")
 
     def to_json(self) -> dict[str, Any]:
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""

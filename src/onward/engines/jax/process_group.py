@@ -42,12 +42,6 @@ class JaxGroup(Group):
         return [pickle.loads(part[:n].tobytes()) for part, n in zip(parts, lengths, strict=True)]
 
 
-def has_peers() -> bool:
-    """Whether this process was started to be one of several."""
-    given = "JAX_COORDINATOR_ADDRESS" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return given or jax.distributed.is_initialized()
-
-
 def _exchange(data: np.ndarray, room: int) -> np.ndarray:
     padded = np.zeros(room, np.uint8)
     padded[: data.size] = data
