@@ -125,7 +125,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
             "logits": found["logits"].tolist(),
             "state": {name: float(np.linalg.norm(array)) for name, array in engine.state().items()},
             "norms": {name: float(np.linalg.norm(array)) for name, array in engine.gradients(parts[2]).items()},
-            "bytes": sum(a.addressable_data(0).nbytes for a in engine._state.values()),  # type: ignore[attr-defined]
+            "bytes": engine.held_bytes() if options else sum(array.nbytes for array in state.values()),
         }
 
 

@@ -110,6 +110,7 @@ class OnMesh(Interpreted):
             )
         super().__init__(model, step, framework, **options)
         self.group = join_group(engine="jax")
+        self.is_sharded = not all(x.is_fully_addressable or x.is_fully_replicated for x in self._state.values())
         fixed = [name for name, value in self.inputs.items() if value.shape and isinstance(value.shape[0], int)]
         if fixed and self.group.size > 1:
             raise UnsupportedError(
@@ -131,6 +132,10 @@ class OnMesh(Interpreted):
         one = as_one_step(model, step)
         devices = len(jax.devices(device)) if device in Jax.devices() else 1  # what is not there, JAX refuses next
         return JaxOnMesh(Layout(one.model, one.index, mesh, devices, rules), **options)
+
+    def held_bytes(self) -> int:
+        """What a device holds of parameters and other state."""
+        return sum(tensor.addressable_data(0).nbytes for tensor in self._state.values())
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         """Of outputs, the rows of this process's samples."""
