@@ -134,7 +134,7 @@ class _StageModule(nn.Module):  # type: ignore[misc]
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
         if self._recomputes and torch.is_grad_enabled():
-            return checkpoint(self._compute, *given, use_reentrant=False)
+            return checkpoint(self._compute, *given, use_reentrant=False, early_stop=False)
         return self._compute(*given)
 
     def _compute(self, *given: Any) -> tuple[Any, ...]:
