@@ -72,8 +72,8 @@ class Schedule:
         gradients = [value for value in graph.outputs if value.name in contract.gradients]
         self.forward, self.backward = _in_order(graph, gradients)
         self._owner = _owners(self.nodes)
-        self._gradients = {self._owner.get(value, value) for value in gradients}
-        self._inside = {v for node in self.backward for v in node.outputs if is_inside(v) and v not in self._gradients}
+        self.gradients = {self._owner.get(value, value) for value in gradients}
+        self._inside = {v for node in self.backward for v in node.outputs if is_inside(v) and v not in self.gradients}
         self._inside.update(value for kernel in kernels for value in kernel.inside)
         self._twice = [node for node in self.backward if holds_twice(node)]
         at = {node: i for i, node in enumerate(self.nodes)}
@@ -116,7 +116,7 @@ class Schedule:
         kept, returns = {value: bytes_of(value) for value in self.kept()}, self._returns(again)
         for value in self.tensors():
             size, born, reads = bytes_of(value), self._born[value], self._reads.get(value, [])
-            if value in self._gradients:
+            if value in self.gradients:
                 changes[1, born] += size
                 continue
             lives = [(born, max(reads, default=born))]

@@ -146,7 +146,7 @@ def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
         readers = [node for node in value.consumers() if node in backward]
         if value in width and all(node.op_type in PRODUCTS | {"Reshape", "Transpose"} for node in readers):
             width[value] = min(2, width[value])  # a product keeps what it was given in 16 bits
-    return {value: elements(value) * size for value, size in width.items()}
+    return {value: elements(value) * size for value, size in width.items() if value not in schedule.gradients}
 
 
 def _adds_bias(node: ir.Node) -> bool:
