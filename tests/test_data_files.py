@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from models import digits_mlp
 from onward.engines.group import Group
 from onward.errors import DataError
 from onward.training.api import resume, train
-from onward.training.data import Batches, files, open_data, split
+from onward.training.data import Batches, Stream, files, open_data, split
 from onward.training.data.dataset import Dataset, pieces_of
 from onward.training.data.order import WindowOrder
+from onward.training.evaluation import samples_in
 from runs import QUIET, RECIPE, digits, interrupted_after, state
+from thread_group import run_together
 
 
 class Process(Group):
@@ -239,3 +242,132 @@ def test_a_file_that_vanishes(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     if kind == "npz":
         with pytest.raises(DataError, match="has changed since it was opened"):
             data.take(rows)
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def together(count: int, open_source: Callable[[int, int], Any], start: int = 0, **options: Any) -> list[list[Any]]:
+    """What each of some processes, which are threads, gets from a stream."""
+
+    def work(group: Group) -> list[Any]:
+        stream = open_data(open_source(group.rank, count))
+        return [
+            (batch, samples_in(batch)) for batch in Batches(stream, {"x": "x"}, group=group, **options).epoch(1, start)
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        return [[(batch["x"].tolist(), whole) for batch, whole in found] for found in run_together(count, patch, work)]
+
+
+def test_a_function_may_give_each_process_its_part() -> None:
+    """Until the first of them has no more; and noise is that of the whole batch."""
+
+    def source(epoch: int, *, rank: int, size: int) -> Iterator[Any]:
+        for number in range(3 + rank):
+            yield {"x": 100 * epoch + 10 * number + np.arange(2 + rank) + 2 * rank}
+
+    batches = together(2, lambda rank, size: source)
+    assert batches[0] == [([100, 101], 5), ([110, 111], 5), ([120, 121], 5)]
+    assert batches[1] == [([102, 103, 104], 5), ([112, 113, 114], 5), ([122, 123, 124], 5)]
+    assert together(2, lambda rank, size: source, start=2) == [part[2:] for part in batches]
+    assert together(1, lambda rank, size: source)[0] == [([100, 101], 2), ([110, 111], 2), ([120, 121], 2)]
+    whole = together(2, lambda rank, size: lambda: iter([{"x": np.arange(5)}]))  # which both read, and divide
+    assert whole == [[([0, 1, 2], 5)], [([3, 4], 5)]]
+
+
+class Shards:
+    """As an `IterableDataset` is: shards one after the other, or those of a process; the epoch turns their order."""
+
+    features = None
+
+    def __init__(self, part: Any = None, skipped: int = 0):
+        self._distributed, self._skipped, self._epoch = part, skipped, 0
+
+    def with_format(self, kind: str) -> Shards:
+        return Shards(self._distributed)
+
+    def skip(self, count: int) -> Shards:
+        return Shards(self._distributed, count)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def iter(self, size: int, drop_last_batch: bool) -> Iterator[Any]:
+        shards = np.roll(np.arange(24).reshape(4, 6), self._epoch, 0)
+        if self._distributed is not None:
+            shards = shards[self._distributed.rank :: self._distributed.world_size]
+        rows = shards.ravel()[self._skipped :]
+        for at in range(0, len(rows) // size * size if drop_last_batch else len(rows), size):
+            yield {"x": rows[at : at + size]}
+
+
+def test_samples_that_are_streamed() -> None:
+    batches = Batches(open_data(Shards()), {"x": "x"}, 10, last="drop")
+    alone = [batch["x"].tolist() for batch in batches.epoch(1)]
+    assert alone == np.roll(np.arange(24), 6)[:20].reshape(2, 10).tolist()
+    assert [batch["x"].tolist() for batch in batches.epoch(1, start=1)] == alone[1:]
+    whole = together(3, lambda rank, size: Shards(), size=10, last="drop")
+    assert [a + b + c for (a, _), (b, _), (c, _) in zip(*whole, strict=True)] == alone
+    own = together(2, lambda rank, size: Shards(SimpleNamespace(rank=rank, world_size=size)), size=10, start=1)
+    assert own == [[([23, 6, 7, 8, 9], 10), ([10, 11], 4)], [([5, 12, 13, 14, 15], 10), ([16, 17], 4)]]
+    with pytest.raises(DataError, match="part 1 of 2 of another, and this is process 0 of 1"):
+        next(Batches(open_data(Shards(SimpleNamespace(rank=1, world_size=2))), {"x": "x"}).epoch(0))
+
+
+@needs("datasets")
+def test_data_sets_of_hugging_face() -> None:
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    classes = datasets.Features({"x": datasets.Value("int64"), "y": datasets.ClassLabel(names=["a", "b"])})
+    rows = datasets.Dataset.from_dict({"x": list(range(23)), "y": [0, 1] * 11 + [0]}, features=classes)
+    by_number = open_data(rows)
+    assert by_number.columns["y"].classes == ("a", "b")
+    np.testing.assert_array_equal(by_number.take(np.array([7, 2]), ["x"])["x"], [7, 2])
+
+    def shuffled() -> Any:
+        return rows.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=5)
+
+    stream = open_data(shuffled())
+    assert isinstance(stream, Stream) and stream.columns == by_number.columns
+    batches = Batches(stream, {"x": "x"}, 4)
+    found = [[batch["x"].tolist() for batch in batches.epoch(epoch)] for epoch in (0, 1)]
+    assert [sorted(x for batch in one for x in batch) for one in found] == [list(range(23))] * 2 and found[0] != found[
+        1
+    ]
+    assert [batch["x"].tolist() for batch in batches.epoch(1, start=3)] == found[1][3:]
+    assert [len(batch["x"]) for batch in Batches(stream, {"x": "x"}, 4, last="drop").epoch(0)] == [4] * 5
+    whole = together(2, lambda rank, size: shuffled(), size=4)
+    assert [a + b for (a, _), (b, _) in zip(*whole, strict=True)] == found[1]  # as for one process
+    own = together(2, lambda rank, size: split_dataset_by_node(shuffled(), rank, size), size=4)
+    seen = [x for part in own for batch, count in part for x in batch]
+    assert len(set(seen)) == len(seen) >= 20  # 11 and 12 rows: the last one is not in a batch of both
+    assert all(count == 4 for part in own for _, count in part[:5])
+
+
+@needs("ray")
+@pytest.mark.slow
+def test_data_sets_of_ray() -> None:
+    import ray
+    import ray.data
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        rows = ray.data.range(40).rename_columns({"id": "x"})
+        stream = open_data(rows)
+        assert isinstance(stream, Stream)
+        batches = Batches(stream, {"x": "x"}, 16)
+        for epoch in range(2):
+            assert [batch["x"].tolist() for batch in batches.epoch(epoch)] == [
+                list(range(16)),
+                list(range(16, 32)),
+                list(range(32, 40)),
+            ]
+        assert [batch["x"].tolist() for batch in batches.epoch(0, start=2)] == [list(range(32, 40))]
+        parts = rows.streaming_split(2, equal=True)
+        own = together(2, lambda rank, size: parts[rank], size=10)
+        assert sorted(x for part in own for batch, _ in part for x in batch) == list(range(40))
+        assert [count for _, count in own[0]] == [10] * 4
+    finally:
+        ray.shutdown()

@@ -14,6 +14,7 @@ from onward.model import Model
 from onward.options import Last
 from onward.training.config import Config
 from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
+from onward.training.data.streams import SizedStream
 from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
 
@@ -66,7 +67,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
         )
 
     fixed = _fixed_size(engine)
-    if fixed is not None and fixed != config.batch_size and isinstance(part.data, Dataset):
+    if fixed is not None and fixed != config.batch_size and isinstance(part.data, Dataset | SizedStream):
         raise DataError(
             f"the model takes batches of {fixed}, not of {config.batch_size}",
             hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",

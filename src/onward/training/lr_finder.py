@@ -74,7 +74,7 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **give
     growth = (highest / lowest) ** (1 / (steps - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
     data, size = in_parts(config.data).data, given.get("batch_size")
-    made = prepare_training(original, data, config.columns, size, {**recipe, **rising}, config.seed or 0)
+    made = prepare_training(original, data, config.columns, size, {**recipe, **rising}, config.seed or 0, config.window)
     config = dataclasses.replace(config, data=data, batch_size=made.batch_size, seed=config.seed or 0)
     for group in made.model.step().fact("train.optimizer"):
         made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)

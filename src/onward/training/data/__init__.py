@@ -8,14 +8,15 @@
 Data may be larger than memory: what is not small is read row by row, in an order that is computed and not stored.
 """
 
-from onward.training.data.batches import Batches, Noise
+from onward.training.data.batches import Batches
 from onward.training.data.dataset import Batch, Column, Dataset
 from onward.training.data.fitting import Binding
 from onward.training.data.images import ImageFormat, format_for
 from onward.training.data.matching import match
-from onward.training.data.samples import Stream
+from onward.training.data.noise import Noise
 from onward.training.data.sources import open_data
 from onward.training.data.split_folders import in_parts
+from onward.training.data.streams import Stream
 from onward.training.data.views import split, with_classes
 
 __all__ = [

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 
 from onward.engines.group import Alone, Group, Portion
-from onward.errors import DataError, UnknownNameError, near
-from onward.recipe.spec import check_options, lookup, parse
+from onward.errors import DataError
 from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
 from onward.training.data.fitting import Binding, is_float
+from onward.training.data.noise import Noise
 from onward.training.data.order import Order, WindowOrder
 from onward.training.data.prefetch import prefetch
-from onward.training.data.samples import Stream
-
-KINDS = {"normal": {"mean": 0.0, "std": 1.0}, "uniform": {"low": 0.0, "high": 1.0}}
-"""Distributions of numpy's generators, and what they take in this order."""
-
-
-class Noise:
-    """What inputs get that no data are for: by name, a kind such as `"normal:std=0.5"`."""
-
-    def __init__(self, kinds: Mapping[str, str], inputs: Mapping[str, ir.Value], seed: int):
-        self._seed = seed
-        self._kinds = {}
-        for name, kind in kinds.items():
-            if name not in inputs:
-                raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
-            spec = parse(kind)
-            numbers = lookup("kind of noise", spec.name, KINDS)
-            check_options(f"the noise `{spec.name}`", spec.options, numbers)
-            self._kinds[name] = (spec.name, [*{**numbers, **spec.options}.values()], *_form(inputs[name]))
-
-    def __call__(self, epoch: int, batch: int, rows: int) -> dict[str, np.ndarray]:
-        """The noise for a batch."""
-        made = {}
-        for name, (kind, numbers, dtype, shape) in self._kinds.items():
-            rng = np.random.default_rng((self._seed, epoch, batch, zlib.crc32(name.encode())))
-            made[name] = getattr(rng, kind)(*numbers, (rows, *shape)).astype(dtype)
-        return made
-
-
-def _form(value: ir.Value) -> tuple[np.dtype, tuple[int, ...]]:
-    """The type of an input, and the shape of one sample."""
-    sizes = [] if value.shape is None else [size for size in value.shape[1:] if isinstance(size, int)]
-    is_known = value.shape is not None and len(sizes) == len(value.shape) - 1
-    if not is_known or value.dtype is None or not value.dtype.is_floating_point():
-        raise DataError(
-            f"`{value.name}` cannot be noise: it must be of a floating type, and the shape of a sample be known",
-            hint="give it as data",
-        )
-    return value.dtype.numpy(), tuple(sizes)
-
+from onward.training.data.streams import Stream
 
 WINDOW = 512 << 20
 """Bytes of rows among which those of data in pieces are shuffled, unless it is said."""
@@ -131,7 +91,8 @@ class Batches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, beginning with number `start`: exactly those that come when nothing is left out."""
         batches = self._of_stream(epoch, start) if isinstance(self._data, Stream) else self._of_data(epoch, start)
-        return prefetch(batches, self._ahead) if self._ahead else batches
+        ahead = prefetch(batches, self._ahead) if self._ahead else batches
+        return self._agree(ahead, epoch, start) if self._is_divided else ahead
 
     # ---- where batches come from ----
 
@@ -166,22 +127,44 @@ class Batches:
 
     def _of_stream(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Stream)
-        for number, batch in enumerate(self._data.epoch(epoch)):
-            if number < start:
-                continue
+        found = self._data.epoch(epoch, start, size=self._size, drop=self._last == "drop", group=self._group)
+        for number, batch in enumerate(found, start):
             for name in self._names:
                 if name not in batch:
                     raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
             made = self._convert(batch, f"sample {{:,}} of batch {number:,}".format)
-            whole = max((len(array) for array in made.values() if array.ndim), default=1)
+            if self._is_divided:
+                yield made
+                continue
+            whole = _samples(made)
             own = self._group.share(whole)
             parts = {name: array[own] if array.ndim else array for name, array in made.items()}
             yield self._portion(parts, self._noise(epoch, number, whole), whole)
+
+    def _agree(self, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
+        """Batches of which each process has read its own part, until one of them has no more.
+
+        Processes talk here, so this is for the thread in which they train.
+        """
+        for number in itertools.count(start):
+            own = next(batches, None)
+            counts = self._group.gather(0 if own is None else _samples(own))
+            if own is None or not all(counts):
+                return
+            before = sum(counts[: self._group.rank])
+            noise = self._noise(epoch, number, sum(counts))
+            more = {name: array[before : before + counts[self._group.rank]] for name, array in noise.items()}
+            yield Portion(own | more, sum(counts))
 
     def _portion(self, made: Batch, noise: Batch, whole: int) -> Batch:
         own = self._group.share(whole)
         batch = made | {name: array[own] for name, array in noise.items()}
         return batch if self._group.size == 1 else Portion(batch, whole)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each process reads a part of its own from a stream."""
+        return isinstance(self._data, Stream) and self._data.is_divided and self._group.size > 1
 
     # ---- what is made of them ----
 
@@ -225,6 +208,10 @@ class Batches:
                 f"label {labels[tuple(at)]} in {where(at[0])} is out of range: input `{name}` has {classes} classes"
             )
             raise DataError(message, hint=hint)
+
+
+def _samples(batch: Batch) -> int:
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def _row(data: Dataset, rows: np.ndarray, at: int) -> str:

@@ -17,8 +17,10 @@ from onward.training.data.dataset import Columns, Dataset, Rows, check_names, kn
 from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
-from onward.training.data.samples import HubDataset, Samples, Stream
+from onward.training.data.library_datasets import HubDataset, HubStream, RayStream, is_ray
+from onward.training.data.samples import Samples
 from onward.training.data.split_folders import refuse_parts
+from onward.training.data.streams import Stream
 from onward.training.data.views import Beside, concatenate
 
 _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"
@@ -46,7 +48,8 @@ def open_data(
       strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
     - A dict or a tuple of arrays; a data frame of pandas; a list of samples, or anything with a length and samples by
       number.
-    - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader: a stream.
+    - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader, an
+      `IterableDataset` of `datasets`, a data set of Ray Data or a part of one: a stream.
 
     `inputs` of the model tell what images are decoded to, unless `images` does; `window` is that of `Batches`, for
     formats that can be read either way.
@@ -62,8 +65,10 @@ def open_data(
         return source
     if isinstance(source, Mapping):
         return _open_mapping(source, wanted)
-    if _has_length(source) and hasattr(source, "with_format"):
-        return HubDataset(source)
+    if hasattr(source, "with_format"):
+        return HubDataset(source) if _has_length(source) else HubStream(source)
+    if is_ray(source):
+        return RayStream(source)
     if isinstance(source, list) and source and all(isinstance(item, str | Path) for item in source):
         return _open_paths(source, wanted)
     if isinstance(source, tuple) or hasattr(source, "__array__"):

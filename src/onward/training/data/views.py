@@ -13,7 +13,7 @@ import numpy as np
 from onward.errors import DataError, near
 from onward.training.data.dataset import Batch, Dataset, known_columns, pieces_of
 from onward.training.data.order import Order, hash_numbers
-from onward.training.data.samples import Stream
+from onward.training.data.streams import Stream
 
 
 def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
