@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,12 +33,14 @@ from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.shards import split_update
-from onward.lowering.sharing import Share
+from onward.lowering.sharing import Share, is_all_reduce
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state
 
 Tensors = dict[str, torch.Tensor]
+_LOSS = "loss of the step"
+"""What the update is given beside gradients."""
 
 
 class TorchParallel(Engine):
@@ -84,7 +87,20 @@ class TorchParallel(Engine):
         self._evaluation: tuple[Any, Any] | None = None
         if self.is_sharded:
             split_update(update, self._sharded_names())
-        self._update = interpreter(update, self._updating)
+        self._update = self._update_step(update, compile)
+
+    def _update_step(self, update: Model, compile: bool) -> Callable[..., tuple[Tensors, dict[str, Any]]]:
+        """(state, (), gradients and loss) -> (new state, metrics); what is compiled writes over the state itself."""
+        contract, exchanges = self._update_contract, any(map(is_all_reduce, update.graph.all_nodes()))
+        execute = interpreter(update, self._updating)
+
+        def compute(state: Tensors, _: Tensors, given: Tensors) -> tuple[Tensors, dict[str, Any]]:
+            results = execute({**state, **given})
+            new = {name: self._updating.place(results[value]) for name, value in contract.update.items()}
+            return if_finite(self._updating, given[_LOSS], new, state), {n: results[n] for n in contract.metrics}
+
+        captures = self._device.type == "cuda" and exchanges  # in one piece with collectives, which was not tried
+        return self._updating.compile(compute) if compile and not captures else compute
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
         tensors = {name: self._framework.tensor(np.array(self._whole[name])) for name in trained}
@@ -184,20 +200,18 @@ class TorchParallel(Engine):
 
     @torch.no_grad()
     def _commit(self, outputs: dict[str, Any], gradients: Tensors) -> None:
-        """The update, unless the loss is not finite."""
-        names = self._update_contract.state
-        before = {name: outputs[new] for name, new in self._contract.update.items()}
-        state = {name: before.get(name, self._local(name)) for name in names} if names else {}
-        results = self._update({**state, **gradients})
-        outputs.update({name: results[name] for name in self._update_contract.metrics})
-        changed = {**before, **{name: results[new] for name, new in self._update_contract.update.items()}}
-        new = {name: self._framework.place(value) for name, value in changed.items()}
-        old = {name: self._local(name) for name in new}
-        for name, value in if_finite(self._framework, outputs[self.loss], new, old).items():
-            if name in self._forward.places:
-                old[name].copy_(value)
-            else:
-                self._state[name] = value.clone()
+        """The new state over the old one, unless the loss is not finite."""
+        loss = self._framework.place(outputs[self.loss])
+        changed = {name: self._framework.place(outputs[new]) for name, new in self._contract.update.items()}
+        self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
+        state = {name: self._local(name) for name in {*self._update_contract.state, *self._update_contract.update}}
+        new, shown = self._update(state, {}, {**gradients, _LOSS: loss})
+        self._write(new)
+        outputs.update(shown)
+
+    def _write(self, new: Tensors) -> None:
+        for name, tensor in new.items():
+            self._local(name).copy_(tensor)
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         _, found = self._differentiate(batch, self._contract.batch)
@@ -295,11 +309,13 @@ class _Together(Torch):
         super().__init__(str(device), **options)
         over = mesh.get_group(mesh.ndim - 1) if mesh is not None else None
 
-        def all_reduce(x: torch.Tensor, *, mean: int = 0) -> torch.Tensor:
-            divisor = group.size if mean else 1 if mesh is not None else group.copies
-            return _AllReduce.apply(x, over, divisor)
+        def sum_over_shares(x: torch.Tensor) -> torch.Tensor:
+            return _AllReduce.apply(x, None, group.copies)
 
-        self.operators["onward.AllReduce"] = all_reduce
+        def sum_over_shards(x: torch.Tensor) -> torch.Tensor:
+            return funcol.wait_tensor(funcol.all_reduce(x, "sum", over))
+
+        self.operators["onward.AllReduce"] = sum_over_shares if mesh is None else sum_over_shards
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
