@@ -144,8 +144,7 @@ OPTIMIZERS = {
 def load(workload: Workload, folder: Path, *, fused: bool | None = None, compiled: bool = False) -> Step:
     torch.set_num_threads(THREADS)
     module = MODELS[workload.model]()
-    with np.load(folder / WEIGHTS) as weights:
-        module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    load_weights(module, folder)
     optimizer = OPTIMIZERS[workload.optimizer](module.parameters(), fused=fused, **workload.rates)
 
     def update(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -159,6 +158,11 @@ def load(workload: Workload, folder: Path, *, fused: bool | None = None, compile
     if compiled:
         update = torch.compile(update)
     return lambda x, labels: update(torch.from_numpy(x), torch.from_numpy(labels)).item()
+
+
+def load_weights(module: nn.Module, folder: Path) -> None:
+    with np.load(folder / WEIGHTS) as weights:
+        module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
 
 
 def export(workload: Workload, folder: Path) -> None:

@@ -21,7 +21,7 @@ from onward.errors import UnsupportedError
 from onward.lowering.dependencies import Flow
 from onward.lowering.expand import expand
 from onward.model.core import string, values
-from onward.model.walk import ancestors, read_by
+from onward.model.walk import ancestors, read_by, source_of
 from onward.standard import is_standard
 from onward.transform.types import fill_in_types
 
@@ -186,7 +186,10 @@ def reduces_all(node: ir.Node) -> bool:
         return False
     if not node.op_type.startswith("Reduce") or not _is_float(node.inputs[0]):
         return False
-    axes = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else tuple(node.attributes.get_ints("axes", ()))
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = tuple(node.attributes.get_ints("axes", ())) if given is None else constant_ints(source_of(given))
+    if axes is None:  # nobody knows
+        return False
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
     if not axes:
         return node.attributes.get_int("noop_with_empty_axes", 0) == 0
