@@ -94,6 +94,8 @@ def from_torch(
     twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
     native = NativeRun(*twins, loss, terms, clip, steps_per_epoch)
     into_training(native.module)
+    if isinstance(native.module, OnnxModule):
+        native.module.sync_batch_norm(False)  # other processes do not make the steps that are compared
     _freeze_others(native)
     run = _read(native, example_inputs, dynamic_shapes, step)
     if probe:
@@ -151,7 +153,7 @@ def _read(
         step=step,
         schedule=schedule.specs if schedule else (),
         clip=native.clip,
-        statistics="sample",
+        statistics=native.module.statistics if isinstance(native.module, OnnxModule) else "sample",
         recipe=_precision(state, [parameter for parameter in named.values() if id(parameter) in trained]),
     )
 
@@ -201,7 +203,13 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 
 @checked(types=False)
 def to_torch(
-    training: Source, *, step: int | None = None, probe: bool = True, live: bool = True, blocks: bool = False
+    training: Source,
+    *,
+    step: int | None = None,
+    probe: bool = True,
+    live: bool = True,
+    blocks: bool = False,
+    sync_batch_norm: bool = False,
 ) -> TorchTraining:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
@@ -218,9 +226,13 @@ def to_torch(
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     - `blocks`: cut the module into the blocks that its graph repeats (`module.repeated_blocks()`), each a module with
       its own parameters and `forward`, to be sharded (`fully_shard`), recomputed or compiled one at a time
+    - `sync_batch_norm`: in training, BatchNorm has the statistics of the batches of all processes, on the CPU, too
     """
-    if blocks and not live:
-        raise UnsupportedError("a class that is written has its own layers", hint="leave out `blocks`, or `live=False`")
+    if (blocks or sync_batch_norm) and not live:
+        option = "blocks" if blocks else "sync_batch_norm"
+        raise UnsupportedError(
+            "a class that is written has its own layers", hint=f"leave out `{option}`, or `live=False`"
+        )
     model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if probe:
@@ -230,6 +242,7 @@ def to_torch(
     if probe:
         _probe(made, run)
     if live:
+        made.module.sync_batch_norm(sync_batch_norm)
         return made
     from onward.convert.torch.source import run_program, write_program
 

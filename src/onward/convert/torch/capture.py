@@ -27,6 +27,8 @@ from onward.model import Model
 
 _PREFIX = "module."
 """What names begin with in the exported graph."""
+_INSIDE = ("_orig_mod", "_original_module")
+"""Where `torch.compile` and Lightning Fabric keep a module."""
 _NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
 """Metadata of nodes that repeat the source code of the module, with its place on somebody's disk."""
 _RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
@@ -56,9 +58,10 @@ def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Ma
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile` and data parallelism make of one."""
-    while isinstance(module, DataParallel | DistributedDataParallel) or hasattr(module, "_orig_mod"):
-        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+    """The module inside of what `torch.compile`, data parallelism and Lightning Fabric make of one."""
+    while isinstance(module, DataParallel | DistributedDataParallel) or any(hasattr(module, name) for name in _INSIDE):
+        name = next((name for name in _INSIDE if hasattr(module, name)), "module")
+        module = getattr(module, name)
     return module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -106,10 +106,11 @@ class Graph:
     def __deepcopy__(self, memo: Any) -> Graph:
         return self
 
-    def without_dropout(self) -> Graph:
-        programs = {segment.program: segment.program.without_dropout() for segment in self.segments}
+    def change_programs(self, change: Callable[[Program], Program]) -> Graph:
+        """The same with other programs; segments that shared one share it still."""
+        programs = {program: change(program) for program in dict.fromkeys(s.program for s in self.segments)}
         segments = [dataclasses.replace(segment, program=programs[segment.program]) for segment in self.segments]
-        return dataclasses.replace(self, program=self.program.without_dropout(), segments=segments)
+        return dataclasses.replace(self, program=change(self.program), segments=segments)
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
         """The model with the tensors that a module holds."""

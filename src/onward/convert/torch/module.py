@@ -6,7 +6,7 @@ the parameters that it needs: what is sharded, recomputed or compiled block by b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,11 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         return {name: values[name] for name in outputs}
 
     @property
+    def statistics(self) -> Variance:
+        """The running variance that BatchNorm keeps."""
+        return self._graph.program.statistics
+
+    @property
     def output_names(self) -> list[str]:
         """What the tensors are called that it returns, a single one too."""
         return self._graph.outputs
@@ -175,7 +180,17 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def leave_out_dropout(self) -> None:
         """Drop nothing from now on, while all else is as in training."""
-        self._graph = self._graph.without_dropout()
+        self._change_programs(Program.without_dropout)
+
+    def sync_batch_norm(self, together: bool = True) -> None:
+        """Let BatchNorm in training have the statistics of the batches of all processes, or of its own alone.
+
+        The processes are those of the default group of torch.distributed, whichever strategy runs the module.
+        """
+        self._change_programs(lambda program: program.normalizing_together(together))
+
+    def _change_programs(self, change: Callable[[Program], Program]) -> None:
+        self._graph = self._graph.change_programs(change)
         segments = (segment for segment in self._graph.segments if segment.is_block)
         for block, segment in zip(self.repeated_blocks(), segments, strict=True):
             block._program = segment.program

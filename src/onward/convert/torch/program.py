@@ -34,6 +34,8 @@ class Program:
     """Names of the normalizations that follow their batches."""
     held: dict[str, ir.DataType]
     """The types of those inputs that modules hold."""
+    of_all_processes: bool = False
+    """Whether normalizations follow the batches of all processes."""
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self
@@ -75,11 +77,15 @@ class Program:
                 _train(model, self.switched)
             if dtype is not None:
                 model = convert_floats(model, dtype)
-            self._made[key] = interpreter(model, Live(device, self.statistics))
+            live = Live(device, self.statistics, of_all_processes=self.of_all_processes)
+            self._made[key] = interpreter(model, live)
         return self._made[key]
 
     def without_dropout(self) -> Program:
         return dataclasses.replace(self, model=without_dropout(self.model))
+
+    def normalizing_together(self, together: bool) -> Program:
+        return dataclasses.replace(self, of_all_processes=together)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in vars(self).items() if key not in ("_made", "_compiled", "inputs")}

@@ -1,0 +1,108 @@
+"""Training models in loops that people write: programs of `examples/distributed` on two processes.
+
+Their losses are those of ONNX Runtime in one process, which has the whole batch, clips and accumulates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onward
+from conftest import needs
+from onward.model.state import all_states
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "distributed"
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[list[float], onward.Model]]:
+    """Losses of the steps of one process, and what it has come to."""
+    pytest.importorskip("sklearn")
+    from digits import ACCUMULATE, BATCH, prepare_digits
+
+    def train(kind: str) -> tuple[list[float], onward.Model]:
+        model, inputs, targets = prepare_digits(kind, accumulate=ACCUMULATE)
+        with onward.engines.start(model) as engine:
+            names = list(engine.inputs)
+            assert len(names) == 2
+            starts = range(0, len(inputs), BATCH)
+            batches = [dict(zip(names, (x[i : i + BATCH] for x in (inputs, targets)), strict=True)) for i in starts]
+            return [float(engine.step(batch)["loss"]) for batch in batches], engine.updated()
+
+    return {kind: train(kind) for kind in ("cnn", "gpt")}
+
+
+def run(program: str, *arguments: str, processes: int = 2) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / program), *arguments],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+
+
+def same_training(found: onward.Model, expected: onward.Model) -> None:
+    """Parameters, their moments, statistics and the number of updates; what accumulates is part of one only."""
+    of_one = {state.name: state.array for state in all_states(expected)}
+    compared = {state.name: state.array for state in all_states(found)}
+    assert compared.keys() <= of_one.keys()
+    assert len(compared) > 20
+    for name, array in compared.items():
+        np.testing.assert_allclose(array, of_one[name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@needs("torch")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [("ddp_loop.py", "torch"), ("accelerate_loop.py", "accelerate"), ("fabric_loop.py", "lightning_fabric")],
+)
+def test_loops_of_pytorch(program: str, package: str, kind: str, alone: Any, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is not installed")
+    losses, model = alone[kind]
+    np.testing.assert_allclose(run(program, kind, str(tmp_path / "trained.onnx")), losses, rtol=1e-5)
+    same_training(onward.load(tmp_path / "trained.onnx"), model)
+
+
+# ---- normalization ---------------------------------------------------------------------------------------------------
+
+
+@needs("torch")
+@pytest.mark.parametrize("variance", ["sample", "population"])
+def test_statistics_of_two_equal_batches(variance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process with the same batch: results, gradients and statistics are those of a batch that has it twice."""
+    import torch
+    import torch.distributed as dist
+    from digits import prepare_digits
+
+    model, images, labels = prepare_digits("cnn", variance=variance, clip=None)
+    x, y = torch.from_numpy(images[:6]), torch.from_numpy(labels[:6])
+
+    def step(sync: bool, *parts: int) -> Any:
+        module, _, _, loss = onward.to_torch(model, sync_batch_norm=sync, probe=False)
+        loss(module(x.repeat(*parts, 1, 1, 1)), y.repeat(*parts)).backward()
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        return gradients | dict(module.named_buffers())
+
+    expected = step(False, 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    found = step(True, 1)
+    assert found.keys() == expected.keys() and not torch.equal(step(False, 1)["conv1_weight"], found["conv1_weight"])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
