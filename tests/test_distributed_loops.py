@@ -78,6 +78,30 @@ def test_loops_of_pytorch(program: str, package: str, kind: str, alone: Any, tmp
     same_training(onward.load(tmp_path / "trained.onnx"), model)
 
 
+@needs("torch", "deepspeed")
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stage"), [("gpt", 3), ("cnn", 3), ("cnn", 2), ("gpt", 1)])
+def test_loops_of_deepspeed(kind: str, stage: int, alone: Any, tmp_path: Path) -> None:
+    from digits import UPDATES, prepare_digits
+
+    losses, model = alone[kind]
+    np.testing.assert_allclose(run("deepspeed_loop.py", kind, str(tmp_path / "saved"), str(stage)), losses, rtol=1e-5)
+    schedule = f"cosine:steps={2 * UPDATES}"  # of which a checkpoint has no more than the position
+    same_training(onward.from_checkpoint(tmp_path / "saved", prepare_digits(kind)[0], schedule=schedule), model)
+
+
+@needs("torch")
+def test_parts_of_parameters_are_not_clipped() -> None:
+    """As DeepSpeed leaves them to the optimizer."""
+    import torch
+    from digits import prepare_digits
+
+    _, optimizer, _, _ = onward.to_torch(prepare_digits("cnn")[0], probe=False)
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(100))]
+    with pytest.raises(onward.Error, match="parts of parameters"):
+        optimizer.step()
+
+
 # ---- normalization ---------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +127,6 @@ def test_statistics_of_two_equal_batches(variance: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
     found = step(True, 1)
-    assert found.keys() == expected.keys() and not torch.equal(step(False, 1)["conv1_weight"], found["conv1_weight"])
+    assert found.keys() == expected.keys() and not torch.equal(step(False, 1)["conv1.weight"], found["conv1.weight"])
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)

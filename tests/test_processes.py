@@ -16,11 +16,16 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import psutil
 import pytest
 
 import onward
+<<<<<<< HEAD
 import parallel_models
 import parallel_steps
+=======
+from conftest import needs
+>>>>>>> 517bccb (distribute: workers of Ray Train; modules under DeepSpeed's ZeRO 1 to 3, with an example; parts of parameters are not clipped)
 from onward.engines.group import Group
 from onward.model.state import all_states
 from processes import together
@@ -301,6 +306,30 @@ def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
     expected = {state.name: state.array for state in all_states(undisturbed.model)}
     for state in all_states(onward.Run(run).model):
         assert (state.array == expected[state.name]).all(), state.name
+
+
+@needs("ray", "torch")
+@pytest.mark.slow
+def test_ray(file: Path, digits: Path, tmp_path: Path) -> None:
+    """Workers of Ray have the curve of one process; if one is killed, Ray starts all again, and nothing is lost."""
+    alone = train(file, digits, tmp_path / "alone", "--epochs", "400")
+    options = ("--epochs", "400", "--save-every", "0.1", "--launch", "ray", "--workers", "2", "--restarts", "2")
+    run = tmp_path / "ray"
+    process = start_training(file, digits, run, *options)
+    while process.poll() is None and not (run / "training.onnx").exists():
+        time.sleep(0.1)
+    time.sleep(2)
+    workers = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in child.name()
+    ]
+    assert len(workers) == 2 and process.poll() is None
+    workers[1].kill()
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    made = onward.Run(run)
+    assert len([event for event in made.log if event["event"] in ("start", "resume")]) == 2
+    np.testing.assert_allclose(curve(made), curve(alone), rtol=1e-5)
+    assert not list(tmp_path.glob(".ray*"))
 
 
 def workers_of(run: Path) -> list[int]:

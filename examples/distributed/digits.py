@@ -29,8 +29,8 @@ _CNN = """
         g = Flatten(f)
         scores = MatMul(g, head)
     }"""
-_CNN_WEIGHTS = {"conv1_weight": (8, 1, 3, 3), "conv2_weight": (8, 8, 3, 3), "head": (128, 10)} | {
-    f"norm{i}_{part}": (8,) for i in (1, 2) for part in ("scale", "bias", "mean", "var")
+_CNN_WEIGHTS = {"conv1.weight": (8, 1, 3, 3), "conv2.weight": (8, 8, 3, 3), "head": (128, 10)} | {
+    f"norm{i}.{part}": (8,) for i in (1, 2) for part in ("scale", "bias", "mean", "var")
 }
 
 _LAYER = """
@@ -64,7 +64,7 @@ _GPT_WEIGHTS = {
     "embedding": (_SHADES, _WIDTH),
     "positions": (63, _WIDTH),
     "head": (_WIDTH, _SHADES),
-    **{f"layer{i}_{name}": shape for i in range(_LAYERS) for name, shape in _LAYER_WEIGHTS.items()},
+    **{f"layer{i}.{name}": shape for i in range(_LAYERS) for name, shape in _LAYER_WEIGHTS.items()},
 }
 
 
@@ -82,8 +82,10 @@ def prepare_digits(kind: str, **changes: object) -> tuple[onward.Model, np.ndarr
 
 def _with_weights(text: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
     model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for node in model.graph.node:
+        node.input[:] = [name.replace("_", ".") for name in node.input]  # the text of ONNX has no dots in names
     for name, shape in shapes.items():
-        is_one = name.rpartition("_")[2].startswith(("scale", "var"))
+        is_one = name.rpartition(".")[2].startswith(("scale", "var"))
         numbers = rng.normal(0, 0.2, shape) if len(shape) > 1 else np.full(shape, is_one)
         model.graph.initializer.append(onnx.numpy_helper.from_array(numbers.astype(np.float32), name))
     return model

@@ -64,6 +64,15 @@ def train(
         int | None,
         option("--nproc", "N", "Train in N processes on this machine, which torchrun starts.", _SEVERAL, min=1),
     ] = None,
+    launcher: Annotated[
+        str | None,
+        option(
+            "--launch", "HOW", "`ray`: train in workers that Ray Train starts, on all machines that Ray has.", _SEVERAL
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, option("--workers", "N", "How many workers of Ray there are.", _SEVERAL, min=1)
+    ] = None,
     restarts: Annotated[
         int,
         option(
@@ -85,8 +94,8 @@ def train(
     The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
-    if processes is not None:
-        _launch(processes, restarts, given)
+    if processes is not None or launcher is not None or workers is not None:
+        _launch(processes, launcher, workers, restarts, given)
     asked = select_given(TrainOptions, given)
     if "data" in asked:
         asked["data"] = _source(given["data"])
@@ -121,14 +130,30 @@ def train(
         _finish(api.train(**asked, quiet=quiet), place, as_json)
 
 
-def _launch(processes: int, restarts: int, given: dict[str, Any]) -> NoReturn:
+def _launch(
+    processes: int | None, launcher: str | None, workers: int | None, restarts: int, given: dict[str, Any]
+) -> NoReturn:
     """Start this command in several processes, each of which finds itself among others."""
-    from onward.distribute.torchrun import launch
-
-    arguments = _without(_without(sys.argv[1:], "--nproc"), "--restarts")
+    arguments = sys.argv[1:]
+    for flag in ("--nproc", "--launch", "--workers", "--restarts"):
+        arguments = _without(arguments, flag)
     if restarts and given.get("run") is None and "--resume" not in arguments:
         raise Misuse("`--restarts` needs to know where the run is", "name its folder: `--run FOLDER`")
-    raise SystemExit(launch(arguments, processes, restarts))
+    if launcher is None and processes is not None and workers is None:
+        from onward.distribute import torchrun
+
+        raise SystemExit(torchrun.launch(arguments, processes, restarts))
+    if launcher != "ray" or workers is None or processes is not None:
+        raise Misuse(
+            "what starts processes, and how many, do not fit together",
+            "`--nproc 4` for torchrun on this machine, or `--launch ray --workers 4`",
+        )
+    if given.get("engine") == "jax":
+        raise Misuse("Ray starts processes that PyTorch connects, and JAX connects its own", "leave out `--launch ray`")
+    from onward.distribute import ray
+
+    run, device = (given.get(name) for name in ("run", "device"))
+    raise SystemExit(ray.launch(arguments, workers, run and str(run), restarts=restarts, device=device or "cpu"))
 
 
 def _without(arguments: list[str], flag: str) -> list[str]:

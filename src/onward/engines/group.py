@@ -97,9 +97,13 @@ class Alone(Group):
         return [value]
 
 
+RESTARTED = "ONWARD_RESTARTED"
+"""The variable of the environment by which those who start processes say so, where torchrun does not."""
+
+
 def is_restarted() -> bool:
-    """Whether this process takes the place of one that has failed, as torchrun says."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether this process takes the place of one that has failed."""
+    return RESTARTED in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 _joined: dict[str, Group] = {}
@@ -107,7 +111,7 @@ _joined: dict[str, Group] = {}
 
 
 def join_group(device: str = "cpu", engine: str = "onnxruntime") -> Group:
-    """The processes that were started together with this one, by torchrun or what does as it does.
+    """The processes that were started together with this one, by torchrun or what does as it does, Ray Train for one.
 
     JAX connects its own, and knows more ways to be started.
     """
@@ -123,7 +127,9 @@ def current_group() -> Group:
 
 
 def _connect_by_torch(device: str) -> Group:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    distributed = sys.modules.get("torch.distributed")
+    is_connected = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if not is_connected and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
     from onward.engines.torch_group import TorchGroup
 

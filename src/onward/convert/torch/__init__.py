@@ -16,7 +16,7 @@ from onward.convert.problems import Parts, Problems
 from onward.convert.snapshot import Snapshot, assemble, disassemble, nothing_learns, only_step_of
 from onward.convert.standard_steps import adopt
 from onward.convert.torch.capture import capture_module, check_copyable, into_training, unwrap_module
-from onward.convert.torch.clipping import Clip, clip_of, clipping_part
+from onward.convert.torch.clipping import Clip, clip_of, clipping_part, parameters_of
 from onward.convert.torch.exact.masters import MasterWeights
 from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule, to_module
@@ -259,7 +259,8 @@ def _make_objects(run: Snapshot, *, blocks: bool = False) -> TorchTraining:
     scheduler = make_scheduler(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
-        clipping_part(optimizer).register_step_pre_hook(Clip(run.clip))
+        part = clipping_part(optimizer)
+        part.register_step_pre_hook(Clip(run.clip, sum(parameter.numel() for parameter in parameters_of(part))))
     return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 

@@ -17,13 +17,27 @@ _Settings = Mapping[str, Any]
 
 
 class Clip:
-    """Clips the gradients of an optimizer before it steps: for `register_step_pre_hook`."""
+    """Clips the gradients of an optimizer before it steps: for `register_step_pre_hook`.
 
-    def __init__(self, settings: _Settings):
-        self.settings = settings
+    It refuses to, if it is told how many numbers the optimizer has, and there are others: those who divide parameters
+    among processes behind PyTorch's back, as DeepSpeed does, leave a part of each, whose norm is not that of all.
+    """
+
+    def __init__(self, settings: _Settings, size: int | None = None):
+        self.settings, self.size = settings, size
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        clip_gradients([p for group in optimizer.param_groups for p in group["params"]], self.settings)
+        parameters = parameters_of(optimizer)
+        if self.size is not None and sum(parameter.numel() for parameter in parameters) != self.size:
+            raise UnsupportedError(
+                "the optimizer has parts of parameters, of whose gradients it cannot tell the norm, and it clips",
+                hint="let DeepSpeed clip: `gradient_clipping` in its configuration; and train without `clip`",
+            )
+        clip_gradients(parameters, self.settings)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], settings: _Settings) -> None:
