@@ -20,12 +20,9 @@ import psutil
 import pytest
 
 import onward
-<<<<<<< HEAD
 import parallel_models
 import parallel_steps
-=======
 from conftest import needs
->>>>>>> 517bccb (distribute: workers of Ray Train; modules under DeepSpeed's ZeRO 1 to 3, with an example; parts of parameters are not clipped)
 from onward.engines.group import Group
 from onward.model.state import all_states
 from processes import together
