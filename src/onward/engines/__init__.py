@@ -51,7 +51,7 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
       whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
-      `deterministic`
+      `deterministic`; JAX has `mesh`, devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
     """
     check_engine(engine)
     if "threads" in options:
