@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -172,6 +173,10 @@ _PLAIN = {
 """How the parser says things, and how we do."""
 
 
+_PATIENCE = 2.0
+"""Seconds after which torchrun has stopped all processes when one has failed."""
+
+
 def report(error: BaseException, debug: bool) -> int:
     """Say what went wrong, with the traceback if that is wanted; the exit code."""
     if isinstance(error, SystemExit):
@@ -184,6 +189,8 @@ def report(error: BaseException, debug: bool) -> int:
         _leave_pipe()
         return CLOSED_PIPE
     with suppress(ClosedPipe, BrokenPipeError):  # where nobody hears it, the exit code must do
+        if int(os.environ.get("RANK", "0")):  # of several processes, what the first says need not be said by all:
+            time.sleep(_PATIENCE)  # by then they have been stopped
         if debug:
             traceback.print_exception(error)
         print_error(*_explain(error))

@@ -1,11 +1,12 @@
-"""Processes on this machine, started and watched over by PyTorch's torchrun."""
+"""Processes on this machine, started and watched over by what torchrun itself is made of."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 
 from onward.errors import UnsupportedError
@@ -18,12 +19,26 @@ def launch(arguments: Sequence[str], processes: int, restarts: int = 0) -> int:
             "several processes are started by torchrun, and PyTorch is not installed",
             hint="pip install 'onward[torch]'",
         )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [f"--max-restarts={restarts}", "-m", "--", "onward", *arguments]
-    threads = max((os.cpu_count() or 1) // processes, 1)
-    with subprocess.Popen(command, env={"OMP_NUM_THREADS": str(threads), **os.environ}) as started:
-        while True:
-            try:
-                return started.wait()
-            except KeyboardInterrupt:  # which all processes have heard: they finish their step and save
-                continue
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # processes speak for themselves
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "onward", *arguments)
+    except ChildFailedError as error:
+        return max((failure.exitcode for failure in error.failures.values()), default=1) or 1
+    except SignalException:  # Ctrl-C, which was handed on: processes finished their step and saved
+        return 130
+    return 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from onward.engines.group import Group
+from onward.errors import TrainingError, first_line
 
 
 class TorchGroup(Group):
@@ -32,7 +34,8 @@ class TorchGroup(Group):
         for dtype in {array.dtype for array in arrays}:
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             flat = np.concatenate([arrays[i].reshape(-1) for i in places])
-            dist.all_reduce(torch.from_numpy(flat), group=self._on_host)
+            with _explain_failures():
+                dist.all_reduce(torch.from_numpy(flat), group=self._on_host)
             ends = np.cumsum([arrays[i].size for i in places])
             for i, part in zip(places, np.split(flat, ends[:-1]), strict=True):
                 results[i] = part.reshape(arrays[i].shape)
@@ -40,8 +43,20 @@ class TorchGroup(Group):
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._on_host)
+        with _explain_failures():
+            dist.all_gather_object(found, value, group=self._on_host)
         return found
+
+
+@contextlib.contextmanager
+def _explain_failures() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            f"a process that trains with this one does not answer: {first_line(error)}",
+            hint="what it said itself tells why; with `--restarts N` a run goes on after such failures",
+        ) from error
 
 
 def open_store() -> tuple[Any, int, int]:
