@@ -194,6 +194,15 @@ def test_a_run_on_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
+def test_columns_in_files_of_their_own(tmp_path: Path) -> None:
+    for number in range(3):
+        np.save(tmp_path / f"x-{number}.npy", np.arange(2) + 2 * number)
+        np.save(tmp_path / f"{'abc'[number]}.npy", -np.arange(2) - 2 * number)
+    data = open_data([f"x={tmp_path}/x-*.npy", f"y={tmp_path}/[abc].npy"])
+    assert {name: array.tolist() for name, array in data.take(np.array([5, 0])).items()} == {"x": [5, 0], "y": [-5, 0]}
+    assert data.row(5) == "row 1 of x-2.npy and row 1 of c.npy"
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(3))
     np.save(tmp_path / "b.npy", np.arange(3))
@@ -238,10 +247,17 @@ def test_a_file_that_vanishes(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match=rf"part-00.{kind} is gone") as error:
         data.take(rows)
     assert "can be resumed" in (error.value.hint or "")
-    np.savez(tmp_path / "part-00.npz", x=np.zeros(46), y=np.zeros(46))
-    if kind == "npz":
-        with pytest.raises(DataError, match="has changed since it was opened"):
-            data.take(rows)
+    write_files(tmp_path, kind)
+    with pytest.raises(DataError, match="has changed since it was opened"):
+        data.take(rows)
+
+
+def test_classes_are_those_of_all_files(tmp_path: Path) -> None:
+    for number, labels in enumerate(("ba", "ca", "c")):
+        (tmp_path / f"{number}.csv").write_text("x,label\n" + "\n".join(f"1,{one}" for one in labels))
+    data = open_data(str(tmp_path / "*.csv"))
+    assert isinstance(data, Dataset) and data.columns["label"].classes == ("a", "b", "c")
+    assert data.take(np.arange(5))["label"].tolist() == [1, 0, 2, 0, 2]
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

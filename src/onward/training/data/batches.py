@@ -22,6 +22,7 @@ from onward.training.data.streams import Stream
 
 WINDOW = 512 << 20
 """Bytes of rows among which those of data in pieces are shuffled, unless it is said."""
+_AHEAD = 64 << 20  # bytes of batches that are fetched ahead from data in pieces
 _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
 
 
@@ -91,8 +92,15 @@ class Batches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, beginning with number `start`: exactly those that come when nothing is left out."""
         batches = self._of_stream(epoch, start) if isinstance(self._data, Stream) else self._of_data(epoch, start)
-        ahead = prefetch(batches, self._ahead) if self._ahead else batches
+        ahead = prefetch(batches, self._count_ahead()) if self._ahead else batches
         return self._agree(ahead, epoch, start) if self._is_divided else ahead
+
+    def _count_ahead(self) -> int:
+        """How many batches to fetch ahead. Where a window begins, pieces must be read first: more of them hide that."""
+        if isinstance(self._data, Stream) or pieces_of(self._data) is None:
+            return self._ahead
+        rows = -(-self._size // self._group.size)
+        return max(self._ahead, _AHEAD // max(rows * bytes_of_row(self._data.columns, self._names), 1))
 
     # ---- where batches come from ----
 

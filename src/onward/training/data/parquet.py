@@ -26,7 +26,7 @@ from onward.training.data.dataset import (
     known_columns,
     optional_package,
 )
-from onward.training.data.files import GONE, check_file
+from onward.training.data.files import GONE, UNCHANGED, check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records, field_of
 
@@ -55,6 +55,8 @@ class _Group(NamedTuple):
     """Rows that are read together."""
 
     path: Path
+    written: tuple[int, int]
+    """The size of the file, and when it was written: as long as these are the same, it is."""
     number: int
     """In its file."""
     start: int
@@ -73,10 +75,10 @@ def _survey(paths: Sequence[Path]) -> tuple[list[_Group], int]:
                 schema = file.schema_arrow
                 check_names(schema.names, path.name)
             _check_alike(schema, file.schema_arrow, paths[0], path)
-        start = 0
+        start, written = 0, _written(path)
         for number, group in enumerate(found):
             if group.num_rows:
-                groups.append(_Group(path, number, start, group.num_rows))
+                groups.append(_Group(path, written, number, start, group.num_rows))
             start += group.num_rows
             size += group.total_byte_size
     return groups, size
@@ -160,7 +162,7 @@ class RowGroups:
         if group.path not in self._files:
             if len(self._files) == _MOST_OPEN:
                 self._files.popitem(last=False)[1].close()
-            self._files[group.path] = _open(group.path, is_known=True)
+            self._files[group.path] = _open_again(group)
         self._files.move_to_end(group.path)
         row, reader = group.start, self._reader.of(group.path.name)
         for batch in _batches(self._files[group.path], group, names):
@@ -177,13 +179,23 @@ def _batches(file: Any, group: _Group, names: Sequence[str] | None, rows: int = 
         raise DataError(f"cannot read {group.path}: {error}") from None
 
 
-def _open(path: Path, is_known: bool = False) -> Any:
-    """A file; `is_known` if it was there before."""
+def _open(path: Path) -> Any:
     parquet = optional_package("pyarrow.parquet", "reading Parquet files")
-    if is_known and not path.exists():
-        raise DataError(f"{path} is gone", hint=GONE)
     check_file(path)
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except (OSError, pyarrow().ArrowException) as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from None
+
+
+def _open_again(group: _Group) -> Any:
+    """The file of a group, which must be what it was."""
+    if not group.path.exists():
+        raise DataError(f"{group.path} is gone", hint=GONE)
+    if _written(group.path) != group.written:
+        raise DataError(f"{group.path} has changed since it was opened", hint=UNCHANGED)
+    return _open(group.path)
+
+
+def _written(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, path.stat().st_mtime_ns

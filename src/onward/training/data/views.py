@@ -17,8 +17,16 @@ from onward.training.data.streams import Stream
 
 
 def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
-    """The rows of all parts, one part after the other."""
-    return parts[0] if len(parts) == 1 else _Joined(parts, origin)
+    """The rows of all parts, one part after the other. Classes in the order of their names are those of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    for column in parts[0].columns:
+        found = [part.columns[column].classes for part in parts if column in part.columns]
+        classes = [names for names in found if names is not None]
+        if len(set(found)) > 1 and len(classes) == len(parts) and all(list(one) == sorted(one) for one in classes):
+            every = tuple(sorted(set().union(*classes)))
+            parts = [with_classes(part, column, every, origin) for part in parts]
+    return _Joined(parts, origin)
 
 
 _ALIKE = "name files that have the same columns, of the same types"
