@@ -182,7 +182,7 @@ class _Estimating:
         whole = sum(w.gradient for w in weights) or 1
         # DDP and ZeRO hold gradients from the first step on, FSDP as they come
         kept = not strategy.parameters and self.replicas * self.shards > 1
-        copies = 0 if strategy.parameters else self.work.copies // self.tensor
+        copies = 0 if strategy.parameters and self.shards > 1 else self.work.copies // self.tensor
         peak = usage.peak(gradients_from_the_start=kept or self.accumulate > 1, share=gradients / whole)
         return Memory(
             parameters=sum(self._part(w, w.bytes, strategy.parameters) for w in weights),
@@ -208,9 +208,11 @@ class _Estimating:
         return max(map(self._computed, blocks), default=self._computed(self.work.outside))
 
     def _gathered(self) -> int:
-        """What is in no block is whole all the time; of blocks one is computed with, and the next is on its way."""
+        """What is in no block is whole all the time, and so are its gradients; of blocks one is computed with, the next
+        is on its way, and the gradients of one are not summed yet."""
         outside, largest = self._computed(self.work.outside), self._largest_block() if self.work.blocks else 0
-        return outside + 3 * largest  # two of parameters, and the gradients of one before they are summed
+        trained = self._computed([weight for weight in self.work.outside if weight.gradient])
+        return outside + trained + 3 * largest
 
     # ---- communication
 
@@ -227,7 +229,8 @@ class _Estimating:
             else:
                 times = many if strategy.gradients else 1
                 yield self._collective("reduce-scatter", "gradients", gradients * times, SHARD)
-                yield self._collective("all-gather", "parameters", self._computed(trained), SHARD)
+                whole = sum(w.bytes // self.division.parts(w.name, self.tensor) for w in trained)
+                yield self._collective("all-gather", "parameters", whole, SHARD)
         if self.replicas > 1:
             part = gradients // (self.shards if strategy.gradients else 1)
             yield self._collective("all-reduce", "gradients", part, REPLICA)

@@ -163,10 +163,11 @@ def _is_float(value: ir.Value | None) -> bool:
 def _refuse_open_sizes(graph: ir.Graph, contract: Contract) -> None:
     for value in graph.inputs:
         if value.name in contract.batch and dims_of(value) is None:
-            sizes = ",".join(str(d) for d in value.shape) if value.shape is not None else "N,..."
+            rest = [str(d) if isinstance(d, int) else "128" for d in (value.shape or ())[1:]]
+            shown = ", ".join(map(str, value.shape)) if value.shape is not None else "?"
             raise ArgumentError(
-                f"the sizes of `{value.name}` are open: [{sizes}]",
-                hint=f"say them: `--shape {value.name}=...`, or `shape={{...}}` in Python",
+                f"the sizes of `{value.name}` are open: [{shown}]",
+                hint=f"say them, for example `--shape {value.name}={','.join(['N', *rest])}`",
             )
 
 
