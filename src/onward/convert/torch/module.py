@@ -104,7 +104,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         self._blocks = [at[id(block)] for block in blocks.values()]
         for path, block, segment in zip(self._blocks, blocks.values(), homes.values(), strict=True):
             block._sources = [
-                self._paths[name][len(path) + 1 :] if name in segment.own else None for name in segment.reads
+                self._paths[name][len(path) + 1 :] if name in segment.own else None for name in segment.piece.reads
             ]
 
     def _hold(self, key: str, blocks: Mapping[str, Block], tensor: torch.Tensor, *, is_constant: bool) -> None:
@@ -152,14 +152,12 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         blocks = iter(self.repeated_blocks())
         for segment in self._graph.segments:
             given = [values[name] for name in segment.given]
-            if segment.is_block:
+            if segment.piece.is_block:
                 results = next(blocks)(*given)
-                results = results if len(segment.makes) > 1 else [results]
+                results = results if len(segment.piece.makes) > 1 else [results]
             else:
                 results = segment.program.run(given, training=self.training)
-            values.update(zip(segment.makes, results, strict=True))
-            for name in segment.last:
-                del values[name]
+            segment.piece.hand_over(values, results)
         return {name: values[name] for name in outputs}
 
     @property
@@ -191,7 +189,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def _change_programs(self, change: Callable[[Program], Program]) -> None:
         self._graph = self._graph.change_programs(change)
-        segments = (segment for segment in self._graph.segments if segment.is_block)
+        segments = (segment for segment in self._graph.segments if segment.piece.is_block)
         for block, segment in zip(self.repeated_blocks(), segments, strict=True):
             block._program = segment.program
 
@@ -217,13 +215,13 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor:
 def _homes(graph: Graph) -> dict[str, Segment]:
     """Blocks by where they are in a module: what the names of their parameters begin with, if few others do."""
     homes: dict[str, Segment] = {}
-    blocks = [segment for segment in graph.segments if segment.is_block]
+    blocks = [segment for segment in graph.segments if segment.piece.is_block]
     held = {name for segment in blocks for name in segment.own}
     for segment in blocks:
-        others = _strangers(graph, segment.name, segment.own)
+        others = _strangers(graph, segment.piece.name, segment.own)
         is_alone = held.isdisjoint(others.values()) and len(others) < len(segment.own)
-        fits = segment.name and segment.name not in homes and is_alone
-        homes[segment.name if fits else f"block{len(homes)}"] = segment
+        fits = segment.piece.name and segment.piece.name not in homes and is_alone
+        homes[segment.piece.name if fits else f"block{len(homes)}"] = segment
     return homes
 
 

@@ -16,6 +16,7 @@ from onward.agreement.steps import without_dropout
 from onward.convert.torch.module_engine import Live
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
+from onward.engines.pieces import Piece, make_pieces
 from onward.engines.torch.types import CODES
 from onward.inspect.blocks import Part
 from onward.model import Model, load
@@ -81,6 +82,11 @@ class Program:
             self._made[key] = interpreter(model, live)
         return self._made[key]
 
+    def part(self, model: Model) -> Program:
+        """The program of a part of the graph."""
+        held = {name: self.held[name] for value in model.graph.inputs if (name := value.name or "") in self.held}
+        return dataclasses.replace(self, model=model, held=held)
+
     def without_dropout(self) -> Program:
         return dataclasses.replace(self, model=without_dropout(self.model))
 
@@ -120,67 +126,29 @@ class _Compiled:
         return [self._known[i] if i in self._known else next(results) for i in range(self._count)]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a graph, which a program computes that may have been made for another."""
+    """A piece of a graph, which a program computes that it shares with those that are equal."""
 
-    name: str
-    is_block: bool
+    piece: Piece
     program: Program
-    reads: list[str]
-    """What it reads, in the order of the inputs of the program."""
-    own: set[str]
-    """What a block holds of it, and no other reads."""
-    makes: list[str]
-    """What it computes for others, in the order of the outputs of the program."""
-    last: list[str] = dataclasses.field(default_factory=list)
-    """What nothing reads after it."""
+    own: list[str]
+    """What a block holds."""
 
     @property
     def given(self) -> list[str]:
         """What it is handed."""
-        return [name for name in self.reads if name not in self.own]
+        return [name for name in self.piece.reads if name not in self.own]
 
 
 def make_segments(whole: Program, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
     """The parts of the graph of a program. What has several names is held by the whole."""
-    programs: dict[int, Program] = {}
-    segments = []
-    for part in parts:
-        constants = {value for value in (*part.initializers, *part.inputs) if value.is_initializer()}
-        read = [value for value in (*part.inputs, *part.initializers) if value not in constants]
-        makes = [value for value in part.outputs if value.name]
-        own = {value.name for value in part.initializers if value.name in whole.held and value.name not in tied}
-        program = programs.get(part.kind) if part.kind is not None else None
-        if program is None:
-            program = _program_of(whole, part, read, makes, constants)
-            if part.kind is not None:
-                programs[part.kind] = program
-        names = [value.name or "" for value in read], [value.name or "" for value in makes]
-        is_block = part.kind is not None
-        segments.append(Segment(part.name, is_block, program, names[0], own if is_block else set(), names[1]))
-    _mark_last_reads(segments, {value.name or "" for value in whole.model.outputs})
-    return segments
-
-
-def _program_of(
-    whole: Program, part: Part, read: list[ir.Value], makes: list[ir.Value], constants: Collection[ir.Value]
-) -> Program:
-    model = whole.model
-    imports = dict(model.ir.opset_imports)
-    view = ir.GraphView(read, makes, nodes=part.nodes, initializers=list(constants), opset_imports=imports)
-    functions = [function.clone() for function in model.functions.values()]
-    made = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version, functions=functions))
-    names = {node.name for node in part.nodes}
-    held = {value.name: whole.held[value.name] for value in read if value.name in whole.held}
-    return Program(made, whole.statistics, [name for name in whole.switched if name in names], held)
-
-
-def _mark_last_reads(segments: list[Segment], outputs: Collection[str]) -> None:
-    seen = set(outputs)
-    for segment in reversed(segments):
-        segment.last = [name for name in dict.fromkeys((*segment.given, *segment.makes)) if name not in seen]
-        seen.update(segment.last)
+    pieces = make_pieces(whole.model, parts, whole.held)
+    programs = {model: whole.part(model) for model in {model for _, model in pieces}}
+    return [
+        Segment(piece, programs[model], [name for name in piece.own if piece.is_block and name not in tied])
+        for piece, model in pieces
+    ]
 
 
 def where(
