@@ -257,6 +257,13 @@ def test_a_sharding_that_cannot_be_is_refused() -> None:
             onward.Sharding("x", {"shard": 2, "tensor": 4}, tensors).write_to(model)
     with pytest.raises(onward.Error, match="says nothing about devices"):
         onward.Sharding.of(model)
+    proto = chain_of_floats()
+    proto.ir_version = 11
+    proto.configuration.add(name="claims", num_devices=2**31 - 1, device=[f"a={2**29}"])
+    spec = proto.graph.node[0].device_configurations.add(configuration_id="claims").sharding_spec.add(tensor_name="w")
+    spec.sharded_dim.add(axis=0).simple_sharding.add(num_shards=2**31 - 1)
+    with pytest.raises(onward.Error, match="follows no axes"):  # at once
+        onward.Sharding.of(proto)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from onward.model.core import Model
 from onward.model.serde import Source, load_references
 from onward.standard import DEVICES_IR
 
+_MOST_AXES = 6
+"""Of a mesh that is read from a file: orders of them are tried."""
 Axes = Mapping[int, Sequence[str]]
 """Axis of a tensor -> the axes of the mesh that divide it, the outermost first."""
 
@@ -149,9 +151,10 @@ def _device_names(mesh: Mapping[str, int]) -> Iterator[str]:
 
 def _mesh_of(configuration: ir.ModelConfiguration) -> dict[str, int]:
     """What the names of devices say; a single row, if they say nothing of the kind."""
-    last = configuration.device_names[-1] if configuration.device_names else ""
-    mesh = {axis: int(i) + 1 for axis, i in re.findall(r"([^=,]+)=(\d{1,9})", last)}
-    if mesh and list(configuration.device_names) == list(_device_names(mesh)):
+    names = list(configuration.device_names)
+    mesh = {axis: int(i) + 1 for axis, i in re.findall(r"([^=,]+)=(\d{1,9})", names[-1] if names else "")}
+    is_small = 0 < len(mesh) <= _MOST_AXES and math.prod(mesh.values()) == len(names)
+    if is_small and names == list(_device_names(mesh)):
         return mesh
     return {"device": configuration.num_devices}
 
@@ -196,7 +199,9 @@ def _axes_of(spec: ir.ShardingSpec, mesh: Mapping[str, int], tensor: str) -> dic
     parts = {axis: count for axis, count in parts.items() if count > 1}
     if not parts:
         return {}
-    for order in itertools.chain.from_iterable(itertools.permutations(mesh, n) for n in range(1, len(mesh) + 1)):
+    orders = itertools.chain.from_iterable(itertools.permutations(mesh, n) for n in range(1, len(mesh) + 1))
+    is_whole = sum(map(len, listed)) == math.prod(mesh.values())  # a file may claim any number of devices
+    for order in orders if is_whole else ():
         axes = _divided(order, mesh, parts)
         if axes is not None and _groups(mesh, order) == listed:
             return axes
