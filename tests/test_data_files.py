@@ -72,8 +72,8 @@ def test_an_order_of_pieces_is_always_the_same() -> None:
     """Resumed runs depend on it, also across versions: these numbers never change."""
     order = WindowOrder(np.array([0, 4, 6, 12]), 8, 2, seed=3, epoch=1)
     assert order(np.arange(12)).tolist() == [0, 5, 1, 6, 3, 7, 2, 4, 8, 10, 9, 11]
-    random = [WindowOrder(np.array([0, 40]), 40, 4, seed, 0)(np.arange(40))[0] for seed in range(2000)]
-    assert np.bincount(random, minlength=10).min() > 150  # of 200: any row of the first stretch may be the first
+    random = [WindowOrder(np.array([0, 40]), 40, 4, seed, 0)(np.arange(40))[0] for seed in range(600)]
+    assert np.bincount(random, minlength=10).min() > 30  # of 60: any row of the first stretch may be the first
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -292,6 +292,23 @@ def test_a_function_may_give_each_process_its_part() -> None:
     assert whole == [[([0, 1, 2], 5)], [([3, 4], 5)]]
 
 
+@needs("torch")
+def test_a_loader_with_a_distributed_sampler() -> None:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    rows = [{"x": number} for number in range(20)]
+
+    def loader(rank: int, size: int) -> Any:
+        return DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, size, rank, seed=5))  # type: ignore[arg-type]
+
+    parts = together(2, loader)
+    assert [count for _, count in parts[0]] == [8, 8, 4]
+    sampler = DistributedSampler(rows, 2, 0, seed=5)  # type: ignore[arg-type]
+    sampler.set_epoch(1)
+    assert [x for batch, _ in parts[0] for x in batch] == list(sampler)
+    assert sorted(x for part in parts for batch, _ in part for x in batch) == list(range(20))
+
+
 class Shards:
     """As an `IterableDataset` is: shards one after the other, or those of a process; the epoch turns their order."""
 
@@ -327,7 +344,7 @@ def test_samples_that_are_streamed() -> None:
     assert [a + b + c for (a, _), (b, _), (c, _) in zip(*whole, strict=True)] == alone
     own = together(2, lambda rank, size: Shards(SimpleNamespace(rank=rank, world_size=size)), size=10, start=1)
     assert own == [[([23, 6, 7, 8, 9], 10), ([10, 11], 4)], [([5, 12, 13, 14, 15], 10), ([16, 17], 4)]]
-    with pytest.raises(DataError, match="part 1 of 2 of another, and this is process 0 of 1"):
+    with pytest.raises(DataError, match="part 1 of 2, and this is process 0 of 1"):
         next(Batches(open_data(Shards(SimpleNamespace(rank=1, world_size=2))), {"x": "x"}).epoch(0))
 
 

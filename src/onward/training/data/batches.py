@@ -126,8 +126,8 @@ class Batches:
         assert isinstance(self._data, Dataset)
         pieces, window = pieces_of(self._data), self._window
         if window is None and pieces is not None:
-            window = WINDOW // max(bytes_of_row(self._data.columns, self._names), 1)
-        if window is None or not 0 < window < self._rows:
+            window = max(WINDOW // max(bytes_of_row(self._data.columns, self._names), 1), 1)
+        if not window or (pieces is None and window >= self._rows):
             return Order(self._rows, self._seed, epoch)
         if pieces is None:
             pieces = np.append(np.arange(0, self._rows, max(window // 16, 1)), self._rows)

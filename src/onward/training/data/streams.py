@@ -21,17 +21,23 @@ _ALONE = Alone()
 class Stream:
     """Batches as they come. The first one is read early, since it tells what the columns are.
 
-    All processes read the same, and each keeps its part of every batch. Of a function that takes `rank` and `size`,
-    each gets its part as it is.
+    All processes read the same, and each keeps its part of every batch. Of a function that takes `rank` and `size`, and
+    of a DataLoader with a `DistributedSampler`, each gets its part as it is.
     """
 
     is_divided: bool
     """Whether a process gets from it what is its own alone. The first process that has no more ends the epoch."""
+    _part: tuple[int | None, int] | None = None
+    """The number of the process whose part it is, where that is known, and of how many."""
 
     def __init__(self, source: Iterable[Any] | Callable[..., Iterable[Any]]):
         self._source = source
         parameters = [] if isinstance(source, Iterable) else _parameters(source)
-        self.is_divided = {"rank", "size"} <= {one.name for one in parameters}
+        self._takes_rank = {"rank", "size"} <= {one.name for one in parameters}
+        self._sampler: Any = getattr(source, "sampler", None)
+        if (parts := getattr(self._sampler, "num_replicas", None)) is not None:
+            self._part = (getattr(self._sampler, "rank", None), parts)
+        self.is_divided = self._takes_rank or self._part is not None
         self._takes_epoch = any(one.default is one.empty for one in parameters if one.name not in ("rank", "size"))
         self._ready: tuple[int, Batch, Iterator[Batch]] | None = None  # an epoch of which the first batch was read
         batches = self._start(0, _ALONE)
@@ -58,8 +64,9 @@ class Stream:
         self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: Group = _ALONE
     ) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on. `size` and `drop` are for those who are asked for a size."""
+        self._check_part(group)
         ready, self._ready = self._ready, None
-        is_same = ready is not None and ready[0] == epoch and (group.size == 1 or not self.is_divided)
+        is_same = ready is not None and ready[0] == epoch and (group.size == 1 or not self._takes_rank)
         if ready is not None and is_same:
             batches: Iterator[Batch] = itertools.chain([ready[1]], ready[2])
         elif isinstance(self._source, Iterator):
@@ -69,12 +76,21 @@ class Stream:
             batches = self._start(epoch, group)
         yield from itertools.islice(batches, start, None)
 
+    def _check_part(self, group: Group) -> None:
+        if self._part not in (None, (None, group.size), (group.rank, group.size)):
+            rank, parts = self._part or (0, 1)
+            which = f"one of {parts} parts" if rank is None else f"part {rank} of {parts}"
+            message = f"the data are {which}, and this is process {group.rank} of {group.size}"
+            raise DataError(message, hint="divide it by the number of processes, or give the whole to each")
+
     def _start(self, epoch: int, group: Group) -> Iterator[Batch]:
         source = self._source
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
         if isinstance(source, Iterable):
             items = source
         else:
-            own = {"rank": group.rank, "size": group.size} if self.is_divided else {}
+            own = {"rank": group.rank, "size": group.size} if self._takes_rank else {}
             items = source(epoch, **own) if self._takes_epoch else source(**own)
         if not isinstance(items, Iterable):
             hint = "let it return a generator, or a list of batches"
@@ -84,10 +100,7 @@ class Stream:
 
 
 class SizedStream(Stream):
-    """Samples that come one after the other, in batches of the size that is asked for.
-
-    `part` is the number of a process, where that is known, and of how many, if samples are only its own.
-    """
+    """Samples that come one after the other, in batches of the size that is asked for."""
 
     def __init__(self, part: tuple[int | None, int] | None):
         self._part, self.is_divided = part, part is not None
@@ -100,11 +113,7 @@ class SizedStream(Stream):
     def epoch(
         self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: Group = _ALONE
     ) -> Iterator[Batch]:
-        if self._part not in (None, (None, group.size), (group.rank, group.size)):
-            rank, parts = self._part or (0, 1)
-            which = f"one of {parts} parts" if rank is None else f"part {rank} of {parts}"
-            message = f"the data set is {which} of another, and this is process {group.rank} of {group.size}"
-            raise DataError(message, hint="divide it by the number of processes, or give the whole to each")
+        self._check_part(group)
         own = len(range(size)[group.share(size)]) if self.is_divided else size
         return self._batches(epoch, own, start * own, drop)
 
