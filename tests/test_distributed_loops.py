@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ def alone() -> dict[str, tuple[list[float], onward.Model]]:
     return {kind: train(kind) for kind in ("cnn", "gpt")}
 
 
-def run(program: str, *arguments: str, processes: int = 2) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(program: str, *arguments: str, launcher: Sequence[str] = TORCHRUN) -> list[float]:
+    """Losses that a program prints."""
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(
-        [*command, str(EXAMPLES / program), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / program), *arguments],
         capture_output=True, text=True, timeout=300, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -88,6 +92,15 @@ def test_loops_of_deepspeed(kind: str, stage: int, alone: Any, tmp_path: Path) -
     np.testing.assert_allclose(run("deepspeed_loop.py", kind, str(tmp_path / "saved"), str(stage)), losses, rtol=1e-5)
     schedule = f"cosine:steps={2 * UPDATES}"  # of which a checkpoint has no more than the position
     same_training(onward.from_checkpoint(tmp_path / "saved", prepare_digits(kind)[0], schedule=schedule), model)
+
+
+@needs("tensorflow", "keras")
+@pytest.mark.slow
+def test_keras_on_two_devices(alone: Any, tmp_path: Path) -> None:
+    losses, model = alone["gpt"]
+    found = run("keras_mirrored.py", "gpt", str(tmp_path / "trained.onnx"), launcher=())
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    same_training(onward.load(tmp_path / "trained.onnx"), model)
 
 
 @needs("torch")

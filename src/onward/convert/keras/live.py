@@ -14,9 +14,13 @@ from keras import ops
 from onward.convert.keras.graphs import Executable, Loss, Parts
 from onward.convert.keras.ops.types import available, fit_target
 from onward.convert.keras.optimizers import array_of, state_of
+from onward.convert.keras.replicas import share_of_replica, sum_over_replicas
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP, states
+
+_SAME = "only_first_replica"
+"""What is the same on all devices of a strategy of TensorFlow; statistics of batches are not, and their mean counts."""
 
 
 class TrainingModel(keras.Model):  # type: ignore[misc]
@@ -28,6 +32,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         self._forward = {False: parts.inference(), True: parts.training()}
         self._loss_graph: Loss | None = parts.loss()
         self.input_names = [value.name or "" for value in model.inputs]
+        self._integers = {v.name: v.dtype.numpy().name for v in model.inputs if v.dtype and v.dtype.is_integer()}
         trained = {state.name for state in states(model) if state.role == "parameter"}
         held = [*trained, *self._forward[True].updates, *parts.frozen]
         order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
@@ -61,7 +66,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _as_list(y), strict=True))
         targets = {value.name or "": _fit_target(given[value.name], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
-        return loss.graph({**self._tensors(), **targets, **watched})[loss.name]
+        return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
 
     def compile_as(self, optimizer: Any, **losses: Any) -> None:
         """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""
@@ -97,9 +102,10 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return {name: ops.convert_to_tensor(held.value) for name, held in self.variables_by_name.items()}
 
     def _named(self, inputs: Any) -> dict[str, Any]:
-        if isinstance(inputs, Mapping):
-            return dict(inputs)
-        return dict(zip(self.input_names, _as_list(inputs), strict=True))
+        """Inputs by name. To build a model for several devices, Keras gives means of integers, which are none."""
+        named = inputs if isinstance(inputs, Mapping) else zip(self.input_names, _as_list(inputs), strict=True)
+        given = dict(named)
+        return given | {name: ops.cast(given[name], dtype) for name, dtype in self._integers.items() if name in given}
 
 
 class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -133,7 +139,8 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def build(self, variables: Any) -> None:
         super().build(variables)
         for name, array in self._own.items():
-            made = self.add_variable(array.shape, dtype=available(str(array.dtype)), name=_identifier(name))
+            dtype = available(str(array.dtype))
+            made = self.add_variable(array.shape, dtype=dtype, aggregation=_SAME, name=_identifier(name))
             made.assign(array)
             self._state[name] = made
 
@@ -145,7 +152,7 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         variables = list(trainable_variables or self._trainable_variables)
         if not self.built:
             self.build(variables)
-        found = {self._names[id(v)]: g for v, g in zip(variables, grads, strict=True)}
+        found = {self._names[id(v)]: g for v, g in zip(variables, sum_over_replicas(grads), strict=True)}
         tensors = {name: found[parameter] for name, parameter in self._gradients.items()}
         state = self._state | {self._names[id(v)]: v for v in variables}
         results = self._graph(tensors | {name: ops.convert_to_tensor(v.value) for name, v in state.items()})
@@ -163,7 +170,10 @@ def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
         for scope in scopes:
             stack.enter_context(keras.name_scope(_identifier(scope)))
         dtype = available(str(array.dtype))
-        return keras.Variable(array.astype(dtype), trainable=trainable, dtype=dtype, name=_identifier(last))
+        of_devices = "mean" if not trainable and array.dtype.kind == "f" else _SAME
+        return keras.Variable(
+            array.astype(dtype), trainable=trainable, dtype=dtype, name=_identifier(last), aggregation=of_devices
+        )
 
 
 def _identifier(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from onward.convert.keras.replicas import has_replicas
 from onward.convert.optimizer_classes import CLIPS, KINDS, Kind
 from onward.convert.snapshot import Snapshot
 from onward.model import Model
@@ -29,6 +30,8 @@ def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
     if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
         return None
     settings = [_comparable(group.spec) for group in run.groups]
+    if run.clip is not None and has_replicas():  # Keras's own clip before gradients of replicas are summed up
+        return None
     rate = _rate(run.groups[0].lr, run.schedule)
     other = run.recipe.keys() - {"seed"}  # accumulation, averages, scales: Keras counts and begins in other ways
     if rate is None or other or any(found != settings[0] for found in settings) or not _clips_alike(run):
