@@ -309,13 +309,12 @@ def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ray(file: Path, digits: Path, tmp_path: Path) -> None:
     """Workers of Ray have the curve of one process; if one is killed, Ray starts all again, and nothing is lost."""
-    alone = train(file, digits, tmp_path / "alone", "--epochs", "400")
-    options = ("--epochs", "400", "--save-every", "0.1", "--launch", "ray", "--workers", "2", "--restarts", "2")
+    alone = train(file, digits, tmp_path / "alone", "--epochs", "100")
+    options = ("--epochs", "100", "--save-every", "0.1", "--launch", "ray", "--workers", "2", "--restarts", "2")
     run = tmp_path / "ray"
     process = start_training(file, digits, run, *options)
-    while process.poll() is None and not (run / "training.onnx").exists():
+    while process.poll() is None and not ((run / "training.onnx").exists() and onward.Run(run).progress["step"]):
         time.sleep(0.1)
-    time.sleep(2)
     workers = [
         child for child in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in child.name()
     ]
