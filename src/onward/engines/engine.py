@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,16 @@ class Engine(ABC):
         if any(wrong):
             raise DataError("the state does not fit the model: " + "; ".join(filter(None, wrong)))
         return given
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Model | None]:
+        """The training model as it is now, to be written within. None in a process that only helps the first to it."""
+        yield self.updated()
+
+    def find_not_finite(self) -> str | None:
+        """A weight that training has made NaN or infinite, in whatever process it is."""
+        learned = {state.name for state in self.states() if state.role in ("parameter", "statistics")}
+        return next((n for n, array in self.state().items() if n in learned and not np.isfinite(array).all()), None)
 
     def updated(self) -> Model:
         """A copy of the training model that holds the state as it is now."""

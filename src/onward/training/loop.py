@@ -91,7 +91,7 @@ class Loop:
         self._watchers: list[Callback] = [
             LogWatcher(log, config),
             *([board] if board is not None else []),
-            *([StatisticsWatcher(board)] if config.statistics else []),
+            *([StatisticsWatcher(board)] if config.statistics and not self.engine.is_sharded else []),
             BestWatcher(self.run, self.measures, config.patience),
             progress,
             *self._callbacks,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.model import Model
-from onward.model.state import all_states
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
 from onward.training.evaluation import Measures
@@ -116,7 +115,9 @@ class BestWatcher(Callback):
         at, value = status.place, status.results.get(self._measures.monitor)
         if value is not None and self._measures.is_better(value, at.best):
             at.best, at.since_best = value, 0
-            self._folder.export(status.engine.updated(), BEST)
+            with status.engine.snapshot() as model:
+                if model is not None:
+                    self._folder.export(model, BEST)
             status.log("save", step=at.step, best=True)
         elif value is not None and at.epoch:
             at.since_best += 1
@@ -161,21 +162,14 @@ class Saver(Callback):
         here = (at.step, at.epoch, at.batch)
         if here == self.saved:
             return
-        model = engine.updated() if at.step else engine.model.copy()  # whose tensors are in files
-        if strange := _not_finite(model):
+        if at.step and (strange := engine.find_not_finite()):
             raise NotFiniteError(f"`{strange}` holds NaN or infinity after step {at.step:,}")
         for file in self.files:
             file.flush()
         self._folder.note_lengths(at)
-        self._folder.save(model, at)
+        unchanged = contextlib.nullcontext(engine.model.copy())  # whose tensors are in files
+        with engine.snapshot() if at.step else unchanged as model:
+            if model is not None:
+                self._folder.save(model, at)
         self.saved, self._saved_at = here, time.monotonic()
         status.log("save", step=at.step, best=False)
-
-
-def _not_finite(model: Model) -> str | None:
-    """A weight that training has made NaN or infinite."""
-    for state in all_states(model):
-        tensor = state.value.const_value
-        if state.role in ("parameter", "statistics") and tensor is not None and not np.isfinite(tensor.numpy()).all():
-            return state.name
-    return None

@@ -8,6 +8,7 @@ the graph that all engines run, on whole tensors or on shards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -237,13 +238,41 @@ class TorchParallel(Engine):
         results = run_stages(stages, values, self._full)
         return {name: self._framework.owned(results[name]) for name in (*contract.metrics, *contract.outputs)}
 
-    def updated(self) -> Model:
-        """All take part, and the first gets it; others get the model as it was, whose tensors are in files."""
-        if not self.is_sharded or self.group.is_first:
-            return super().updated()
-        for name in self._carried:
-            self._full(name)
-        return self.model
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Model | None]:
+        """Of tensors that are sharded, the first process gets one after the other, when it reads them."""
+        if not self.is_sharded:
+            yield self.updated()
+        elif self.group.is_first:
+            try:
+                yield self._lazily_updated()
+            finally:
+                self.group.gather(None)  # that was all
+        else:
+            while (wanted := self.group.gather(None)[0]) is not None:
+                self._full(wanted)
+            yield None
+
+    def _lazily_updated(self) -> Model:
+        def read(name: str) -> ir.Tensor:
+            if self._is_split(name):
+                self.group.gather(name)
+            return ir.Tensor(self._framework.owned(self._full(name)), dtype=self._carried[name].dtype)
+
+        model = self.model.copy()
+        for name, value in self._carried.items():
+            tensor, place = value.const_value, model.initializer(*self._place(name))
+            assert tensor is not None and place is not None
+            place.const_value = ir.LazyTensor(
+                functools.partial(read, name), tensor.dtype, ir.Shape(tensor.shape.numpy()), name=place.name
+            )
+        return model
+
+    @torch.no_grad()
+    def find_not_finite(self) -> str | None:
+        learned = [state.name for state in self.states() if state.role in ("parameter", "statistics")]
+        strange = next((name for name in learned if not self._local(name).isfinite().all()), None)
+        return next(filter(None, self.group.gather(strange)), None)
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: self._framework.owned(self._full(name)) for name in self._carried}
