@@ -248,8 +248,9 @@ def test_a_file_that_vanishes(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
         data.take(rows)
     assert "can be resumed" in (error.value.hint or "")
     write_files(tmp_path, kind)
-    with pytest.raises(DataError, match="has changed since it was opened"):
-        data.take(rows)
+    for _ in range(2):
+        with pytest.raises(DataError, match="has changed since it was opened"):
+            data.take(rows)
 
 
 def test_classes_are_those_of_all_files(tmp_path: Path) -> None:

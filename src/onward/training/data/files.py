@@ -60,7 +60,7 @@ class DataFile:
     def __init__(self, file: IO[bytes], origin: str, path: Path | None = None):
         self.origin = origin
         self.size = file.seek(0, 2)
-        self._path = path
+        self._path = None if path is None else path.absolute()  # the current folder may be another by then
         self._lock = threading.Lock()  # a file has one position
         self._hold(file)
 
@@ -85,7 +85,7 @@ class DataFile:
                         other._file = None
                         other._lock.release()
 
-    def _opened(self) -> IO[bytes]:
+    def _file_to_read(self) -> IO[bytes]:
         """The file, opened again if need be. The caller has the lock."""
         if self._path is None or self._file is not None:
             assert self._file is not None
@@ -95,11 +95,11 @@ class DataFile:
             return self._file
         if not self._path.exists():
             raise DataError(f"{self._path} is gone", hint=GONE)
-        before = self._facts
         file = open(self._path, "rb", buffering=0)  # noqa: SIM115 # closed like the others
-        self._hold(file)
-        if self._facts != before:
+        if _facts(file) != self._facts:
+            file.close()
             raise DataError(f"{self._path} has changed since it was opened", hint=UNCHANGED)
+        self._hold(file)
         return file
 
     @classmethod
@@ -128,7 +128,7 @@ class DataFile:
         view = buffer.data
         try:
             with self._lock:
-                file = self._opened()
+                file = self._file_to_read()
                 file.seek(at)
                 while view.nbytes:  # a system may return less than asked for, and does beyond 2 GiB
                     count = file.readinto(view)  # type: ignore[attr-defined] # raw files have it

@@ -78,7 +78,7 @@ def _survey(paths: Sequence[Path]) -> tuple[list[_Group], int]:
         start, written = 0, _written(path)
         for number, group in enumerate(found):
             if group.num_rows:
-                groups.append(_Group(path, written, number, start, group.num_rows))
+                groups.append(_Group(path.absolute(), written, number, start, group.num_rows))
             start += group.num_rows
             size += group.total_byte_size
     return groups, size
