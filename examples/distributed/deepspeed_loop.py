@@ -4,7 +4,7 @@
 
 DeepSpeed takes optimizer and scheduler as they are. It has parts of parameters in each process, so that it alone can
 clip: `gradient_clipping` of its configuration, not the recipe. `gather_blocks` tells stage 3 which parameters are
-needed at a time. To go on elsewhere: `onward import checkpoint/ ...`.
+needed at a time. To go on elsewhere: `onward.from_checkpoint("checkpoint", model, schedule=...)`.
 """
 
 from __future__ import annotations

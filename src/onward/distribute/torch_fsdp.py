@@ -1,0 +1,45 @@
+"""FSDP2 of PyTorch: a module with its optimizer, sharded block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from onward.convert.torch.exact.masters import MasterWeights
+from onward.errors import UnsupportedError
+
+
+def shard_blocks(module: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+    """Shard a module of `onward.to_torch(..., blocks=True)` in place, and let its optimizer go on with the shards.
+
+    `fully_shard`, which gets the options, puts shards in the place of parameters; an optimizer that was made before
+    still has the whole ones, and its moments.
+    """
+    if isinstance(optimizer, MasterWeights):
+        raise UnsupportedError(
+            "the optimizer works on copies of parameters in float32, which would stay whole",
+            hint="train it by `onward train --engine torch --strategy fsdp`",
+        )
+    before = dict(module.named_parameters())
+    for block in module.repeated_blocks():
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    shards = {id(before[name]): shard for name, shard in module.named_parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [shards[id(parameter)] for parameter in group["params"]]
+    for parameter, state in list(optimizer.state.items()):
+        del optimizer.state[parameter]
+        shard = shards[id(parameter)]
+        optimizer.state[shard] = {name: _shard_like(value, shard) for name, value in state.items()}
+
+
+def _shard_like(value: Any, shard: DTensor) -> Any:
+    """Moments as their parameter is; numbers as they are."""
+    if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not value.ndim:
+        return value
+    return distribute_tensor(value, shard.device_mesh, shard.placements)
