@@ -36,7 +36,9 @@ def product(sizes: Sequence[Size]) -> Size:
 def vector(elements: Sequence[Size]) -> Any:
     """Elements as one vector: an array if all are known."""
     if all(isinstance(element, int) for element in elements):
-        return np.array(elements, np.int64)
+        # TensorFlow takes arrays for int32 where it can choose, and cuts off what is larger.
+        is_large = any(element > np.iinfo(np.int32).max for element in elements)
+        return tf.constant(elements, tf.int64) if is_large else np.array(elements, np.int64)
     return tf.stack([tf.cast(element, tf.int64) for element in elements])
 
 
