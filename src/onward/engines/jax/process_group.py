@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +27,8 @@ class JaxGroup(Group):
         if not jax.distributed.is_initialized():
             _connect(device)
         self.rank, self.size = jax.process_index(), jax.process_count()
+        with _stdout_to_stderr():
+            self.wait()
 
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.asarray(sum(parts[1:], start=parts[0])) for parts in zip(*self.gather(list(arrays)), strict=True)]
@@ -48,8 +52,22 @@ def _exchange(data: np.ndarray, room: int) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(padded))
 
 
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what libraries print elsewhere: gloo tells of its connections, and the output of a command may be JSON."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+
+
 def _connect(device: str) -> None:
     environment = os.environ
+    jax.config.update("jax_enable_preemption_service", False)  # which would keep SIGTERM from us, and from torchrun
     if "JAX_COORDINATOR_ADDRESS" in environment:
         numbers = (environment.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         size, rank = (None if number is None else int(number) for number in numbers)
