@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from onward.errors import ArgumentError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.inspect.tensor_parallel import divide_products
@@ -42,20 +42,26 @@ class Layout:
         self._owners = {
             s.name: s.parameter for s in carried if s.parameter and shapes.get(s.parameter) == s.array.shape
         }
-        self.carried = {s.name for s in carried}
+        self.carried = [s.name for s in carried]
         self._parameters = {s.name for s in carried if s.role == "parameter"}
         self._whole = {s.name for s in carried if s.role not in _DIVIDED}
         self._products = (
             divide_products(model.graph, size) if (size := self.mesh.get(MODEL, 1)) > 1 and not file else {}
         )
-        names = [*shapes, *(s.name for s in carried)]
         self._rules = {pattern: _read_rule(pattern, rule, self.mesh) for pattern, rule in (rules or {}).items()}
-        self._chosen: dict[str, str] = {}
+        apart = {s.name for s in carried if s.parameter and s.name not in self._owners}
+        self._chosen = self._choose([*shapes, *self.carried], apart)
+
+    def _choose(self, names: Sequence[str], apart: Collection[str]) -> dict[str, str]:
+        """The first pattern that matches a name; what is kept for a parameter in another shape has to be named."""
+        chosen: dict[str, str] = {}
         for pattern in self._rules:
-            if not (found := matching([pattern], names)):
+            found = matching([pattern], [name for name in names if "/" in pattern or name not in apart])
+            if not found:
                 raise UnknownNameError(f"`{pattern}` matches no tensor", hint=near_or_first(pattern.strip("*"), names))
             for name in found:
-                self._chosen.setdefault(name, pattern)
+                chosen.setdefault(name, pattern)
+        return chosen
 
     def spec(self, name: str, shape: Sequence[int]) -> Spec:
         """How a tensor is divided: as a rule says, or the file, or as is usual."""
