@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from layered_models import hugging
 from onward.convert.torch import to_module
+from onward.convert.torch.module import OnnxModule
 from processes import meet
 
 STEPS, BATCH, TIME, WORDS = 20, 4, 8, 40
@@ -28,8 +29,8 @@ GPT = hugging(
 )
 
 
-def train(module: torch.nn.Module, rank: int, world: int) -> dict[str, Any]:
-    """The mean losses of all processes, and the bytes that one of them holds."""
+def train(module: OnnxModule, rank: int, world: int) -> dict[str, Any]:
+    """The mean losses of all processes, the bytes that one of them holds, and the sums of what all have then."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
     data = torch.Generator().manual_seed(0)
     losses = []
@@ -46,7 +47,8 @@ def train(module: torch.nn.Module, rank: int, world: int) -> dict[str, Any]:
         losses.append(total.item() / world)
     state = [x for parts in optimizer.state.values() for x in parts.values() if x.ndim]
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return {"losses": losses, "bytes": _bytes([*module.parameters(), *gradients, *state])}
+    sums = {name: float(abs(array).sum()) for name, array in module.arrays().items()}
+    return {"losses": losses, "bytes": _bytes([*module.parameters(), *gradients, *state]), "sums": sums}
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -159,4 +159,5 @@ def test_blocks_are_sharded(recomputes: bool, tmp_path: Path) -> None:
     found = json.loads(result.read_text())
     assert found["blocks"] == 12
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["sums"] == pytest.approx(alone["sums"], rel=1e-4)
     assert found["bytes"] <= 0.6 * alone["bytes"]

@@ -118,6 +118,10 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         held = _tensors_of(self)
         return {name: held[path] for name, path in self._paths.items()}
 
+    def _whole_state(self) -> dict[str, torch.Tensor]:
+        """The state, gathered from all processes where it is sharded: all must ask for it."""
+        return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in self._state().items()}
+
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the model, which PyTorch may not allow."""
         held = dict(self.named_parameters())
@@ -129,7 +133,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a `state_dict` holds, by the names in the model."""
-        return {n: to_array(x) for n, x in self._state().items() if n not in self._graph.constants}
+        return {n: to_array(x) for n, x in self._whole_state().items() if n not in self._graph.constants}
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = dict(zip(self._graph.inputs, inputs, strict=False)) | named
@@ -195,7 +199,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def to_model(self) -> Model:
         """The model that this is, with the weights as they are now."""
-        return self._graph.with_state(self._state())
+        return self._graph.with_state(self._whole_state())
 
     def extra_repr(self) -> str:
         return f"{', '.join(self._graph.inputs)} -> {', '.join(self._graph.outputs)}"
