@@ -108,3 +108,17 @@ def test_command_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "finishing the step, then saving; Ctrl-C again to stop at once" in err
     assert "interrupted after 2 steps: run\nto go on: onward train --resume run\n" in err
     assert not Path("trained.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--launch", "ray"], "do not fit together"),
+        (["--workers", "2"], "do not fit together"),
+        (["--launch", "slurm", "--workers", "2"], "do not fit together"),
+        (["--launch", "ray", "--workers", "2", "--nproc", "2"], "do not fit together"),
+        (["--launch", "ray", "--workers", "2", "--engine", "jax"], "JAX connects its own"),
+    ],
+)
+def test_what_starts_processes_is_one(folder: Path, arguments: list[str], words: str) -> None:
+    assert words in command(*TRAIN, *arguments, code=2)[1]
