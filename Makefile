@@ -48,6 +48,7 @@ check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/parallel.py
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/passes.py
 

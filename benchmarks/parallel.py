@@ -47,7 +47,8 @@ def by_hand(workload: Workload, folder: Path, strategy: str) -> Callable[[Any, A
     module = on_torch.MODELS[workload.model]()
     on_torch.load_weights(module, folder)
     if strategy == "fsdp":
-        for block in getattr(module, "layers", None) or getattr(module, "blocks", ()):
+        blocks = [part for part in module.modules() if isinstance(part, (on_torch.Layer, on_torch.Block))]
+        for block in blocks:
             fully_shard(block)
         wrapped: Any = fully_shard(module)
     else:

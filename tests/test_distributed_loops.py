@@ -110,9 +110,10 @@ def test_loops_that_divide_parameters(
 
 @needs("tensorflow", "keras")
 @pytest.mark.slow
-def test_keras_on_two_devices(alone: Any, tmp_path: Path) -> None:
-    losses, model = alone["gpt"]
-    found = run("keras_mirrored.py", "gpt", str(tmp_path / "trained.onnx"), launcher=())
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_keras_on_two_devices(alone: Any, kind: str, tmp_path: Path) -> None:
+    losses, model = alone[kind]
+    found = run("keras_mirrored.py", kind, str(tmp_path / "trained.onnx"), launcher=())
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     same_training(onward.load(tmp_path / "trained.onnx"), model)
 

@@ -193,9 +193,8 @@ def alone(path: str) -> tuple[list[float], float, dict[str, float]]:
         return losses, float(engine.evaluate(data[0])["loss"]), norms
 
 
-def compare(models: dict[str, str], options: Sequence[dict[str, Any]], world: int, to: Path) -> list[dict[str, Any]]:
-    """The same losses as of one process on ONNX Runtime, for all models and options."""
-    runs = [(path, chosen) for path in models.values() for chosen in options]
+def compare(runs: Sequence[tuple[str, dict[str, Any]]], world: int, to: Path) -> list[dict[str, Any]]:
+    """The same losses as of one process on ONNX Runtime, for all models with their options."""
     together(parallel_steps.__file__, world, {"runs": runs, "to": str(to)})
     found = json.loads(to.read_text())
     for (path, chosen), made in zip(runs, found, strict=True):
@@ -213,29 +212,30 @@ def torch_options(strategy: str) -> dict[str, Any]:
 
 def test_ddp_and_fsdp(models: dict[str, str], tmp_path: Path) -> None:
     """Two processes: clipping and accumulation, BatchNormalization, labels that are ignored, batches of any size."""
-    compare(models, [torch_options("ddp"), torch_options("fsdp")], 2, tmp_path / "found.json")
+    runs = [(models["cnn"], torch_options("ddp")), (models["gpt"], torch_options("fsdp"))]
+    compare(runs, 2, tmp_path / "found.json")
 
 
 @pytest.mark.slow
 def test_three_processes(models: dict[str, str], tmp_path: Path) -> None:
     options = [{"strategy": "ddp"}, torch_options("ddp"), torch_options("fsdp")]
-    compare(models, options, 3, tmp_path / "found.json")
+    compare([(path, chosen) for path in models.values() for chosen in options], 3, tmp_path / "found.json")
 
 
 @pytest.mark.slow
 def test_hybrid(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processes as two machines of two."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    compare(models, [torch_options("hybrid")], 4, tmp_path / "found.json")
+    compare([(path, torch_options("hybrid")) for path in models.values()], 4, tmp_path / "found.json")
 
 
 @pytest.mark.slow
 def test_memory_of_fsdp(tmp_path: Path) -> None:
     """Of a GPT with twelve layers, a process of two holds at most 60 % of parameters, gradients and state."""
     parallel_models.write_gpt(tmp_path / "gpt.onnx", layers=12, width=32)
-    runs = {"gpt": str(tmp_path / "gpt.onnx")}
-    (whole,) = compare(runs, [torch_options("ddp")], 2, tmp_path / "whole.json")
-    (shard,) = compare(runs, [{**torch_options("fsdp"), "recompute": 1}], 2, tmp_path / "shard.json")
+    path = str(tmp_path / "gpt.onnx")
+    runs = [(path, torch_options("ddp")), (path, {**torch_options("fsdp"), "recompute": 1})]
+    whole, shard = compare(runs, 2, tmp_path / "found.json")
     assert shard["blocks"] == 12
     assert 0 < shard["bytes"] <= 0.6 * whole["bytes"]
 

@@ -119,13 +119,13 @@ class _Sharing:
         if node.op_type in _LOSSES and node.attributes.get_string("reduction", "mean") == "mean":
             node.attributes["reduction"] = ir.AttrString("reduction", "sum")
             count = all_reduce(self._counted(node))
-            self._replace(node.outputs[0], lambda local: all_reduce(local) / op.CastLike(count, local))
+            self._replace(node.outputs[0], lambda local: all_reduce(local / op.CastLike(count, local), common=True))
         elif node.op_type in (*_SUMS, *_LOSSES):
-            self._replace(node.outputs[0], all_reduce)
+            self._replace(node.outputs[0], lambda local: all_reduce(local, common=True))
         elif node.op_type == "ReduceMean":
             count = op.Cast(op.Size(x), to=ir.DataType.FLOAT)
             part = count / all_reduce(count)
-            self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local)))
+            self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local), common=True))
         else:
             raise UnsupportedError(
                 f"the loss depends on {_describe(node)} over the samples of a batch, which is not a sum of shares",
@@ -164,10 +164,10 @@ def _is_training(node: ir.Node) -> bool:
     return node.attributes.get_int("training_mode", 0) == 1
 
 
-def all_reduce(x: Expr, *, mean: bool = False) -> Expr:
+def all_reduce(x: Expr, *, mean: bool = False, common: bool = False) -> Expr:
     """The sum over all shares of a batch, or the mean over all processes: where some have the same share, it counts
-    once in a sum."""
-    made: Expr = x.op.node(DOMAIN, ALL_REDUCE, x, mean=int(mean))
+    once in a sum. It is `common` if what follows from it is the same in all, and so is its derivative."""
+    made: Expr = x.op.node(DOMAIN, ALL_REDUCE, x, mean=int(mean), common=int(common))
     return made.like(x.value)
 
 

@@ -149,4 +149,4 @@ def top_k(op, dys, x, k, *, ys, axis):
 @gradient("AllReduce", domain=DOMAIN)
 def all_reduce(op, dy, x):
     """Y = the sum of X over all processes, each of which is to be told what Y does to the results of all."""
-    return op.node(DOMAIN, "AllReduce", dy, mean=0).like(dy.value)
+    return op.node(DOMAIN, "AllReduce", dy, mean=0, common=0).like(dy.value)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onward.build import twin
 from onward.convert.graph_building import frozen_weights, open_initializers
 from onward.convert.keras.ops import KerasOps, interpret
+from onward.convert.keras.replicas import batch_normalization, has_replicas
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
@@ -31,6 +32,8 @@ class Executable:
     def __init__(self, model: Model):
         self.inputs = open_inputs(model)
         self._framework = KerasOps()
+        if has_replicas():
+            self._framework.operators["BatchNormalization"] = batch_normalization
         self._execute = interpret(model, self._framework)
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from onward.convert.keras.ops import normalization
+
 
 def has_replicas() -> bool:
     """Whether a model that is made now will be on several devices."""
@@ -32,6 +34,33 @@ def sum_over_replicas(gradients: Sequence[Any]) -> Sequence[Any]:
     import tensorflow as tf
 
     return context.all_reduce(tf.distribute.ReduceOp.SUM, [ops.convert_to_tensor(g) for g in gradients])
+
+
+def batch_normalization(
+    x: Any,
+    scale: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: int = 0,
+) -> Any:
+    """BatchNormalization with the statistics of all replicas in training, which have equally many samples."""
+    context = _context() if training_mode else None
+    if context is None:
+        return normalization.batch_normalization(
+            x, scale, bias, mean, variance, epsilon=epsilon, momentum=momentum, training_mode=training_mode
+        )
+    import tensorflow as tf
+
+    over = [0, *range(2, len(x.shape))]
+    here = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(x, over))
+    distance = ops.square(x - ops.reshape(here, (-1, *[1] * (len(x.shape) - 2))))
+    there = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(distance, over))
+    y = normalization.batch_normalization(x, scale, bias, here, there, epsilon=epsilon)
+    return y, mean * momentum + here * (1 - momentum), variance * momentum + there * (1 - momentum)
 
 
 def _context() -> Any | None:

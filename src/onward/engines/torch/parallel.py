@@ -338,8 +338,8 @@ class _Together(Torch):
         super().__init__(str(device), **options)
         over = mesh.get_group(mesh.ndim - 1) if mesh is not None else None
 
-        def sum_over_shares(x: torch.Tensor) -> torch.Tensor:
-            return _AllReduce.apply(x, None, group.copies)
+        def sum_over_shares(x: torch.Tensor, *, common: int = 0) -> torch.Tensor:
+            return _AllReduce.apply(x, group, bool(common))
 
         def sum_over_shards(x: torch.Tensor) -> torch.Tensor:
             return funcol.wait_tensor(funcol.all_reduce(x, "sum", over))
@@ -354,13 +354,17 @@ class _Together(Torch):
 
 
 class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    """The sum over all shares of a batch, and its derivative, which is another, unless all know it already."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, divisor: int) -> torch.Tensor:
-        ctx.group, ctx.divisor = group, divisor
+    def forward(ctx: Any, x: torch.Tensor, group: Group, is_common: bool) -> torch.Tensor:
+        ctx.group, ctx.is_common = group, is_common
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total if divisor == 1 else total / divisor
+        dist.all_reduce(total)
+        return total if group.copies == 1 else total / group.copies
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor) -> tuple[Any, ...]:
-        return _AllReduce.apply(dy[0], ctx.group, ctx.divisor), None, None
+        group = ctx.group
+        dx = dy[0] * (group.size / group.copies) if ctx.is_common else _AllReduce.apply(dy[0], group, False)
+        return dx, None, None
