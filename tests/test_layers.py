@@ -35,6 +35,7 @@ TIERS = [
     ["transform", "configuration"],
     ["rules"],
     ["differentiate"],
+    ["kernels"],
     ["recipe"],
     ["checker", "lowering"],
     ["inspect"],

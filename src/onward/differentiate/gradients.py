@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin
 from onward.differentiate.expand import expand
-from onward.differentiate.path import way
+from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError, UnsupportedError
@@ -23,14 +23,15 @@ from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import gradients_in, names_of, visible
 from onward.model.walk import ancestors, between, graphs_of, nodes_after, nodes_of
 from onward.rules.nested import copy_graph, fill_in_types_of
+from onward.rules.registry import lookup
 from onward.transform.inline import inline_calls
 from onward.transform.types import fill_in_types_before
 
 
-def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
+def lower_gradients(model: Model, *, recompute: Choice = None, find: Find = lookup) -> Model:
     """A model without steps, which may be changed, with no `Gradient` left; those of higher order are done in order.
 
-    Functions that have one are replaced by their bodies.
+    Functions that have one are replaced by their bodies. `find` knows the rules.
     """
     if not has_gradients(model):
         return model
@@ -41,7 +42,7 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
         _check_names(node, scope)
         _fill_in_types_inside(model, scope, y)
         model = expand(model, y, xs, scope_in=_first_scope)
-        _lower(model, *next(gradients_in(model.graph)), recompute)
+        _lower(model, *next(gradients_in(model.graph)), recompute, find)
     return model
 
 
@@ -112,7 +113,7 @@ def _builder(model: Model, graph: ir.Graph) -> Builder:
     return Builder(graph, opset=model.opset, names=names, functions=model.functions, imports=imports, share=True)
 
 
-def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice) -> None:
+def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice, find: Find) -> None:
     graph, known = scope[-1], visible(scope)
     xs, y = strings(node, "xs"), string(node, "y")
     given = [value for value in node.inputs if value is not None]
@@ -123,12 +124,13 @@ def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Ch
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)), scope)
     wanted = variables[: len(xs)]
-    nodes = way(target, wanted, scope=scope)
+    nodes = way(target, wanted, find, scope)
     if target.dtype is None:
         raise UnsupportedError(f"the type of `{y}` is not known", hint="state it in the file, in a `value_info`")
     last = graph[-1]
     again = recomputation(recompute, nodes, wanted)
-    found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables), recomputation=again)
+    seeds = {target: op.filled_like(target, 1)}
+    found = pull_back(op, nodes, seeds, wanted, cut=set(variables), recomputation=again, find=find)
     made = set(nodes_after(last, graph))
     for x, output in zip(wanted, node.outputs, strict=False):
         if output.name:

@@ -22,6 +22,7 @@ from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
 from onward.engines.segmented_session import SegmentedSession
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.kernels import library
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
@@ -60,12 +61,18 @@ class OnnxRuntime(Engine):
         recompute: Choice = None,
         strategy: Parallel | None = None,
         sync_batch_norm: bool = True,
+        kernels: bool = True,
     ):
         super().__init__(model, step)
         self.group = join_group() if strategy is not None else self.group
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads = threads or self.group.threads
-        self._manner = Manner(recompute, share=Share(self.group.rank, self.group.size, sync_batch_norm))
+        self._library = library().path if kernels and device == "cpu" else None
+        self._manner = Manner(
+            recompute,
+            share=Share(self.group.rank, self.group.size, sync_batch_norm),
+            kernels=self._library is not None,
+        )
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
@@ -168,7 +175,9 @@ class OnnxRuntime(Engine):
             widen(model, ir.DataType.BFLOAT16)
         model = for_onnxruntime(model)
         optimize = not _has_many_small_nodes(model.graph, self._carried.values())
-        return open_session(model, threads=self._threads, providers=self._providers, optimize=optimize)
+        return open_session(
+            model, threads=self._threads, providers=self._providers, optimize=optimize, library=self._library
+        )
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
         """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""

@@ -21,6 +21,8 @@ from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.kernels import DOMAIN as KERNELS
+from onward.kernels import can_use_kernels, find_rule, use_kernels
 from onward.lowering.calls import write_calls
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
@@ -37,6 +39,7 @@ from onward.model.gradient_names import tie, untie
 from onward.model.signature import check_signatures
 from onward.model.state import carried_state, states
 from onward.rules import RULES
+from onward.rules.registry import lookup
 from onward.standard import IR_VERSION, OLDEST_OPSET, STANDARD
 from onward.transform import linear
 from onward.transform.inline import inline_calls
@@ -55,6 +58,8 @@ class Manner(NamedTuple):
     """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
     share: Share = Share()
     """Which of several processes it is for."""
+    kernels: bool = False
+    """Whether native kernels may compute parts of it."""
 
 
 @checked()
@@ -292,7 +297,11 @@ def _plain(
     remove_unused(graph)
     untie(graph)
     if manner.differentiate:
-        made = lower_gradients(flow.combined, recompute=manner.recompute)
+        with_kernels = manner.kernels and can_use_kernels(flow.combined)
+        if with_kernels:
+            use_kernels(flow.combined)
+        find = find_rule if with_kernels else lookup
+        made = lower_gradients(flow.combined, recompute=manner.recompute, find=find)
         expand(made.ir)
         write_calls(made)
         if made.functions:
@@ -328,7 +337,7 @@ def _finish(model: Model) -> None:
     foreign = {
         f"`{node.domain}.{node.op_type}`"
         for node in graph.all_nodes()
-        if node.domain not in _STANDARD and not is_all_reduce(node)
+        if node.domain not in (*_STANDARD, KERNELS) and not is_all_reduce(node)
     }
     if foreign:
         raise UnsupportedError(

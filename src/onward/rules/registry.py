@@ -124,7 +124,7 @@ def gradient(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
-            _add(_rule((domain, name), function, broadcasts, inputs), function.__module__)
+            _add(make_rule((domain, name), function, broadcasts, inputs), function.__module__)
         return function
 
     return register
@@ -198,7 +198,7 @@ def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rew
 def elementwise(domain: str = "", **derivatives: Callable[..., Any]) -> None:
     """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword."""
     for name, derivative in derivatives.items():
-        _add(_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
+        _add(make_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
 
 
 def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
@@ -290,12 +290,13 @@ def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _rule(
+def make_rule(
     operator: tuple[str, str],
     function: Callable[..., Any],
-    broadcasts: bool | tuple[int, ...],
+    broadcasts: bool | tuple[int, ...] = False,
     inputs: tuple[int, ...] | None = None,
 ) -> Rule:
+    """A rule of an operator that is in no table."""
     gradients = _parameters(function)[1].name
     keywords, positional = _keywords_of(function, leading=2)
     return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional, inputs)

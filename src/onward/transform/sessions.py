@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,17 @@ _LARGE = 2**20
 
 
 def open_session(
-    model: Model | ModelProto, *, threads: int | None = None, providers: Sequence[str] = CPU, optimize: bool = True
+    model: Model | ModelProto,
+    *,
+    threads: int | None = None,
+    providers: Sequence[str] = CPU,
+    optimize: bool = True,
+    library: Path | None = None,
 ) -> Any:
     """A session for the inference graph of a model. A `Model` must be the caller's own: large tensors leave it.
 
-    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes.
+    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes. A
+    `library` has operators that the model uses beside those of ONNX Runtime.
     """
     import onnxruntime as ort
 
@@ -35,6 +42,8 @@ def open_session(
         options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     handed = _hand_over_large_tensors(model, options) if isinstance(model, Model) else []
     proto = model.to_proto() if isinstance(model, Model) else model
     with explain_failures(UnsupportedError, "does not run this model"):

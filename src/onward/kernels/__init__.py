@@ -1,0 +1,11 @@
+"""Native kernels for ONNX Runtime on the CPU, and what puts them into a step.
+
+Nothing native is ever written into a file: they are chosen when an engine is started, and where the library is missing,
+the plain graph runs. See docs/decisions/0045-native-kernels.md.
+"""
+
+from onward.kernels.library import library
+from onward.kernels.rules import find_rule
+from onward.kernels.selection import DOMAIN, can_use_kernels, use_kernels
+
+__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "library", "use_kernels"]

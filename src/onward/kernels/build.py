@@ -1,0 +1,63 @@
+"""Compiling the library: `python -m onward.kernels.build`. Only the standard library is used, since installing runs it.
+
+The kernels are compiled once for each set of instructions, and the library takes the best that a machine has.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "native"
+LIBRARY = HERE / "libonward_kernels.so"
+
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mavx2", "-mfma", "-mprefer-vector-width=512")
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {"baseline": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    INSTRUCTIONS |= {"avx2": ("-mavx2", "-mfma"), "avx512": _AVX512}
+
+
+def compiler() -> str | None:
+    """A compiler of C++ that is here: what `CXX` names, else one of the usual."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
+
+
+def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
+    """Compile the library, if there is a compiler and the system is one of those that it is for; else say why not."""
+    cxx = compiler()
+    if cxx is None or sys.platform != "linux":
+        reason = "no C++ compiler was found" if cxx is None else f"there are none for {sys.platform} yet"
+        print(f"onward: native kernels are left out ({reason}); ONNX Runtime's own are used", file=sys.stderr)
+        return False
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        jobs = [("library.cpp", "library.o", ())]
+        jobs += [("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in INSTRUCTIONS.items()]
+        objects = [str(Path(folder) / made) for _, made, _ in jobs]
+
+        def compile_one(source: str, made: str, flags: tuple[str, ...]) -> None:
+            command = [cxx, *FLAGS, *flags, *more, "-c", str(SOURCES / source), "-o", str(Path(folder) / made)]
+            subprocess.run(command, check=True)
+
+        try:
+            list(pool.map(lambda job: compile_one(*job), jobs))
+            made = str(Path(folder) / "library.so")
+            linked = [cxx, "-shared", "-static-libstdc++", "-static-libgcc", *more, "-o", made, *objects]
+            subprocess.run(linked, check=True)
+        except subprocess.CalledProcessError:
+            print("onward: native kernels are left out (they did not compile)", file=sys.stderr)
+            return False
+        shutil.copyfile(made, f"{to}.new")
+        Path(f"{to}.new").replace(to)  # at once: another process may have the old one open
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(not build())

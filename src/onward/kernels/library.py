@@ -1,0 +1,46 @@
+"""The compiled library: whether it is there, whether this ONNX Runtime takes it, and whether it is wanted."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from onward.kernels.build import LIBRARY
+
+SWITCH = "ONWARD_KERNELS"
+"""The variable of the environment that turns them off: `ONWARD_KERNELS=0`."""
+
+
+class Library(NamedTuple):
+    """The native kernels of this installation."""
+
+    path: Path | None
+    """None where they cannot be used."""
+    note: str
+    """The instructions that they use, or why there are none."""
+
+
+def library() -> Library:
+    """The kernels to use now."""
+    if os.environ.get(SWITCH) == "0":
+        return Library(None, f"turned off by {SWITCH}=0")
+    return _loadable()
+
+
+@functools.cache
+def _loadable() -> Library:
+    """Whether ONNX Runtime loads the library: a test of both, since neither knows the other."""
+    if not LIBRARY.exists():
+        return Library(None, "not compiled: `python -m onward.kernels.build`")
+    import onnxruntime as ort
+
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
+        name = ctypes.CDLL(str(LIBRARY)).onward_instructions
+    except Exception as error:
+        return Library(None, f"ONNX Runtime {ort.__version__} does not load them: {str(error).splitlines()[0]}")
+    name.restype = ctypes.c_char_p
+    return Library(LIBRARY, name().decode())

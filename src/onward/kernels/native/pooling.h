@@ -1,0 +1,87 @@
+// MaxPool of channels-last images, and its gradient, which finds the largest elements again.
+#pragma once
+#include "convolution.h"
+
+namespace onward {
+namespace ONWARD_ISA {
+
+// Calls function(row of the image) for each pixel of a window that is inside of it, in order.
+template <class Function>
+void each_tap(const Window& w, const Image& x, Index n, Index y_line, Index y_column, const Function& function) {
+  for (Index i = 0; i < w.kernel[0]; i++) {
+    const Index h = y_line * w.strides[0] - w.pads[0] + i * w.dilations[0];
+    if (h < 0 || h >= x.height) continue;
+    for (Index j = 0; j < w.kernel[1]; j++) {
+      const Index v = y_column * w.strides[1] - w.pads[1] + j * w.dilations[1];
+      if (v >= 0 && v < x.width) function(((n * x.height + h) * x.width + v) * x.channels);
+    }
+  }
+}
+
+struct MaxPool : Kernel {
+  explicit MaxPool(const Attributes& a) : window(a) {}
+  void compute(const Call& call) const override {
+    const auto x = call.input(0);
+    const Image image(x.sizes);
+    const Image y({image.count, window.outputs(0, image.height), window.outputs(1, image.width), image.channels});
+    auto out = call.output(0, {y.count, y.height, y.width, y.channels});
+    split(call, y.count * y.height, 4, [&](Index first, Index last) {
+      for (Index line = first; line < last; line++)
+        for (Index v = 0; v < y.width; v++) {
+          float* to = out.data + (line * y.width + v) * y.channels;
+          std::fill(to, to + y.channels, -INFINITY);
+          each_tap(window, image, line / y.height, line % y.height, v, [&](Index at) {
+            const float* from = x.data + at;
+            for (Index c = 0; c < y.channels; c++) to[c] = to[c] >= from[c] ? to[c] : from[c];  // NaN stays
+          });
+        }
+    });
+  }
+  Window window;
+};
+
+struct MaxPoolGradient : Kernel {  // dy, x
+  explicit MaxPoolGradient(const Attributes& a) : window(a) {}
+  void compute(const Call& call) const override {
+    const auto dy = call.input(0), x = call.input(1);
+    const Image image(x.sizes), y(dy.sizes);
+    require(image.count == y.count && image.channels == y.channels && y.height == window.outputs(0, image.height) &&
+                y.width == window.outputs(1, image.width),
+            "a gradient of a pool does not fit its image");
+    auto dx = call.output(0, x.sizes);
+    call.parallel(image.count, [&](Index n) {  // windows of one image overlap
+      const Index size = image.height * image.width * image.channels, channels = image.channels;
+      std::fill(dx.data + n * size, dx.data + (n + 1) * size, 0.f);
+      std::vector<float> most(static_cast<size_t>(channels));
+      std::vector<int> where(static_cast<size_t>(channels));
+      for (Index line = 0; line < y.height; line++)
+        for (Index v = 0; v < y.width; v++) {
+          Index base = -1;
+          each_tap(window, image, n, line, v, [&](Index at) {
+            const float* from = x.data + at;
+            if (base < 0) {
+              base = at;
+              for (Index c = 0; c < channels; c++) most[static_cast<size_t>(c)] = from[c], where[static_cast<size_t>(c)] = 0;
+              return;
+            }
+            const int distance = static_cast<int>(at - base);
+            float* __restrict m = most.data();
+            int* __restrict w = where.data();
+            for (Index c = 0; c < channels; c++) {
+              const bool larger = !(m[c] >= from[c]);
+              m[c] = larger ? from[c] : m[c];
+              w[c] = larger ? distance : w[c];
+            }
+          });
+          if (base < 0) continue;
+          const float* from = dy.data + ((n * y.height + line) * y.width + v) * channels;
+          float* to = dx.data + base;
+          for (Index c = 0; c < channels; c++) to[where[static_cast<size_t>(c)] + c] += from[c];
+        }
+    });
+  }
+  Window window;
+};
+
+}  // namespace ONWARD_ISA
+}  // namespace onward

@@ -1,0 +1,170 @@
+// Products of rows that lie anywhere in memory with packed weights: what convolutions are made of, without copying
+// windows. Images are channels-last, so that the channels of a pixel are such a row.
+#pragma once
+#include "vectors.h"
+
+namespace onward {
+namespace ONWARD_ISA {
+
+// Columns of a product are computed in tiles of a few vectors, for as many rows as registers hold sums for.
+constexpr int kMostVectors = kLanes == 16 ? 4 : 2;
+constexpr int rows_of(int vectors) { return kLanes == 16 && vectors == 4 ? 6 : kLanes < 16 && vectors == 2 ? 6 : 8; }
+constexpr int kMostRows = 8;
+
+struct Tile {
+  Index first;  // column
+  Index count;  // of columns
+  int vectors;
+  Index width() const { return static_cast<Index>(vectors) * kLanes; }
+};
+
+inline std::vector<Tile> tiles_of(Index columns) {
+  const Index vectors = ceiling(columns, kLanes), parts = ceiling(vectors, kMostVectors);
+  std::vector<Tile> tiles;
+  Index first = 0;
+  for (Index i = 0; i < parts; i++) {
+    const Index count = vectors / parts + (i < vectors % parts);
+    tiles.push_back({first, std::min(count * kLanes, columns - first), static_cast<int>(count)});
+    first += count * kLanes;
+  }
+  return tiles;
+}
+
+// Weights by tile: for each tap and each of its numbers, a row as wide as the tile, filled up with zeros.
+struct Packed {
+  std::vector<Tile> tiles;
+  Index taps, length;  // numbers in a tap
+  float* data;
+
+  Index offset(size_t tile) const { return tiles[tile].first * taps * length; }  // all before are full
+  static Index size(Index columns, Index taps, Index length) {
+    return ceiling(columns, kLanes) * kLanes * taps * length;
+  }
+};
+
+// `at(tap, k, column)` is a weight.
+template <class At>
+void pack(const Packed& packed, size_t tile, const At& at) {
+  const Tile& t = packed.tiles[tile];
+  float* to = packed.data + packed.offset(tile);
+  for (Index tap = 0; tap < packed.taps; tap++)
+    for (Index k = 0; k < packed.length; k++, to += t.width()) {
+      for (Index i = 0; i < t.count; i++) to[i] = at(tap, k, t.first + i);
+      for (Index i = t.count; i < t.width(); i++) to[i] = 0;
+    }
+}
+
+// out[m][:] = (adds ? out[m][:] : bias) + sum over runs and k of rows[run][m][k] * weights[run][k][:]
+template <int vectors>
+void multiply_rows(const float* const* rows, Index runs, Index length, const float* weights, float* const* out,
+                   Index valid, Index columns, bool adds, const float* bias) {
+  constexpr int kRows = rows_of(vectors);
+  V sums[kRows][vectors];
+  for (int m = 0; m < kRows; m++)
+    for (int v = 0; v < vectors; v++) {
+      const Index left = std::min<Index>(columns - v * kLanes, kLanes);
+      const float* from = adds ? out[m] : bias;
+      sums[m][v] = from == nullptr ? V{} : left == kLanes ? load(from + v * kLanes) : load_some(from + v * kLanes, left);
+    }
+  for (Index run = 0; run < runs; run++, rows += kRows) {
+    const float* row[kRows];
+    for (int m = 0; m < kRows; m++) row[m] = rows[m];
+    for (Index k = 0; k < length; k++, weights += vectors * kLanes) {
+      V w[vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) w[v] = load(weights + v * kLanes);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; m++) {
+        const V x = all(row[m][k]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sums[m][v] += x * w[v];
+      }
+    }
+  }
+  for (int m = 0; m < valid; m++)
+    for (int v = 0; v < vectors; v++) {
+      const Index left = std::min<Index>(columns - v * kLanes, kLanes);
+      if (left == kLanes)
+        store(out[m] + v * kLanes, sums[m][v]);
+      else
+        store_some(out[m] + v * kLanes, sums[m][v], left);
+    }
+}
+
+using MultiplyRows = void (*)(const float* const*, Index, Index, const float*, float* const*, Index, Index, bool,
+                              const float*);
+
+inline MultiplyRows multiply_rows_of(int vectors) {
+  static constexpr MultiplyRows kAll[] = {multiply_rows<1>, multiply_rows<2>,
+#if ONWARD_LANES == 16
+                                          multiply_rows<3>, multiply_rows<4>
+#endif
+  };
+  return kAll[vectors - 1];
+}
+
+// Pixels that are read along two lines: from x, `step` floats apart, and from y, one row of `width` after another.
+struct Segment {
+  const float* x;
+  const float* y;
+  Index count;
+};
+
+// sums[m][:] += sum over pixels of x[m] * y[:], sums being rows `stride` apart.
+template <int rows, int vectors>
+void add_outer_products(const Segment* segments, Index count, Index step, Index width, float* to, Index stride) {
+  V sums[rows][vectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sums[m][v] = load(to + m * stride + v * kLanes);
+  for (Index s = 0; s < count; s++) {
+    const float *x = segments[s].x, *y = segments[s].y;
+    for (Index i = segments[s].count; i > 0; i--, x += step, y += width) {
+      V w[vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) w[v] = load(y + v * kLanes);
+#pragma GCC unroll 16
+      for (int m = 0; m < rows; m++) {
+        const V factor = all(x[m]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sums[m][v] += factor * w[v];
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) store(to + m * stride + v * kLanes, sums[m][v]);
+}
+
+using AddOuterProducts = void (*)(const Segment*, Index, Index, Index, float*, Index);
+
+constexpr int outer_rows(int vectors) {
+  return kLanes == 16 ? (vectors == 4 ? 6 : vectors == 3 ? 8 : 12) : (vectors == 2 ? 6 : 8);
+}
+
+// For a tile with so many vectors: how many rows are done at once where `left` are left, and by what.
+template <int vectors>
+int outer_step(Index left, AddOuterProducts* function) {
+  constexpr int kFull = outer_rows(vectors);
+  if (left >= kFull) return *function = add_outer_products<kFull, vectors>, kFull;
+  if (left >= 4) return *function = add_outer_products<4, vectors>, 4;
+  if (left >= 2) return *function = add_outer_products<2, vectors>, 2;
+  return *function = add_outer_products<1, vectors>, 1;
+}
+
+inline int outer_step(int vectors, Index left, AddOuterProducts* function) {
+  switch (vectors) {
+    case 1: return outer_step<1>(left, function);
+    case 2: return outer_step<2>(left, function);
+#if ONWARD_LANES == 16
+    case 3: return outer_step<3>(left, function);
+    case 4: return outer_step<4>(left, function);
+#endif
+  }
+  throw std::logic_error("a tile is too wide");
+}
+
+}  // namespace ONWARD_ISA
+}  // namespace onward

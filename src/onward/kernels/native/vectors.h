@@ -1,0 +1,58 @@
+// Vectors of floats as wide as the instructions that this file is compiled for.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "operators.h"
+
+#if defined(__AVX512F__)
+#define ONWARD_LANES 16
+#elif defined(__AVX2__)
+#define ONWARD_LANES 8
+#else
+#define ONWARD_LANES 4
+#endif
+
+namespace onward {
+namespace ONWARD_ISA {
+
+constexpr int kLanes = ONWARD_LANES;
+typedef float V __attribute__((vector_size(4 * ONWARD_LANES)));
+typedef int VI __attribute__((vector_size(4 * ONWARD_LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * ONWARD_LANES), aligned(4), may_alias));
+
+inline V load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+inline void store(float* p, V v) { *reinterpret_cast<Unaligned*>(p) = v; }
+inline V all(float x) { return x - V{}; }
+
+// The first `count` elements, and zeros.
+inline V load_some(const float* p, Index count) {
+  V v{};
+  std::memcpy(&v, p, static_cast<size_t>(std::clamp<Index>(count, 0, kLanes)) * sizeof(float));
+  return v;
+}
+inline void store_some(float* p, V v, Index count) {
+  std::memcpy(p, &v, static_cast<size_t>(std::clamp<Index>(count, 0, kLanes)) * sizeof(float));
+}
+
+inline float sum(V v) {
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += v[i];
+  return total;
+}
+
+inline V select(VI where, V yes, V no) { return reinterpret_cast<V>((where & reinterpret_cast<VI>(yes)) | (~where & reinterpret_cast<VI>(no))); }
+inline V larger(V a, V b) { return select(a > b, a, b); }
+
+inline Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
+
+// Calls function(first, last) for parts of a range, each large enough to be worth a thread's while.
+template <class Function>
+void split(const Call& call, Index count, Index least, const Function& function) {
+  constexpr Index kMost = 64;
+  const Index parts = std::max<Index>(1, std::min(kMost, count / std::max<Index>(least, 1)));
+  call.parallel(parts, [&](Index i) { function(count * i / parts, count * (i + 1) / parts); });
+}
+
+}  // namespace ONWARD_ISA
+}  // namespace onward

@@ -1,0 +1,27 @@
+"""Which parts of a step are computed by kernels: the last word on a graph before it is differentiated, and after it."""
+
+from __future__ import annotations
+
+from onward.kernels.channels_last import DOMAIN, put_channels_last
+from onward.model import Model
+from onward.model.core import is_gradient, string, values
+from onward.model.gradient_names import gradients_in, visible
+from onward.model.walk import ancestors
+from onward.transform.types import fill_in_types
+
+
+def can_use_kernels(model: Model) -> bool:
+    """Whether nothing is differentiated twice: kernels have first derivatives."""
+    for node, scope in gradients_in(model.graph):
+        before, _ = ancestors([visible(scope)[string(node, "y")]])
+        if any(map(is_gradient, before)):
+            return False
+    return True
+
+
+def use_kernels(model: Model) -> None:
+    """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
+    fill_in_types(model, values(model.graph))
+    put_channels_last(model)
+    if any(node.domain == DOMAIN for node in model.graph):
+        model.graph.opset_imports[DOMAIN] = 1
