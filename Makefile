@@ -70,7 +70,9 @@ $(BIN)/python:
 		echo "hint:  install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: pyproject.toml requirements/constraints.txt | $(BIN)/python
+KERNELS := hatch_build.py src/onward/kernels/build.py $(wildcard src/onward/kernels/native/*)
+
+$(VENV)/.core: pyproject.toml requirements/constraints.txt $(KERNELS) | $(BIN)/python
 	$(PIP) -e .
 	@touch $@
 

@@ -308,6 +308,7 @@ class FeedOptions:
     threads: Threads | None = _option(None, ENGINE, "N", "threads of the CPU")
     precision: str | None = _option(None, ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
     compile: bool = _option(True, ENGINE, None, "compile the step on torch, jax and tensorflow")
+    kernels: bool = _option(True, ENGINE, None, "native kernels for ONNX Runtime on the CPU, where they are compiled")
     deterministic: bool = _option(False, ENGINE, None, "the same numbers in every run, where the engine has it")
     recompute: int | str | Sequence[str] | None = _option(
         None,

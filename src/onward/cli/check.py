@@ -260,4 +260,6 @@ def engines(
             covered = "its own" if info.operators is None else f"{info.operators} of {total}"
             seen = [", ".join(info.devices), covered] if info.devices is not None else ["(--devices)", "(--devices)"]
             rows.append([info.name, info.version, *seen])
+        if info.kernels is not None:
+            rows.append(["", "", "", f"native kernels: {info.kernels}"])
     print_rows(rows)

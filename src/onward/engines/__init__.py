@@ -49,9 +49,9 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     - `step`: of several, the number or the name of one, or how often each runs in a round:
       `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
-    - `options`: the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
-      whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
-      `deterministic`; JAX has `mesh`, devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
+    - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
+      ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
+      those of our rules, `precision` and `deterministic`; JAX has `mesh`, devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
     """
     check_engine(engine)
     if "threads" in options:

@@ -12,6 +12,7 @@ from onward.engines import ENGINES, is_installed
 from onward.engines.framework import Framework
 from onward.engines.framework_engine import framework_class
 from onward.engines.host import ONLY_ON_HOST
+from onward.kernels import library
 from onward.rules.registry import BODIES, RULES, Rewrite
 from onward.standard import NEWEST_INTERPRETED
 from onward.transform.inline import has_body
@@ -33,6 +34,9 @@ class EngineInfo:
     """How many of the standard's operators it has; None where nobody has looked, or the engine itself decides that."""
     cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Operators that it does not have, and why."""
+
+    kernels: str | None = None
+    """The instructions that native kernels use, or why there are none. None for engines that know nothing of them."""
 
     @property
     def install(self) -> str:
@@ -86,7 +90,7 @@ def _info(name: str, load: bool) -> EngineInfo:
     if not load:
         return EngineInfo(name, version)
     if name == "onnxruntime":
-        return EngineInfo(name, version, tuple(devices(name)))
+        return EngineInfo(name, version, tuple(devices(name)), kernels=library().note)
     missing = lacking(framework_class(name))
     return EngineInfo(name, version, tuple(devices(name)), len(standard_operators()) - len(missing), missing)
 

@@ -38,7 +38,7 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
         print(f"onward: native kernels are left out ({reason}); ONNX Runtime's own are used", file=sys.stderr)
         return False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        jobs = [("library.cpp", "library.o", ())]
+        jobs: list[tuple[str, str, tuple[str, ...]]] = [("library.cpp", "library.o", ())]
         jobs += [("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in INSTRUCTIONS.items()]
         objects = [str(Path(folder) / made) for _, made, _ in jobs]
 

@@ -137,9 +137,9 @@ class _ChannelsLast:
         return True
 
     def _batch_normalization(self, node: ir.Node) -> bool:
-        x, scale, bias, mean, var = node.inputs[:5]
-        given = attributes(node, self._opset)
-        if x not in self._last or any(value is None or value.dtype != ir.DataType.FLOAT for value in node.inputs):
+        given, values = attributes(node, self._opset), [value for value in node.inputs if value is not None]
+        x, scale, bias, mean, var = values
+        if x not in self._last or any(value.dtype != ir.DataType.FLOAT for value in values):
             return False
         if not given["training_mode"]:
             op = self._op

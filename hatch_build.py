@@ -1,0 +1,26 @@
+"""Compiles the native kernels when the package is installed or a wheel is made, if there is a compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+BUILD = Path(__file__).parent / "src" / "onward" / "kernels" / "build.py"
+
+
+class KernelsBuildHook(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """A wheel with kernels is for one platform, and for all versions of Python: the library does not know it."""
+        spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
+        assert spec is not None and spec.loader is not None
+        kernels = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(kernels)
+        if not kernels.build():
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"].append("src/onward/kernels/*.so")
