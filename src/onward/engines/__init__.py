@@ -51,7 +51,8 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
       ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
-      those of our rules, `precision` and `deterministic`; JAX has `mesh`, devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
+      those of our rules, `precision` and `deterministic`; JAX has `mesh`,
+      devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
     """
     check_engine(engine)
     if "threads" in options:

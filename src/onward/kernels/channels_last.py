@@ -29,6 +29,8 @@ POINTWISE = {
     *("Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh", "ThresholdedRelu"),
 }
 """Operators that treat every element alike, whatever the order of axes."""
+_ACTIVATIONS = {"Relu": 1, "HardSwish": 2}
+"""What kernels of normalizations compute along with them, by number."""
 
 
 def put_channels_last(model: Model) -> None:
@@ -59,8 +61,6 @@ class _ChannelsLast:
         replaced: list[ir.Node] = []
         for node in list(self._graph):
             convert = _CONVERSIONS.get(node.op_type) if is_standard(node) else None
-            if node.op_type in POINTWISE and is_standard(node):
-                convert = _ChannelsLast._pointwise
             self._op = self._builder()
             self._op = self._op.scoped(node.name or node.op_type)
             if convert is not None and convert(self, node):
@@ -170,6 +170,19 @@ class _ChannelsLast:
         self._made(node.outputs[0], y)
         return True
 
+    def _activation(self, node: ir.Node) -> bool:
+        """What only follows a normalization is computed along with it."""
+        x = node.inputs[0]
+        before = self._last[x].value.producer() if x is not None and x in self._last else None
+        is_normal = before is not None and before.op_type == "BatchNormalization" and before.domain == DOMAIN
+        if x is None or before is None or not is_normal or "activation" in before.attributes:
+            return self._pointwise(node)
+        if len(x.uses()) > 1 or x.is_graph_output():
+            return self._pointwise(node)
+        before.attributes["activation"] = ir.AttrInt64("activation", _ACTIVATIONS[node.op_type])
+        self._made(node.outputs[0], self._last.pop(x))
+        return True
+
     def _pointwise(self, node: ir.Node) -> bool:
         """Of several inputs, others than such images must be single numbers."""
         images = [value for value in node.inputs if value in self._last]
@@ -220,6 +233,8 @@ def _is_number(value: ir.Value) -> bool:
 
 
 _CONVERSIONS: dict[str, Callable[[_ChannelsLast, ir.Node], bool]] = {
+    **dict.fromkeys(POINTWISE, _ChannelsLast._pointwise),
+    **dict.fromkeys(_ACTIVATIONS, _ChannelsLast._activation),
     "Conv": _ChannelsLast._convolution,
     "BatchNormalization": _ChannelsLast._batch_normalization,
     "MaxPool": _ChannelsLast._max_pool,

@@ -40,14 +40,19 @@ def conv(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, group):
 
 
 @_native("BatchNormalization")
-def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon):
-    """Y = N scale + bias with the statistics of the batch, which may be asked for themselves."""
+def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon, activation=0):
+    """Y = f(N scale + bias) with the statistics of the batch, which may be asked for themselves."""
     dy, dmean, dvariance = dys
     _, mean, variance = ys
     dx, dscale, dbias = None, None, None
     if dy is not None:
         dx, dscale, dbias = op.node(
-            DOMAIN, "BatchNormalizationGradient", dy, x, scale, mean, variance, epsilon=epsilon, outputs=3
+            DOMAIN,
+            "BatchNormalizationGradient",
+            *(dy, x, scale, bias, mean, variance),
+            epsilon=epsilon,
+            activation=activation,
+            outputs=3,
         )
     if dmean is not None or dvariance is not None:
         count = op.CastLike(op.ReduceProd(op.Shape(x, end=3), keepdims=0), x)

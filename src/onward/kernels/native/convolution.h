@@ -246,22 +246,24 @@ inline void image_gradient(const Call& call, const Window& w, const Image& x, co
 
 class WeightGradient {
  public:
-  // `dw` is [taps, inputs, columns filled up], for a group; x may have rows that are several taps.
+  // Sums are [taps, rows, columns filled up], for a group; a row of x may be several taps.
   WeightGradient(const Window& w, const Image& x, const Image& y, const float* image, const float* dy, Index rows,
                  Index taps_across)
       : w_(w), x_(x), y_(y), image_(image), dy_(dy), rows_(rows), across_(taps_across) {}
 
   Index taps() const { return w_.kernel[0] * across_; }
 
-  // Adds to all taps of some rows of a tile of columns. Pixels come in pieces that stay cached.
-  void run(Index group, const Tile& tile, Index first, Index last, float* to, Index stride) const {
-    const Index lines = y_.count * y_.height, outputs = y_.channels / w_.groups;
+  Index lines() const { return y_.count * y_.height; }
+
+  // Adds to all taps of some rows of a tile of columns what some lines give. Pixels come in pieces that stay cached.
+  void run(Index group, const Tile& tile, Index first, Index last, Index begin, Index end, float* to) const {
+    const Index outputs = y_.channels / w_.groups, stride = tile.width();
     const Index at_once = std::max<Index>(1, kPixels / std::max<Index>(y_.width, 1));
-    std::vector<Segment> segments(static_cast<size_t>(std::min(at_once, lines)));
+    std::vector<Segment> segments(static_cast<size_t>(std::min(at_once, end - begin)));
     const bool is_full = tile.count == tile.width();
     const Index step = w_.strides[1] * x_.channels;
-    for (Index line = 0; line < lines; line += at_once) {
-      const Index count = std::min(at_once, lines - line);
+    for (Index line = begin; line < end; line += at_once) {
+      const Index count = std::min(at_once, end - line);
       const float* dy = dy_ + line * y_.width * y_.channels + group * outputs + tile.first;
       Index width = y_.channels;
       if (!is_full) {
@@ -270,7 +272,7 @@ class WeightGradient {
       }
       for (Index row = first; row < last;) {
         AddOuterProducts add;
-        const int rows = outer_step(tile.vectors, last - row, &add);
+        const Index rows = outer_step(tile.vectors, last - row, &add);
         for (Index tap = 0; tap < taps(); tap++) {
           const Index found = find(group, tap, line, count, row, dy, width, segments);
           add(segments.data(), found, step, width, to + (tap * rows_ + row) * stride, stride);
@@ -331,24 +333,36 @@ inline void weight_gradient(const Call& call, Window w, Image x, const Image& y,
   const Index rows = is_short ? inputs * w.kernel[1] : inputs;
   const WeightGradient gradient(w, x, y, image, dy, rows, is_short ? 1 : w.kernel[1]);
   const auto tiles = tiles_of(outputs);
-  const Index size = taps * inputs * ceiling(outputs, kLanes) * kLanes;
-  const Index kRowsOfTask = 48, parts = ceiling(rows, kRowsOfTask);
-  float* sums = scratch(0, size * w.groups);
-  call.parallel(w.groups * static_cast<Index>(tiles.size()) * parts, [&](Index task) {
-    const Index part = task % parts, group = task / parts / static_cast<Index>(tiles.size());
-    const Tile& tile = tiles[static_cast<size_t>(task / parts % static_cast<Index>(tiles.size()))];
-    const Index first = rows * part / parts, last = rows * (part + 1) / parts;
-    float* to = sums + group * size + tile.first * taps * inputs;
+  const Index count = static_cast<Index>(tiles.size()), size = taps * inputs * ceiling(outputs, kLanes) * kLanes;
+  // Tasks have tiles and rows of their own; where these are few, also lines, whose sums are added up at the end. None of
+  // it depends on how many threads there are, and so neither do the results.
+  constexpr Index kTasks = 8, kLeastPixels = 2048;
+  const Index most = ceiling(rows, outer_rows(tiles[0].vectors));
+  const Index parts = std::clamp<Index>(ceiling(kTasks, w.groups * count), ceiling(rows, 48), std::max(most, ceiling(rows, 48)));
+  const Index pieces = std::clamp<Index>(kTasks / (w.groups * count * parts), 1, 1 + y.pixels() / kLeastPixels);
+  float* sums = scratch(0, pieces * w.groups * size);
+  call.parallel(w.groups * count * parts * pieces, [&](Index task) {
+    const Index piece = task % pieces, part = task / pieces % parts, group = task / pieces / parts / count;
+    const Tile& tile = tiles[static_cast<size_t>(task / pieces / parts % count)];
+    const Index first = rows * part / parts, last = rows * (part + 1) / parts, lines = gradient.lines();
+    float* to = sums + (piece * w.groups + group) * size + tile.first * taps * inputs;
     for (Index tap = 0; tap < gradient.taps(); tap++)
       std::fill(to + (tap * rows + first) * tile.width(), to + (tap * rows + last) * tile.width(), 0.f);
-    gradient.run(group, tile, first, last, to, tile.width());
-    for (Index tap = 0; tap < gradient.taps(); tap++)
-      for (Index row = first; row < last; row++) {
-        const float* from = to + (tap * rows + row) * tile.width();
-        const Index across = row / inputs, at = is_short ? tap * w.kernel[1] + across : tap, c = row - across * inputs;
-        for (Index o = 0; o < tile.count; o++)
-          dw[((group * outputs + tile.first + o) * inputs + c) * taps + at] = from[o];
-      }
+    gradient.run(group, tile, first, last, lines * piece / pieces, lines * (piece + 1) / pieces, to);
+  });
+  // From [taps, inputs, outputs] to the order of ONNX.
+  call.parallel(w.groups * count, [&](Index task) {
+    const Index group = task / count;
+    const Tile& tile = tiles[static_cast<size_t>(task % count)];
+    const float* from = sums + group * size + tile.first * taps * inputs;
+    for (Index o = 0; o < tile.count; o++)
+      for (Index c = 0; c < inputs; c++)
+        for (Index tap = 0; tap < taps; tap++) {
+          const float* one = from + (tap * inputs + c) * tile.width() + o;
+          float total = 0;
+          for (Index piece = 0; piece < pieces; piece++) total += one[piece * w.groups * size];
+          dw[((group * outputs + tile.first + o) * inputs + c) * taps + tap] = total;
+        }
   });
 }
 

@@ -16,7 +16,7 @@ std::vector<Operator> operators() {
       {"ConvWeightGradient", {number, number}, {number}, make_kernel<ConvWeightGradient>},
       {"BatchNormalization", {number, number, number}, {number, number, number}, make_kernel<BatchNormalization>},
       {"BatchNormalizationGradient",
-       {number, number, number, number, number},
+       {number, number, number, number, number, number},
        {number, number, number},
        make_kernel<BatchNormalizationGradient>},
       {"MaxPool", {number}, {number}, make_kernel<MaxPool>},

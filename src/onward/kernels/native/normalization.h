@@ -5,6 +5,10 @@
 namespace onward {
 namespace ONWARD_ISA {
 
+constexpr Index kRowsOfSum = 64;  // a long sum of floats loses digits: sums of so many are added up
+
+inline Index rows_of_task(Index channels) { return std::max<Index>(1, 16384 / std::max<Index>(channels, 1)); }
+
 // sums[k][c] += what `add` makes of each row of a part; parts are added up in their order, in double precision.
 template <int outputs, class Add>
 void sum_rows(const Call& call, Index rows, Index channels, double* totals, const Add& add) {
@@ -13,7 +17,6 @@ void sum_rows(const Call& call, Index rows, Index channels, double* totals, cons
   call.parallel(parts, [&](Index part) {
     float* own = sums + part * outputs * channels;
     std::fill(own, own + outputs * channels, 0.f);
-    // Few rows at a time: a long sum of floats would lose digits.
     const Index first = rows * part / parts, last = rows * (part + 1) / parts;
     add(first, last, own);
   });
@@ -23,16 +26,52 @@ void sum_rows(const Call& call, Index rows, Index channels, double* totals, cons
   }
 }
 
-// Vectors along channels, with what is left at the end element by element: function(c, count of lanes).
-template <class Full, class Some>
-void along(Index channels, const Full& full, const Some& some) {
-  Index c = 0;
-  for (; c + kLanes <= channels; c += kLanes) full(c);
-  for (; c < channels; c++) some(c);
+// What may follow a normalization, and its derivative.
+struct Nothing {
+  static V of(V x) { return x; }
+  static V slope(V) { return all(1); }
+};
+struct Relu {
+  static V of(V x) { return select(x < V{}, V{}, x); }
+  static V slope(V x) { return select(x > V{}, all(1), V{}); }
+};
+struct HardSwish {
+  static V gate(V x) {
+    const V y = x * (1.f / 6) + 0.5f;
+    return select(y < V{}, V{}, select(y > all(1), all(1), y));
+  }
+  static V of(V x) { return x * gate(x); }
+  static V slope(V x) { return select(x <= all(-3), V{}, select(x >= all(3), all(1), x * (1.f / 3) + 0.5f)); }
+};
+
+enum Activation : Index { kNothing = 0, kRelu = 1, kHardSwish = 2 };
+
+// Calls function(Activation type).
+template <class Function>
+void with_activation(Index activation, const Function& function) {
+  switch (activation) {
+    case kNothing: return function(Nothing());
+    case kRelu: return function(Relu());
+    case kHardSwish: return function(HardSwish());
+  }
+  throw std::runtime_error("a normalization does not know this activation");
 }
 
+// Vectors along channels: function(c, lanes), the last of which may be fewer than a vector has.
+template <class Function>
+void along(Index channels, const Function& function) {
+  Index c = 0;
+  for (; c + kLanes <= channels; c += kLanes) function(c, std::integral_constant<Index, kLanes>());
+  if (c < channels) function(c, channels - c);
+}
+inline V get(const float* p, std::integral_constant<Index, kLanes>) { return load(p); }
+inline V get(const float* p, Index lanes) { return load_some(p, lanes); }
+inline void put(float* p, V v, std::integral_constant<Index, kLanes>) { store(p, v); }
+inline void put(float* p, V v, Index lanes) { store_some(p, v, lanes); }
+
 struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of the population
-  explicit BatchNormalization(const Attributes& a) : epsilon(a.number("epsilon", 1e-5f)) {}
+  explicit BatchNormalization(const Attributes& a)
+      : epsilon(a.number("epsilon", 1e-5f)), activation(a.integer("activation", kNothing)) {}
 
   void compute(const Call& call) const override {
     const auto x = call.input(0), scale = call.input(1), bias = call.input(2);
@@ -59,109 +98,112 @@ struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of 
       middle[static_cast<size_t>(c)] = static_cast<float>(average);
     }
     const float *m = middle.data(), *s = slope.data(), *b = bias.data;
-    split(call, rows, std::max<Index>(1, 16384 / std::max<Index>(channels, 1)), [&](Index first, Index last) {
-      for (Index r = first; r < last; r++) {
-        const float* from = x.data + r * channels;
-        float* to = y.data + r * channels;
-        along(channels, [&](Index c) { store(to + c, (load(from + c) - load(m + c)) * load(s + c) + load(b + c)); },
-              [&](Index c) { to[c] = (from[c] - m[c]) * s[c] + b[c]; });
-      }
+    with_activation(activation, [&](auto function) {
+      split(call, rows, rows_of_task(channels), [&](Index first, Index last) {
+        for (Index r = first; r < last; r++) {
+          const float* from = x.data + r * channels;
+          float* to = y.data + r * channels;
+          along(channels, [&](Index c, auto lanes) {
+            const V normal = (get(from + c, lanes) - get(m + c, lanes)) * get(s + c, lanes) + get(b + c, lanes);
+            put(to + c, decltype(function)::of(normal), lanes);
+          });
+        }
+      });
     });
   }
 
   static void add_moments(const float* x, const float* about, Index first, Index last, Index channels, float* own) {
-    constexpr Index kRows = 64;  // a sum of floats as long as this, then one of these
     std::vector<float> few(static_cast<size_t>(2 * channels));
-    for (Index start = first; start < last; start += kRows) {
+    for (Index start = first; start < last; start += kRowsOfSum) {
       std::fill(few.begin(), few.end(), 0.f);
       float *sum = few.data(), *square = few.data() + channels;
-      for (Index r = start; r < std::min(start + kRows, last); r++) {
+      for (Index r = start; r < std::min(start + kRowsOfSum, last); r++) {
         const float* row = x + r * channels;
-        along(channels,
-              [&](Index c) {
-                const V d = load(row + c) - load(about + c);
-                store(sum + c, load(sum + c) + d);
-                store(square + c, load(square + c) + d * d);
-              },
-              [&](Index c) {
-                const float d = row[c] - about[c];
-                sum[c] += d;
-                square[c] += d * d;
-              });
+        along(channels, [&](Index c, auto lanes) {
+          const V d = get(row + c, lanes) - get(about + c, lanes);
+          put(sum + c, get(sum + c, lanes) + d, lanes);
+          put(square + c, get(square + c, lanes) + d * d, lanes);
+        });
       }
       for (Index i = 0; i < 2 * channels; i++) own[i] += few[static_cast<size_t>(i)];
     }
   }
 
   float epsilon;
+  Index activation;
 };
 
-struct BatchNormalizationGradient : Kernel {  // dy, x, scale, mean, variance -> dx, dscale, dbias
-  explicit BatchNormalizationGradient(const Attributes& a) : epsilon(a.number("epsilon", 1e-5f)) {}
+struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, variance -> dx, dscale, dbias
+  explicit BatchNormalizationGradient(const Attributes& a)
+      : epsilon(a.number("epsilon", 1e-5f)), activation(a.integer("activation", kNothing)) {}
 
   void compute(const Call& call) const override {
-    const auto dy = call.input(0), x = call.input(1), scale = call.input(2), mean = call.input(3);
-    const auto variance = call.input(4);
+    const auto dy = call.input(0), x = call.input(1), scale = call.input(2), bias = call.input(3);
+    const auto mean = call.input(4), variance = call.input(5);
     require(!x.sizes.empty() && dy.sizes == x.sizes, "a gradient has the shape of its image");
     const Index channels = x.sizes.back(), rows = channels == 0 ? 0 : x.size() / channels;
-    require(scale.size() == channels && mean.size() == channels && variance.size() == channels,
+    require(scale.size() == channels && bias.size() == channels && mean.size() == channels &&
+                variance.size() == channels,
             "statistics have a number of each channel");
     auto dx = call.output(0, x.sizes);
     auto dscale = call.output(1, {channels}), dbias = call.output(2, {channels});
-    std::vector<double> totals(static_cast<size_t>(2 * channels));
-    sum_rows<2>(call, rows, channels, totals.data(), [&](Index first, Index last, float* own) {
-      add_sums(dy.data, x.data, mean.data, first, last, channels, own);
-    });
-    // dx = slope (dy - mean(dy) - (x - mean) inverse^2 mean(dy (x - mean)))
-    std::vector<float> slope(static_cast<size_t>(channels)), shift(slope), tilt(slope);
+    std::vector<float> slope(static_cast<size_t>(channels)), shift(slope), tilt(slope), inverse(slope);
     for (Index c = 0; c < channels; c++) {
-      const size_t i = static_cast<size_t>(c);
-      const double inverse = 1 / std::sqrt(static_cast<double>(variance.data[c]) + epsilon), n = static_cast<double>(rows);
-      dbias.data[c] = static_cast<float>(totals[i]);
-      dscale.data[c] = static_cast<float>(totals[i + static_cast<size_t>(channels)] * inverse);
-      slope[i] = static_cast<float>(scale.data[c] * inverse);
-      shift[i] = static_cast<float>(totals[i] / n);
-      tilt[i] = static_cast<float>(totals[i + static_cast<size_t>(channels)] / n * inverse * inverse);
+      inverse[static_cast<size_t>(c)] = static_cast<float>(1 / std::sqrt(static_cast<double>(variance.data[c]) + epsilon));
+      slope[static_cast<size_t>(c)] = scale.data[c] * inverse[static_cast<size_t>(c)];
     }
-    const float *m = mean.data, *s = slope.data(), *a = shift.data(), *t = tilt.data();
-    split(call, rows, std::max<Index>(1, 16384 / std::max<Index>(channels, 1)), [&](Index first, Index last) {
-      for (Index r = first; r < last; r++) {
-        const float *d = dy.data + r * channels, *from = x.data + r * channels;
-        float* to = dx.data + r * channels;
-        along(channels,
-              [&](Index c) {
-                store(to + c, load(s + c) * (load(d + c) - load(a + c) - (load(from + c) - load(m + c)) * load(t + c)));
-              },
-              [&](Index c) { to[c] = s[c] * (d[c] - a[c] - (from[c] - m[c]) * t[c]); });
+    std::vector<double> totals(static_cast<size_t>(2 * channels));
+    const float *m = mean.data, *s = slope.data(), *b = bias.data, *a = shift.data(), *t = tilt.data();
+    with_activation(activation, [&](auto function) {
+      using F = decltype(function);
+      sum_rows<2>(call, rows, channels, totals.data(), [&](Index first, Index last, float* own) {
+        add_sums<F>(dy.data, x.data, m, s, b, first, last, channels, own);
+      });
+      // dx = slope (d - mean(d) - (x - mean) inverse^2 mean(d (x - mean))), d being dy before the activation
+      for (Index c = 0; c < channels; c++) {
+        const size_t i = static_cast<size_t>(c), j = static_cast<size_t>(channels + c);
+        const double n = static_cast<double>(rows);
+        dbias.data[c] = static_cast<float>(totals[i]);
+        dscale.data[c] = static_cast<float>(totals[j] * inverse[i]);
+        shift[i] = static_cast<float>(totals[i] / n);
+        tilt[i] = static_cast<float>(totals[j] / n * inverse[i] * inverse[i]);
       }
+      split(call, rows, rows_of_task(channels), [&](Index first, Index last) {
+        for (Index r = first; r < last; r++) {
+          const float *d = dy.data + r * channels, *from = x.data + r * channels;
+          float* to = dx.data + r * channels;
+          along(channels, [&](Index c, auto lanes) {
+            const V centred = get(from + c, lanes) - get(m + c, lanes), factor = get(s + c, lanes);
+            const V inner = get(d + c, lanes) * F::slope(centred * factor + get(b + c, lanes));
+            put(to + c, factor * (inner - get(a + c, lanes) - centred * get(t + c, lanes)), lanes);
+          });
+        }
+      });
     });
   }
 
-  static void add_sums(const float* dy, const float* x, const float* mean, Index first, Index last, Index channels,
-                       float* own) {
-    constexpr Index kRows = 64;
+  template <class F>
+  static void add_sums(const float* dy, const float* x, const float* m, const float* s, const float* b, Index first,
+                       Index last, Index channels, float* own) {
     std::vector<float> few(static_cast<size_t>(2 * channels));
-    for (Index start = first; start < last; start += kRows) {
+    for (Index start = first; start < last; start += kRowsOfSum) {
       std::fill(few.begin(), few.end(), 0.f);
-      float *sum = few.data(), *along_x = few.data() + channels;
-      for (Index r = start; r < std::min(start + kRows, last); r++) {
+      float *sum = few.data(), *product = few.data() + channels;
+      for (Index r = start; r < std::min(start + kRowsOfSum, last); r++) {
         const float *d = dy + r * channels, *row = x + r * channels;
-        along(channels,
-              [&](Index c) {
-                const V g = load(d + c);
-                store(sum + c, load(sum + c) + g);
-                store(along_x + c, load(along_x + c) + g * (load(row + c) - load(mean + c)));
-              },
-              [&](Index c) {
-                sum[c] += d[c];
-                along_x[c] += d[c] * (row[c] - mean[c]);
-              });
+        along(channels, [&](Index c, auto lanes) {
+          const V centred = get(row + c, lanes) - get(m + c, lanes);
+          const V inner = get(d + c, lanes) * F::slope(centred * get(s + c, lanes) + get(b + c, lanes));
+          put(sum + c, get(sum + c, lanes) + inner, lanes);
+          put(product + c, get(product + c, lanes) + inner * centred, lanes);
+        });
       }
       for (Index i = 0; i < 2 * channels; i++) own[i] += few[static_cast<size_t>(i)];
     }
   }
 
   float epsilon;
+  Index activation;
 };
 
 }  // namespace ONWARD_ISA

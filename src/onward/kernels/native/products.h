@@ -1,6 +1,8 @@
 // Products of rows that lie anywhere in memory with packed weights: what convolutions are made of, without copying
 // windows. Images are channels-last, so that the channels of a pixel are such a row.
 #pragma once
+#include <utility>
+
 #include "vectors.h"
 
 namespace onward {
@@ -144,26 +146,29 @@ constexpr int outer_rows(int vectors) {
   return kLanes == 16 ? (vectors == 4 ? 6 : vectors == 3 ? 8 : 12) : (vectors == 2 ? 6 : 8);
 }
 
-// For a tile with so many vectors: how many rows are done at once where `left` are left, and by what.
-template <int vectors>
-int outer_step(Index left, AddOuterProducts* function) {
-  constexpr int kFull = outer_rows(vectors);
-  if (left >= kFull) return *function = add_outer_products<kFull, vectors>, kFull;
-  if (left >= 4) return *function = add_outer_products<4, vectors>, 4;
-  if (left >= 2) return *function = add_outer_products<2, vectors>, 2;
-  return *function = add_outer_products<1, vectors>, 1;
+template <int vectors, int... rows>
+AddOuterProducts outer_products_of(Index count, std::integer_sequence<int, rows...>) {
+  static constexpr AddOuterProducts kAll[] = {add_outer_products<rows + 1, vectors>...};
+  return kAll[count - 1];
 }
 
-inline int outer_step(int vectors, Index left, AddOuterProducts* function) {
+template <int vectors>
+AddOuterProducts outer_products_of(Index count) {
+  return outer_products_of<vectors>(count, std::make_integer_sequence<int, outer_rows(vectors)>());
+}
+
+// For a tile with so many vectors: how many of the rows that are left are done next, in about equal steps, and by what.
+inline Index outer_step(int vectors, Index left, AddOuterProducts* function) {
+  const Index count = ceiling(left, ceiling(left, outer_rows(vectors)));
   switch (vectors) {
-    case 1: return outer_step<1>(left, function);
-    case 2: return outer_step<2>(left, function);
+    case 1: *function = outer_products_of<1>(count); break;
 #if ONWARD_LANES == 16
-    case 3: return outer_step<3>(left, function);
-    case 4: return outer_step<4>(left, function);
+    case 3: *function = outer_products_of<3>(count); break;
+    case 4: *function = outer_products_of<4>(count); break;
 #endif
+    default: *function = outer_products_of<2>(count);
   }
-  throw std::logic_error("a tile is too wide");
+  return count;
 }
 
 }  // namespace ONWARD_ISA
