@@ -91,9 +91,10 @@ struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of 
       const double n = static_cast<double>(rows), m = totals[static_cast<size_t>(c)] / n;
       const double v = std::max(totals[static_cast<size_t>(channels + c)] / n - m * m, 0.0);
       const double average = rows == 0 ? NAN : m + about[c];
-      mean.data[c] = static_cast<float>(average);
-      variance.data[c] = static_cast<float>(std::isnan(m) ? m : v);
-      const double inverse = 1 / std::sqrt(static_cast<double>(variance.data[c]) + epsilon);
+      const float spread = static_cast<float>(std::isnan(m) ? m : v);
+      if (mean) mean.data[c] = static_cast<float>(average);
+      if (variance) variance.data[c] = spread;
+      const double inverse = 1 / std::sqrt(static_cast<double>(spread) + epsilon);
       slope[static_cast<size_t>(c)] = static_cast<float>(scale.data[c] * inverse);
       middle[static_cast<size_t>(c)] = static_cast<float>(average);
     }
@@ -163,11 +164,12 @@ struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, varia
       for (Index c = 0; c < channels; c++) {
         const size_t i = static_cast<size_t>(c), j = static_cast<size_t>(channels + c);
         const double n = static_cast<double>(rows);
-        dbias.data[c] = static_cast<float>(totals[i]);
-        dscale.data[c] = static_cast<float>(totals[j] * inverse[i]);
+        if (dbias) dbias.data[c] = static_cast<float>(totals[i]);
+        if (dscale) dscale.data[c] = static_cast<float>(totals[j] * inverse[i]);
         shift[i] = static_cast<float>(totals[i] / n);
         tilt[i] = static_cast<float>(totals[j] / n * inverse[i] * inverse[i]);
       }
+      if (!dx) return;
       split(call, rows, rows_of_task(channels), [&](Index first, Index last) {
         for (Index r = first; r < last; r++) {
           const float *d = dy.data + r * channels, *from = x.data + r * channels;
