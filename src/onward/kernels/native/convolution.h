@@ -368,6 +368,12 @@ inline void weight_gradient(const Call& call, Window w, Image x, const Image& y,
 
 // ---- kernels ---------------------------------------------------------------------------------------------------------
 
+// By whatever way is the fastest; in winograd.h, since those ways use what is here.
+void convolve_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, const float*,
+                      float*);
+void image_gradient_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, float*);
+void weight_gradient_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, float*);
+
 struct Conv : Kernel {
   explicit Conv(const Attributes& a) : window(a) {}
   void compute(const Call& call) const override {
@@ -379,7 +385,7 @@ struct Conv : Kernel {
     require(!b || b.size() == w.sizes[0], "a convolution has a bias of each channel");
     const Image y({image.count, window.outputs(0, image.height), window.outputs(1, image.width), w.sizes[0]});
     auto out = call.output(0, {y.count, y.height, y.width, y.channels});
-    if (out.size() > 0) convolve(call, window, image, y, x.data, w.data, b.data, out.data);
+    if (out.size() > 0) convolve_quickly(call, window, image, y, x.data, w.data, b.data, out.data);
   }
   Window window;
 };
@@ -405,7 +411,7 @@ struct ConvInputGradient : Kernel {  // dy, weights, the sizes of x
     if (dy.size() == 0)
       std::fill(dx.data, dx.data + dx.size(), 0.f);
     else
-      image_gradient(call, window, x, y, dy.data, w.data, dx.data);
+      image_gradient_quickly(call, window, x, y, dy.data, w.data, dx.data);
   }
   Window window;
 };
@@ -420,7 +426,7 @@ struct ConvWeightGradient : Kernel {  // x, dy
     if (dy.size() == 0)
       std::fill(dw.data, dw.data + dw.size(), 0.f);
     else
-      weight_gradient(call, window, image, y, x.data, dy.data, dw.data);
+      weight_gradient_quickly(call, window, image, y, x.data, dy.data, dw.data);
   }
   Window window;
 };

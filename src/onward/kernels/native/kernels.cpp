@@ -4,6 +4,7 @@
 #include "elementwise.h"
 #include "normalization.h"
 #include "pooling.h"
+#include "winograd.h"
 
 namespace onward {
 namespace ONWARD_ISA {

@@ -1,7 +1,9 @@
 // An operator as kernels see it: tensors, attributes, threads. What is wrong with them is an error of the run.
 #pragma once
 #include <algorithm>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,15 +54,29 @@ class Call {
   Tensor<const Index> indices(size_t index) const { return read<const Index>(index); }
   Tensor<float> output(size_t index, std::vector<Index> sizes) const;
 
-  // Calls function(i) for each i below `total`, on the threads of the session.
+  // Calls function(i) for each i below `total`, on the threads of the session. These know nothing of exceptions: what
+  // one of them throws is thrown again here.
   template <class Function>
   void parallel(Index total, const Function& function) const {
     if (total <= 1) {
       for (Index i = 0; i < total; i++) function(i);
       return;
     }
-    auto run = [](void* data, size_t i) { (*static_cast<const Function*>(data))(static_cast<Index>(i)); };
-    check(ParallelFor::of(api_)(context_, run, static_cast<size_t>(total), 0, const_cast<Function*>(&function)));
+    struct Job {
+      const Function& function;
+      std::exception_ptr failure;
+      std::once_flag once;
+    } job{function, nullptr, {}};
+    auto run = [](void* data, size_t i) {
+      Job& job = *static_cast<Job*>(data);
+      try {
+        job.function(static_cast<Index>(i));
+      } catch (...) {
+        std::call_once(job.once, [&] { job.failure = std::current_exception(); });
+      }
+    };
+    check(ParallelFor::of(api_)(context_, run, static_cast<size_t>(total), 0, &job));
+    if (job.failure) std::rethrow_exception(job.failure);
   }
 
  private:
