@@ -97,8 +97,7 @@ class _ChannelsLast:
     def _image(self, value: ir.Value) -> Expr:
         if value in self._last:
             return self._last[value]
-        turned = self._op.Transpose(value, perm=TO_LAST)
-        return self._made(value, turned)
+        return self._made(value, self._kernel("ChannelsLast", value))
 
     def _made(self, value: ir.Value, turned: Expr) -> Expr:
         turned.value.type = value.type
@@ -203,7 +202,7 @@ class _ChannelsLast:
             return False
         keeps = True
         if node.op_type == "ReduceMean":
-            axes = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
+            axes = _constant_axes(node.inputs[1]) if len(node.inputs) > 1 else None
             if axes is None or sorted(axis % RANK for axis in axes) != [2, 3]:
                 return False
             keeps = bool(attributes(node, self._opset)["keepdims"])
@@ -225,6 +224,12 @@ class _ChannelsLast:
 
 def _list(values: Sequence[int] | None, count: int, usual: int = 1) -> list[int]:
     return list(values) if values else [usual] * count
+
+
+def _constant_axes(value: ir.Value | None) -> Sequence[int] | None:
+    """Axes that are known, also where an exporter shapes them at run time."""
+    shaped = value.producer() if value is not None else None
+    return constant_ints(shaped.inputs[0] if shaped is not None and shaped.op_type == "Reshape" else value)
 
 
 def _is_number(value: ir.Value) -> bool:

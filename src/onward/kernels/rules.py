@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.kernels.channels_last import DOMAIN
+from onward.kernels.channels_last import DOMAIN, TO_FIRST
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup, make_rule
 from onward.standard import domain_of
@@ -28,6 +28,11 @@ def _native(name: str, domain: str = DOMAIN, **settings: Any) -> Callable[[Any],
         return function
 
     return register
+
+
+@_native("ChannelsLast")
+def channels_last(op, dy, x):
+    return op.Transpose(dy, perm=TO_FIRST)
 
 
 @_native("Conv")

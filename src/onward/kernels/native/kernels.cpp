@@ -2,8 +2,8 @@
 #include "convolution.h"
 #include "depthwise.h"
 #include "elementwise.h"
+#include "images.h"
 #include "normalization.h"
-#include "pooling.h"
 #include "winograd.h"
 
 namespace onward {
@@ -20,6 +20,7 @@ std::vector<Operator> operators() {
        {number, number, number, number, number, number},
        {maybe, maybe, maybe},
        make_kernel<BatchNormalizationGradient>},
+      {"ChannelsLast", {number}, {number}, make_kernel<ChannelsLast>},
       {"MaxPool", {number}, {number}, make_kernel<MaxPool>},
       {"MaxPoolGradient", {number, number}, {number}, make_kernel<MaxPoolGradient>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ReluGradient>},

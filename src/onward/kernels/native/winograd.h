@@ -307,7 +307,8 @@ inline void image_gradient_quickly(const Call& call, const Window& w, const Imag
 
 inline void weight_gradient_quickly(const Call& call, const Window& w, const Image& x, const Image& y,
                                     const float* image, const float* dy, float* dw) {
-  if (!is_for_winograd(w, x, y)) return weight_gradient(call, w, x, y, image, dy, dw);
+  const bool mostly_inside = 16 * Tiling(y).count < 5 * y.pixels();  // of the outputs of tiles
+  if (!is_for_winograd(w, x, y) || !mostly_inside) return weight_gradient(call, w, x, y, image, dy, dw);
   weight_gradient_of_tiles(call, w, x, y, image, dy, dw);
 }
 

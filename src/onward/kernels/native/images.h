@@ -1,4 +1,4 @@
-// MaxPool of channels-last images, and its gradient, which finds the largest elements again.
+// What moves pixels of channels-last images: putting channels last, MaxPool, and its gradient, which finds the largest again.
 #pragma once
 #include "convolution.h"
 
@@ -17,6 +17,28 @@ void each_tap(const Window& w, const Image& x, Index n, Index y_line, Index y_co
     }
   }
 }
+
+struct ChannelsLast : Kernel {  // [N, C, H, W] -> [N, H, W, C]
+  explicit ChannelsLast(const Attributes&) {}
+  void compute(const Call& call) const override {
+    const auto x = call.input(0);
+    require(x.sizes.size() == 4, "an image has four axes");
+    const Index count = x.sizes[0], channels = x.sizes[1], pixels = x.sizes[2] * x.sizes[3];
+    auto y = call.output(0, {count, x.sizes[2], x.sizes[3], channels});
+    constexpr Index kBlock = 64;  // pixels whose channels are cached together
+    const Index blocks = ceiling(pixels, kBlock);
+    split(call, count * blocks, std::max<Index>(1, 256 / std::max<Index>(channels, 1)), [&](Index first, Index last) {
+      for (Index block = first; block < last; block++) {
+        const Index n = block / blocks, begin = block % blocks * kBlock, end = std::min(begin + kBlock, pixels);
+        for (Index c = 0; c < channels; c++) {
+          const float* from = x.data + (n * channels + c) * pixels;
+          float* to = y.data + n * channels * pixels + c;
+          for (Index i = begin; i < end; i++) to[i * channels] = from[i];
+        }
+      }
+    });
+  }
+};
 
 struct MaxPool : Kernel {
   explicit MaxPool(const Attributes& a) : window(a) {}
