@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,14 +227,3 @@ def test_they_can_be_turned_off(training: onward.Model, monkeypatch: pytest.Monk
     monkeypatch.setenv("ONWARD_KERNELS", "0")
     assert library().path is None and "ONWARD_KERNELS" in library().note
     assert np.isfinite(losses(training, True)).all()
-
-
-@needs("torch")
-@pytest.mark.parametrize("instructions", ["baseline", pytest.param("avx2", marks=pytest.mark.slow)])
-def test_other_instructions(instructions: str) -> None:
-    """The same tests with less than this machine has."""
-    environment = {**os.environ, "ONWARD_KERNELS_INSTRUCTIONS": instructions}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "convolutions or normalization or pool or training"]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from onward.kernels.build import LIBRARY
 
 SWITCH = "ONWARD_KERNELS"
-"""The variable of the environment that turns them off: `ONWARD_KERNELS=0`."""
+"""The variable of the environment that turns them off, `ONWARD_KERNELS=0`, or names another library."""
 
 
 class Library(NamedTuple):
@@ -25,22 +25,21 @@ class Library(NamedTuple):
 
 def library() -> Library:
     """The kernels to use now."""
-    if os.environ.get(SWITCH) == "0":
-        return Library(None, f"turned off by {SWITCH}=0")
-    return _loadable()
+    wanted = os.environ.get(SWITCH, str(LIBRARY))
+    return Library(None, f"turned off by {SWITCH}=0") if wanted == "0" else _load(Path(wanted))
 
 
 @functools.cache
-def _loadable() -> Library:
-    """Whether ONNX Runtime loads the library: a test of both, since neither knows the other."""
-    if not LIBRARY.exists():
+def _load(path: Path) -> Library:
+    """Whether ONNX Runtime loads a library: a test of both, since neither knows the other."""
+    if not path.exists():
         return Library(None, "not compiled: `python -m onward.kernels.build`")
     import onnxruntime as ort
 
     try:
-        ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
-        name = ctypes.CDLL(str(LIBRARY)).onward_instructions
+        ort.SessionOptions().register_custom_ops_library(str(path))
+        name = ctypes.CDLL(str(path)).onward_instructions
     except Exception as error:
         return Library(None, f"ONNX Runtime {ort.__version__} does not load them: {str(error).splitlines()[0]}")
     name.restype = ctypes.c_char_p
-    return Library(LIBRARY, name().decode())
+    return Library(path, name().decode())
