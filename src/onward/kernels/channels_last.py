@@ -48,7 +48,7 @@ class _ChannelsLast:
         self._graph, self._opset = model.graph, model.opset
         self._names = model.names()
         self._imports = model.graph.opset_imports
-        self._last: dict[ir.Value, Expr] = {}
+        self._last: dict[ir.Value, ir.Value] = {}
         """An image -> the same with channels last."""
         self._op = self._builder()
 
@@ -96,15 +96,16 @@ class _ChannelsLast:
 
     def _image(self, value: ir.Value) -> Expr:
         if value in self._last:
-            return self._last[value]
-        return self._made(value, self._kernel("ChannelsLast", value))
+            return self._op(self._last[value])
+        self._made(value, self._kernel("ChannelsLast", value))
+        return self._op(self._last[value])
 
-    def _made(self, value: ir.Value, turned: Expr) -> Expr:
+    def _made(self, value: ir.Value, turned: Expr) -> None:
+        """Say what an image is with channels last."""
         turned.value.type = value.type
         sizes = dims(value)
         turned.value.shape = None if sizes is None else ir.Shape([sizes[axis] for axis in TO_LAST])
-        self._last[value] = turned
-        return turned
+        self._last[value] = turned.value
 
     def _kernel(self, name: str, *inputs: Any, **settings: Any) -> Any:
         return self._op.node(DOMAIN, name, *inputs, **settings)
@@ -143,7 +144,7 @@ class _ChannelsLast:
         if not given["training_mode"]:
             op = self._op
             slope = op(scale) / op.Sqrt(op(var) + given["epsilon"])
-            self._made(node.outputs[0], self._last[x] * slope + (op(bias) - op(mean) * slope))
+            self._made(node.outputs[0], op(self._last[x]) * slope + (op(bias) - op(mean) * slope))
             return True
         if given["momentum"] != 0:  # running statistics are averaged beside it, see recipe/forward.py
             return False
@@ -172,14 +173,14 @@ class _ChannelsLast:
     def _activation(self, node: ir.Node) -> bool:
         """What only follows a normalization is computed along with it."""
         x = node.inputs[0]
-        before = self._last[x].value.producer() if x is not None and x in self._last else None
+        before = self._last[x].producer() if x is not None and x in self._last else None
         is_normal = before is not None and before.op_type == "BatchNormalization" and before.domain == DOMAIN
         if x is None or before is None or not is_normal or "activation" in before.attributes:
             return self._pointwise(node)
         if len(x.uses()) > 1 or x.is_graph_output():
             return self._pointwise(node)
         before.attributes["activation"] = ir.AttrInt64("activation", _ACTIVATIONS[node.op_type])
-        self._made(node.outputs[0], self._last.pop(x))
+        self._made(node.outputs[0], self._op(self._last.pop(x)))
         return True
 
     def _pointwise(self, node: ir.Node) -> bool:
