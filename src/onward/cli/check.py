@@ -257,9 +257,8 @@ def engines(
         if info.version is None:
             rows.append([info.name, "not installed", "", info.install])
         else:
-            covered = "its own" if info.operators is None else f"{info.operators} of {total}"
+            own = f"its own; kernels: {info.kernels}" if info.kernels else "its own"
+            covered = own if info.operators is None else f"{info.operators} of {total}"
             seen = [", ".join(info.devices), covered] if info.devices is not None else ["(--devices)", "(--devices)"]
             rows.append([info.name, info.version, *seen])
-        if info.kernels is not None:
-            rows.append(["", "", "", f"native kernels: {info.kernels}"])
     print_rows(rows)
