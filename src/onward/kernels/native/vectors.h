@@ -1,7 +1,9 @@
 // Vectors of floats as wide as the instructions that this file is compiled for.
 #pragma once
 #include <cmath>
-#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #include "operators.h"
 
@@ -25,15 +27,21 @@ inline V load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
 inline void store(float* p, V v) { *reinterpret_cast<Unaligned*>(p) = v; }
 inline V all(float x) { return x - V{}; }
 
-// The first `count` elements, and zeros.
+// The first `count` elements, fewer than there are lanes, and zeros.
+#if defined(__AVX512F__)
+inline __mmask16 mask_of(Index count) { return static_cast<__mmask16>((1u << count) - 1); }
+inline V load_some(const float* p, Index count) { return _mm512_maskz_loadu_ps(mask_of(count), p); }
+inline void store_some(float* p, V v, Index count) { _mm512_mask_storeu_ps(p, mask_of(count), v); }
+#else
 inline V load_some(const float* p, Index count) {
   V v{};
-  std::memcpy(&v, p, static_cast<size_t>(std::clamp<Index>(count, 0, kLanes)) * sizeof(float));
+  for (Index i = 0; i < std::min<Index>(count, kLanes); i++) v[i] = p[i];
   return v;
 }
 inline void store_some(float* p, V v, Index count) {
-  std::memcpy(p, &v, static_cast<size_t>(std::clamp<Index>(count, 0, kLanes)) * sizeof(float));
+  for (Index i = 0; i < std::min<Index>(count, kLanes); i++) p[i] = v[i];
 }
+#endif
 
 inline float sum(V v) {
   float total = 0;
