@@ -260,13 +260,12 @@ class WeightGradient {
     const Index outputs = y_.channels / w_.groups, stride = tile.width();
     const Index at_once = std::max<Index>(1, kPixels / std::max<Index>(y_.width, 1));
     std::vector<Segment> segments(static_cast<size_t>(std::min(at_once, end - begin)));
-    const bool is_full = tile.count == tile.width();
     const Index step = w_.strides[1] * x_.channels;
     for (Index line = begin; line < end; line += at_once) {
       const Index count = std::min(at_once, end - line);
       const float* dy = dy_ + line * y_.width * y_.channels + group * outputs + tile.first;
       Index width = y_.channels;
-      if (!is_full) {
+      if (tile.count < tile.width() && line + count == lines()) {  // elsewhere there is more to be read, and not used
         dy = filled_up(dy, tile, count * y_.width);
         width = tile.width();
       }
@@ -336,10 +335,9 @@ inline void weight_gradient(const Call& call, Window w, Image x, const Image& y,
   const Index count = static_cast<Index>(tiles.size()), size = taps * inputs * ceiling(outputs, kLanes) * kLanes;
   // Tasks have tiles and rows of their own; where these are few, also lines, whose sums are added up at the end. None of
   // it depends on how many threads there are, and so neither do the results.
-  constexpr Index kTasks = 8, kLeastPixels = 2048;
-  const Index most = ceiling(rows, outer_rows(tiles[0].vectors));
-  const Index parts = std::clamp<Index>(ceiling(kTasks, w.groups * count), ceiling(rows, 48), std::max(most, ceiling(rows, 48)));
-  const Index pieces = std::clamp<Index>(kTasks / (w.groups * count * parts), 1, 1 + y.pixels() / kLeastPixels);
+  constexpr Index kTasks = 8, kLeastPixels = 2048, kRows = 48;
+  const Index parts = ceiling(rows, kRows);
+  const Index pieces = std::clamp<Index>(ceiling(kTasks, w.groups * count * parts), 1, 1 + y.pixels() / kLeastPixels);
   float* sums = scratch(0, pieces * w.groups * size);
   call.parallel(w.groups * count * parts * pieces, [&](Index task) {
     const Index piece = task % pieces, part = task / pieces % parts, group = task / pieces / parts / count;
