@@ -24,7 +24,8 @@ def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
     """A model that makes this process's part of the sums which follow from its batch alone, under the names that sums
     have as inputs of the given model, which is changed."""
     graph = model.graph
-    found = [node for node in graph if is_all_reduce(node) and _follows_from(batch, node)]
+    sums = [node for node in graph if is_all_reduce(node) and not node.outputs[0].is_graph_output()]
+    found = [node for node in sums if _follows_from(batch, node)]
     if not found:
         return None
     parts = [value for node in found for value in read_by(node)]
@@ -34,7 +35,8 @@ def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
     imports = dict(model.ir.opset_imports)
     in_order = [node for node in graph if node in nodes]
     view = ir.GraphView(inputs, parts, nodes=in_order, initializers=constants, opset_imports=imports)
-    first = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION))
+    functions = [function.clone() for function in model.functions.values()]
+    first = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))
     for node, own in zip(found, first.graph.outputs, strict=True):
         total = node.outputs[0]
         own.name = total.name

@@ -216,7 +216,8 @@ class TorchParallel(Engine):
         """The new state over the old one, unless the loss is not finite."""
         loss = self._framework.place(outputs[self.loss])
         changed = {name: self._framework.place(outputs[new]) for name, new in self._contract.update.items()}
-        self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
+        if changed:
+            self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
         state = {name: self._local(name) for name in {*self._update_contract.state, *self._update_contract.update}}
         new, shown = self._update(state, {}, {**gradients, _LOSS: loss})
         self._write(new)

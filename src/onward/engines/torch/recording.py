@@ -79,7 +79,8 @@ class Recorded:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray)
+    """Whether a value is no subclass of a tensor, no sequence, no array of texts, whose bytes are only addresses."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray) and value.dtype != object
 
 
 def kinds_of(values: Iterable[Any]) -> list[Any]:
