@@ -193,13 +193,55 @@ def test_a_traced_tensor_has_no_values():
 
     framework = Torch()
     tensor = framework.tensor(np.zeros(3, np.float32))
-    assert not framework.is_tracing()
     with FakeTensorMode() as mode:
-        assert framework.is_tracing()
         with pytest.raises(NotOnHost):
             framework.array(mode.from_tensor(tensor))
         constant = framework.tensor(np.ones(3, np.float32))
     assert framework.array(constant).tolist() == [1, 1, 1]
+
+
+# ---- recordings ------------------------------------------------------------------------------------------------------
+
+
+def test_what_depends_on_values_is_not_recorded():
+    """And what depends on sizes alone is, with its derivative."""
+    import torch
+
+    from onward.engines.torch.recording import Recorded, Recording
+
+    def switch(values):
+        return [values[0] * 2 if float(values[0].sum()) > 0 else -values[0]]
+
+    def square(values):
+        return [values[0] * values[0], values[1]]
+
+    switched, squared = Recorded(switch), Recorded(square)
+    size = np.array([3])
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert switched([x])[0].equal(switch([x])[0])
+        leaf = x.clone().requires_grad_()
+        y, known = squared([leaf, size])
+        y.sum().backward()
+        assert leaf.grad.equal(2 * x) and known is size
+    assert [type(version) for version in squared._versions.values()] == [Recording]
+    assert list(switched._versions.values()) == [switch]
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_statistics_are_those_of_pytorch(momentum):
+    import torch
+
+    from onward.engines.torch.normalization import batch_normalization_at_once
+
+    layer = torch.nn.BatchNorm2d(3, momentum=1 - momentum)
+    x, mean, variance = torch.randn(5, 3, 4, 4) * 3 + 1, torch.zeros(3), torch.ones(3)
+    y, new_mean, new_variance = batch_normalization_at_once(
+        x, layer.weight, layer.bias, mean, variance, epsilon=layer.eps, momentum=momentum, training_mode=1, outputs=3
+    )
+    torch.testing.assert_close(y, layer(x))
+    torch.testing.assert_close(new_mean, layer.running_mean)
+    kept = momentum * variance
+    torch.testing.assert_close((new_variance - kept) * (80 / 79) + kept, layer.running_var)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

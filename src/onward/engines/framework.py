@@ -185,7 +185,7 @@ class Framework(ABC):
         return contextlib.nullcontext()
 
     def is_tracing(self) -> bool:
-        """Whether operators are being recorded, and not computed."""
+        """Whether tensors that are made now are only a part of what is recorded."""
         return False
 
 

@@ -20,6 +20,7 @@ from onward.constants import constant_ints
 from onward.errors import UnsupportedError
 from onward.lowering.dependencies import Flow
 from onward.lowering.expand import expand
+from onward.model import Model
 from onward.model.core import string, values
 from onward.model.walk import ancestors, read_by, source_of
 from onward.standard import is_standard
@@ -164,6 +165,13 @@ def _is_training(node: ir.Node) -> bool:
     return node.attributes.get_int("training_mode", 0) == 1
 
 
+def reads_statistics(model: Model, loss: str) -> bool:
+    """Whether a loss depends on statistics that BatchNormalization has returned."""
+    _, needed = ancestors(value for value in model.graph.outputs if value.name == loss)
+    nodes = (node for node in model.graph if node.op_type == "BatchNormalization")
+    return any(value in needed for node in nodes for value in node.outputs[1:])
+
+
 def all_reduce(x: Expr, *, mean: bool = False, common: bool = False) -> Expr:
     """The sum over all shares of a batch, or the mean over all processes: where some have the same share, it counts
     once in a sum. It is `common` if what follows from it is the same in all, and so is its derivative."""
@@ -174,6 +182,11 @@ def all_reduce(x: Expr, *, mean: bool = False, common: bool = False) -> Expr:
 def is_mean(node: ir.Node) -> bool:
     """Whether an AllReduce makes the mean."""
     return node.attributes.get_int("mean", 0) == 1
+
+
+def is_common(node: ir.Node) -> bool:
+    """Whether the derivative of an AllReduce is the same in all processes."""
+    return node.attributes.get_int("common", 0) == 1
 
 
 def reduces_all(node: ir.Node) -> bool:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from onward.agreement.steps import without_dropout
 from onward.convert.torch.module_engine import Live
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.pieces import Piece, make_pieces
+from onward.engines.torch.recording import Recording, kinds_of
 from onward.engines.torch.types import CODES
 from onward.inspect.blocks import Part
 from onward.model import Model, load
@@ -54,16 +54,14 @@ class Program:
 
     def run_compiled(self, tensors: Sequence[Any], options: Mapping[str, Any], *, training: bool) -> list[Any]:
         """The same by what `torch.compile` makes of it for tensors of these sizes, and for these arrays on the host."""
-        kinds = [
-            (x.shape, x.dtype, x.device) if torch.is_tensor(x) else (x.shape, x.dtype.str, x.tobytes()) for x in tensors
-        ]
-        key = training, repr(options), *kinds
+        key = training, repr(options), *kinds_of(tensors)
         if key not in self._compiled:
-            self._compiled[key] = _Compiled(functools.partial(self.run, training=training), tensors, options)
+            compile = functools.partial(torch.compile, **options)
+            self._compiled[key] = Recording(functools.partial(self.run, training=training), tensors, compile)
         return self._compiled[key](tensors)
 
     @functools.cached_property
-    def _compiled(self) -> dict[Any, _Compiled]:
+    def _compiled(self) -> dict[Any, Recording]:
         return {}
 
     @functools.cached_property
@@ -99,31 +97,6 @@ class Program:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         vars(self).update({**kept, "model": load(kept["model"])})
-
-
-class _Compiled:
-    """A function of tensors and arrays, recorded as a graph of PyTorch's operators and compiled.
-
-    The arrays are a part of it, and so are those among its results.
-    """
-
-    def __init__(self, run: Callable[[Iterable[Any]], list[Any]], values: Sequence[Any], options: Mapping[str, Any]):
-        self._known: dict[int, Any] = {}
-        self._places = [i for i, value in enumerate(values) if torch.is_tensor(value)]
-
-        def recorded(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            results = run({**dict(enumerate(values)), **dict(zip(self._places, tensors, strict=True))}.values())
-            self._count = len(results)
-            self._known = {i: result for i, result in enumerate(results) if not torch.is_tensor(result)}
-            return [result for result in results if torch.is_tensor(result)]
-
-        given = [values[i].detach() for i in self._places]
-        record = make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
-        self._call = torch.compile(record(*given), **options)
-
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        results = iter(self._call(*(values[i] for i in self._places)))
-        return [self._known[i] if i in self._known else next(results) for i in range(self._count)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

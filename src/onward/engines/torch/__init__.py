@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onward.engines.framework import Framework, Function, Operators, table
 from onward.engines.torch.compilation import Compiled
@@ -113,9 +113,6 @@ class Torch(Framework):
                 return function(*parts)
 
         return call
-
-    def is_tracing(self) -> bool:
-        return bool(_get_current_dispatch_mode_stack())
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

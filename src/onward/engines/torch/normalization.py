@@ -28,6 +28,22 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
     return y, new_mean, new_variance
 
 
+def batch_normalization_at_once(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
+    """The same where nothing is differentiated by way of the statistics: PyTorch has them when it has the result."""
+    if not training_mode or outputs == 1:
+        return batch_normalization(
+            x, scale, bias, mean, variance,
+            epsilon=epsilon, momentum=momentum, training_mode=training_mode, outputs=outputs,
+        )  # fmt: skip
+    of_batch = torch.zeros_like(mean), torch.zeros_like(variance)
+    y = F.batch_norm(x, *of_batch, scale, bias, True, 1, epsilon)
+    count = x.numel() // x.shape[1]
+    new_mean, new_variance = of_batch[0], of_batch[1] * ((count - 1) / count)  # PyTorch divides by one less
+    if momentum == 0:
+        return y, new_mean, new_variance
+    return y, mean * momentum + new_mean * (1 - momentum), variance * momentum + new_variance * (1 - momentum)
+
+
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type, outputs):
     shape = x.shape[axis:]

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,13 +26,15 @@ from onward.engines.engine import Arrays, Engine
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import Results, if_finite, interpreter
 from onward.engines.group import Group, copies_of, join_group
-from onward.engines.torch import Torch
+from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
+from onward.engines.torch.normalization import batch_normalization_at_once
 from onward.engines.torch.stages import Forward, make_stages, run_stages
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
+from onward.lowering.overlap import leave_last_sums, split_off_first_sums
 from onward.lowering.rounds import Steps
 from onward.lowering.shards import split_update
-from onward.lowering.sharing import Share, is_all_reduce
+from onward.lowering.sharing import Share, is_all_reduce, reads_statistics
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state
@@ -65,8 +65,8 @@ class TorchParallel(Engine):
         self._mesh = _mesh(strategy, self._device.type, self.group)
         self.is_sharded = self._mesh is not None
         threads = options.pop("threads", None) or self.group.threads
-        self._framework = _Together(self._device, self.group, None, threads=threads, **options)
-        self._updating = _Together(self._device, self.group, self._mesh, threads=threads, **options)
+        self._framework = Together(self._device, None, threads=threads, **options)
+        self._updating = Together(self._device, self._mesh, threads=threads, **options)
         self._manner = Manner(
             differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
         )
@@ -105,14 +105,19 @@ class TorchParallel(Engine):
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
         tensors = {name: self._framework.tensor(np.array(self._whole[name])) for name in trained}
+        first = split_off_first_sums(forward, self._contract.batch)
+        self._first_sums = None if first is None else interpreter(first, self._framework)
+        self._last_sums = leave_last_sums(forward)
         _hold_as_initializers(forward, trained, self._carried)
+        if not reads_statistics(forward, self.loss):
+            self._framework.operators["BatchNormalization"] = batch_normalization_at_once
         stages = make_stages(forward, trained, self._framework)
         return Forward(stages, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
 
     def _wrap(self, module: Forward) -> nn.Module:
         self._forward = module
         if self._mesh is None:
-            return DistributedDataParallel(module) if self.group.size > 1 else module
+            return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.group.size > 1 else module
         scalars = {x for x in module.parameters() if x.ndim == 0}
         if scalars:
             raise UnsupportedError(
@@ -183,8 +188,11 @@ class TorchParallel(Engine):
         self.group.copies = copies_of(batch, self.group)
         tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
         state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
-        outputs = self._module({**state, **tensors})
-        outputs[self.loss].sum().backward()
+        outputs = self._module({**state, **tensors, **self._start_first_sums(tensors)})
+        last = {name: SumUnderWay(self._framework.place(outputs[name])) for name in self._last_sums}
+        factor = derivative_of_common_sum() if self.loss in last else 1
+        (outputs[self.loss].sum() * factor).backward()
+        outputs.update({name: total.wait() for name, total in last.items()})
         gradients = {}
         for name, x in self._update_contract.gradients.items():
             if x in self._forward.places:
@@ -192,6 +200,10 @@ class TorchParallel(Engine):
             else:
                 gradients[name] = torch.zeros_like(self._local(x))
         return {name: _detach(value) for name, value in outputs.items()}, gradients
+
+    def _start_first_sums(self, batch: Tensors) -> dict[str, SumUnderWay]:
+        local = {} if self._first_sums is None else self._first_sums(batch)
+        return {name: SumUnderWay(self._framework.place(x)) for name, x in local.items()}
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         found, parameter.grad = parameter.grad, None
@@ -204,7 +216,8 @@ class TorchParallel(Engine):
         """The new state over the old one, unless the loss is not finite."""
         loss = self._framework.place(outputs[self.loss])
         changed = {name: self._framework.place(outputs[new]) for name, new in self._contract.update.items()}
-        self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
+        if changed:
+            self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
         state = {name: self._local(name) for name in {*self._update_contract.state, *self._update_contract.update}}
         new, shown = self._update(state, {}, {**gradients, _LOSS: loss})
         self._write(new)
@@ -329,42 +342,3 @@ def _hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[s
 
 def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-class _Together(Torch):
-    """PyTorch with gradients left on, and sums over processes."""
-
-    def __init__(self, device: torch.device, group: Group, mesh: DeviceMesh | None, **options: Any):
-        super().__init__(str(device), **options)
-        over = mesh.get_group(mesh.ndim - 1) if mesh is not None else None
-
-        def sum_over_shares(x: torch.Tensor, *, common: int = 0) -> torch.Tensor:
-            return _AllReduce.apply(x, group, bool(common))
-
-        def sum_over_shards(x: torch.Tensor) -> torch.Tensor:
-            return funcol.wait_tensor(funcol.all_reduce(x, "sum", over))
-
-        self.operators["onward.AllReduce"] = sum_over_shares if mesh is None else sum_over_shards
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        is_on = torch.is_grad_enabled()
-        with super().active(), torch.set_grad_enabled(is_on):
-            yield
-
-
-class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
-    """The sum over all shares of a batch, and its derivative, which is another, unless all know it already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, is_common: bool) -> torch.Tensor:
-        ctx.group, ctx.is_common = group, is_common
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total if group.copies == 1 else total / group.copies
-
-    @staticmethod
-    def backward(ctx: Any, *dy: torch.Tensor) -> tuple[Any, ...]:
-        group = ctx.group
-        dx = dy[0] * (group.size / group.copies) if ctx.is_common else _AllReduce.apply(dy[0], group, False)
-        return dx, None, None

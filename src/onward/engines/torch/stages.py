@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onward.engines.framework_engine import interpreter
-from onward.engines.interpreter import Interpreter
 from onward.engines.pieces import Piece, make_pieces
 from onward.engines.torch import Torch
+from onward.engines.torch.exchange import SumUnderWay
+from onward.engines.torch.recording import Recorded, Run
 from onward.inspect.blocks import cut_into_parts
 from onward.model import Model
+from onward.model.core import is_gradient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,21 +25,39 @@ class Stage:
     """A piece of a graph. Those that are equal share what executes them, and so what is compiled."""
 
     piece: Piece
-    model: Model
-    execute: Interpreter
+    execute: Run
 
-    def run(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    def run(self, values: Mapping[str, Any]) -> Sequence[Any]:
         """What it makes."""
-        given = zip(self.model.graph.inputs, self.piece.reads, strict=True)
-        made = self.execute({value.name or "": values[name] for value, name in given})
-        return tuple(made[value.name or ""] for value in self.model.graph.outputs)
+        return self.execute([values[name] for name in self.piece.reads])
 
 
 def make_stages(model: Model, parameters: Collection[str], framework: Torch) -> list[Stage]:
     """The stages of a graph whose parameters are initializers. The model is changed: it must be the caller's own."""
     pieces = make_pieces(model, cut_into_parts(model, parameters), parameters)
-    executed = {inner: interpreter(inner.copy(), framework) for inner in {inner for _, inner in pieces}}
-    return [Stage(piece, inner, executed[inner]) for piece, inner in pieces]
+    executed = {inner: _executed(inner, framework) for inner in {inner for _, inner in pieces}}
+    return [Stage(piece, executed[inner]) for piece, inner in pieces]
+
+
+def _executed(model: Model, framework: Torch) -> Run:
+    """A model as a function from its inputs to its outputs, in their order."""
+    inputs, outputs = ([value.name or "" for value in values] for values in (model.graph.inputs, model.graph.outputs))
+    differs = any(is_gradient(node) or "seed" in node.attributes for node in model.graph.all_nodes())
+    execute = interpreter(model.copy(), framework)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        made = execute(dict(zip(inputs, values, strict=True)))
+        return [made[name] for name in outputs]
+
+    if differs:  # what is differentiated within, and generators, are made anew each time
+        return run
+    recorded = Recorded(run)
+
+    def run_recorded(values: Sequence[Any]) -> Sequence[Any]:
+        with framework.active():
+            return recorded(values)
+
+    return run_recorded
 
 
 class Forward(nn.Module):  # type: ignore[misc]
@@ -78,8 +98,12 @@ class Forward(nn.Module):  # type: ignore[misc]
     def forward(self, given: Mapping[str, Any]) -> dict[str, Any]:
         values = {**given, **{name: getattr(m, key) for name, (m, key) in self.places.items() if m is self}}
         for module in self.stages:
-            module.stage.piece.hand_over(values, module(*(values[name] for name in module.given)))
+            module.stage.piece.hand_over(values, module(*(_arrived(values[name]) for name in module.given)))
         return {name: values[name] for name in self._outputs}
+
+
+def _arrived(value: Any) -> Any:
+    return value.wait() if isinstance(value, SumUnderWay) else value
 
 
 class _StageModule(nn.Module):  # type: ignore[misc]
@@ -91,12 +115,12 @@ class _StageModule(nn.Module):  # type: ignore[misc]
         self.given = [name for name in stage.piece.reads if name not in stage.piece.own]
         self._recomputes = recomputes
 
-    def forward(self, *given: Any) -> tuple[Any, ...]:
+    def forward(self, *given: Any) -> Sequence[Any]:
         if self._recomputes and torch.is_grad_enabled():
             return checkpoint(self._compute, *given, use_reentrant=False, early_stop=False)
         return self._compute(*given)
 
-    def _compute(self, *given: Any) -> tuple[Any, ...]:
+    def _compute(self, *given: Any) -> Sequence[Any]:
         own = {name: getattr(self, f"p{i}") for i, name in enumerate(self.stage.piece.own)}
         return self.stage.run({**dict(zip(self.given, given, strict=True)), **own})
 
