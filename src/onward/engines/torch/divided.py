@@ -1,8 +1,8 @@
 """Operators of PyTorch on tensors of which each process has a part.
 
 A value is a plain tensor, which all processes have and compute alike, or a DTensor that is divided along one axis. What
-leaves that axis alone is computed on the parts, by DTensor's own rules. For all else the parts are put together first:
-always right. Terms of a sum, which a product of divided rows gives, are added up at once.
+leaves that axis alone is computed on the parts. For all else the parts are put together first: always right. Terms of a
+sum, which a product of divided rows gives, are added up at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onward.engines.framework import Function, Operators
 
-_APART = {
+ELEMENTWISE = {
     "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp",
-    "Expand", "Flatten", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf",
-    "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "LogSoftmax", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or",
-    "PRelu", "Pow", "Reciprocal", "Relu", "Reshape", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softmax", "Softplus",
-    "Softsign", "Sqrt", "Squeeze", "Sub", "Sum", "Swish", "Tanh", "ThresholdedRelu", "Transpose", "Unsqueeze", "Where",
+    "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu",
+    "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "Reciprocal", "Relu",
+    "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh",
+    "ThresholdedRelu", "Where",
 }  # fmt: skip
-"""Operators that DTensor computes on parts, or puts together by itself where it cannot."""
+_BY_DTENSOR = ("Expand", "Flatten", "MatMul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that DTensor knows to compute on parts, or puts them together by itself where it cannot."""
+_ALONG_AXIS = ("Concat", "LogSoftmax", "Softmax", "Split")
 _OF_SHAPES = ("Shape", "Size")
 
 
@@ -62,16 +64,16 @@ class Division:
         """Let all operators of a table take values that are divided."""
         own: dict[str, Callable[[Function], Function]] = {
             "Attention": self._attention,
-            "Concat": lambda f: self._along_others(f, lambda inputs, given: [given["axis"]]),
             "Gather": self._gather,
             "Gemm": lambda _: _gemm(operators),
-            "MatMul": self._on_parts,
             "Slice": lambda f: self._along_others(f, lambda inputs, given: _sliced(*inputs)),
-            "Split": lambda f: self._along_others(f, lambda inputs, given: [given["axis"]]),
             "onward.Linear": lambda _: lambda x, weight, bias: operators["Add"](operators["MatMul"](x, weight), bias),
+            **dict.fromkeys(_ALONG_AXIS, lambda f: self._along_others(f, lambda inputs, given: [given["axis"]])),
+            **dict.fromkeys(_BY_DTENSOR, self._by_dtensor),
+            **dict.fromkeys(ELEMENTWISE, self._elementwise),
         }
         for name, function in list(operators.items()):
-            make = own.get(name, self._on_parts if name in _APART else self._on_wholes)
+            make = own.get(name, self._on_wholes)
             operators[name] = function if name in _OF_SHAPES else self._unless_whole(function, make(function))
 
     def _unless_whole(self, plain: Function, divided: Function) -> Function:
@@ -84,7 +86,7 @@ class Division:
     def _on_wholes(self, function: Function) -> Function:
         return lambda *inputs, **given: function(*map(self.whole, inputs), **given)
 
-    def _on_parts(self, function: Function) -> Function:
+    def _by_dtensor(self, function: Function) -> Function:
         def call(*inputs: Any, **given: Any) -> Any:
             result = function(*map(self._spread, inputs), **given)
             if type(result.placements[0]) not in (Shard, Replicate, Partial):  # parts that do not lie side by side
@@ -99,6 +101,25 @@ class Division:
             return value
         return DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
 
+    def _elementwise(self, function: Function) -> Function:
+        """On parts, if all are divided along the same axis, counted from the last one as broadcasting does."""
+
+        def call(*inputs: Any, **given: Any) -> Any:
+            ends = {x.ndim - x.placements[0].dim for x in inputs if isinstance(x, DTensor)}
+            if len(ends) > 1:
+                return self._on_wholes(function)(*inputs, **given)
+            (end,) = ends
+            result = function(*(self._broadcast_part(x, end) for x in inputs), **given)
+            return self.join(result, result.ndim - end)
+
+        return call
+
+    def _broadcast_part(self, value: Any, end: int) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_broadcast = value.ndim < end or value.shape[-end] == 1
+        return self._shared(value) if is_broadcast else self._local_part(value, value.ndim - end)
+
     def _along_others(self, function: Function, axes_of: Callable[[Any, Any], Sequence[int]]) -> Function:
         """On parts, if they are divided along other axes than those that an operator works on."""
 
@@ -109,14 +130,14 @@ class Division:
             if len(axes) > 1 or axes & worked_on:
                 return self._on_wholes(function)(*inputs, **given)
             (axis,) = axes
-            return self._on_local(function, axis, *inputs, **given)
+            return self._on_local(functools.partial(function, **given), axis, inputs)
 
         return call
 
-    def _on_local(self, function: Function, axis: int, *inputs: Any, **given: Any) -> Any:
+    def _on_local(self, function: Function, axis: int, inputs: Sequence[Any]) -> Any:
         """A function of the parts along an axis, which all of its results have, too."""
         parts = (self._local_part(x, axis) if isinstance(x, torch.Tensor) else x for x in inputs)
-        results = function(*parts, **given)
+        results = function(*parts)
         if isinstance(results, tuple):
             return tuple(self.join(result, axis) for result in results)
         return self.join(results, axis)
@@ -135,7 +156,7 @@ class Division:
             def attend(*parts: Any) -> Any:
                 return function(*parts, self._shared(mask), **given)
 
-            return self._on_local(attend, 1, q, k, v)
+            return self._on_local(attend, 1, (q, k, v))
 
         return call
 

@@ -14,7 +14,7 @@ from onward.model import Model
 
 def start_together(model: Model, step: Steps = None, *, strategy: str | None = None, **options: Any) -> TorchParallel:
     """An engine of this process, which is one of several, or alone."""
-    mesh, shard = options.pop("mesh", None), options.pop("shard", None)
+    mesh, shard, micro_batches = (options.pop(name, None) for name in ("mesh", "shard", "micro_batches"))
     strategy = strategy or "tensor"
     if (mesh or shard) and strategy != "tensor":
         raise ArgumentError(
@@ -27,4 +27,8 @@ def start_together(model: Model, step: Steps = None, *, strategy: str | None = N
         from onward.engines.torch.tensor_parallel import TensorParallel
 
         return TensorParallel(model, step, strategy=strategy, mesh=mesh or MODEL, shard=shard, **options)
+    if strategy == "pipeline":
+        from onward.engines.torch.pipeline import Pipeline
+
+        return Pipeline(model, step, strategy=strategy, micro_batches=micro_batches, **options)
     return TorchParallel(model, step, strategy=strategy, **options)

@@ -146,7 +146,7 @@ def refuse_fixed_batches(inputs: Mapping[str, ir.Value]) -> None:
         )
 
 
-def gather_samples(own: dict[str, Any], group: dist.ProcessGroup, size: int) -> dict[str, Any]:
+def gather_samples(own: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> dict[str, Any]:
     """The samples that the processes of a group have, each of them its own."""
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, own, group=group)
