@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from onward.engines.framework import Function, Operators
 
 ELEMENTWISE = {
-    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp",
+    "Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp",
     "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu",
     "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "Reciprocal", "Relu",
     "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh",
@@ -64,6 +64,7 @@ class Division:
         """Let all operators of a table take values that are divided."""
         own: dict[str, Callable[[Function], Function]] = {
             "Attention": self._attention,
+            "CastLike": self._cast_like,
             "Gather": self._gather,
             "Gemm": lambda _: _gemm(operators),
             "Slice": lambda f: self._along_others(f, lambda inputs, given: _sliced(*inputs)),
@@ -89,9 +90,11 @@ class Division:
     def _by_dtensor(self, function: Function) -> Function:
         def call(*inputs: Any, **given: Any) -> Any:
             result = function(*map(self._spread, inputs), **given)
-            if type(result.placements[0]) not in (Shard, Replicate, Partial):  # parts that do not lie side by side
-                return self._on_wholes(function)(*inputs, **given)
-            return result if type(result.placements[0]) is Shard else self.whole(result)
+            (placement,) = result.placements
+            if type(placement) in (Replicate, Partial):
+                return self.whole(result)
+            is_even = type(placement) is Shard and result.shape[placement.dim] % self._size == 0
+            return result if is_even else self._on_wholes(function)(*inputs, **given)
 
         return call
 
@@ -119,6 +122,16 @@ class Division:
             return value
         is_broadcast = value.ndim < end or value.shape[-end] == 1
         return self._shared(value) if is_broadcast else self._local_part(value, value.ndim - end)
+
+    def _cast_like(self, function: Function) -> Function:
+        """Of the other, it is only the type."""
+
+        def call(x: Any, other: Any, **given: Any) -> Any:
+            like = torch.empty((), dtype=other.dtype, device=other.device)
+            convert = self._elementwise(function) if isinstance(x, DTensor) else function
+            return convert(x, like, **given)
+
+        return call
 
     def _along_others(self, function: Function, axes_of: Callable[[Any, Any], Sequence[int]]) -> Function:
         """On parts, if they are divided along other axes than those that an operator works on."""

@@ -60,7 +60,7 @@ class Pipeline(TorchParallel):
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
         known = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]
         whole = divide_into_micro_batches(forward, known, self._contract.update.values())
-        self._of_whole = interpreter(whole, self._framework), [value.name or "" for value in whole.outputs]
+        self._of_whole = interpreter(whole, self._framework)
         self._types = {value.name: TYPES[value.dtype] for value in forward.outputs if value.dtype is not None}
         hold_as_initializers(forward, trained, self._carried)
         dealt = _deal_out(make_stages(forward, trained, self._framework), self.group.size)
@@ -124,22 +124,17 @@ class Pipeline(TorchParallel):
         tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
         count = max((len(tensor) for tensor in tensors.values() if tensor.ndim), default=1)
         parts = _most_parts(count, self._wanted or 4 * self.group.size)
-        divided = {name for name, tensor in tensors.items() if tensor.ndim and len(tensor) == count}
         state = {name: self._local(name) for name in self._contract.state if name not in self._trained}
-        of_whole, names = self._of_whole
         with torch.no_grad():
-            known = of_whole({**tensors, **state}) if names else {}
-        self._module.common = {**state, **known, COUNT: np.float32(parts)} | {
-            name: tensor for name, tensor in tensors.items() if name not in divided
-        }
-        for name in self._shared_parameters():
-            dist.broadcast(self._copy(name), self._owner(name), group=self._groups[self._readers[name]])
-        chunks = {f"{_GIVEN}{name}": tensors[name] for name in divided}
+            of_whole = self._of_whole({**tensors, **state})
+            self._send_shared_parameters()
+        chunks = {f"{_GIVEN}{n}": x for n, x in tensors.items() if x.ndim and len(x) == count}
+        self._module.common = {**tensors, **state, **of_whole, COUNT: np.array(parts, np.float32)}
         shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in chunks.items()}
         schedule = self._scheduled((parts, count // parts, shapes), parts)
         target = torch.zeros(parts, device=self._device)
         terms = schedule.step(target=target, **chunks, **{_GIVEN + NUMBER: torch.arange(parts)})
-        return {**known, **self._sum_terms(terms)}, self._collect_gradients()
+        return {**of_whole, **self._sum_terms(terms)}, self._collect_gradients()
 
     def _scheduled(self, key: Any, parts: int) -> PipelineScheduleSingle:
         """A schedule knows the sizes of what is handed on, so that others need a new one."""
@@ -178,9 +173,10 @@ class Pipeline(TorchParallel):
             found[name] = gradient if self._owner(x) == self.group.rank else gradient[:0]
         return found
 
-    def _shared_parameters(self) -> list[str]:
-        """Those that this process and others read."""
-        return [name for name in self._forward.places if len(self._readers[name]) > 1]
+    def _send_shared_parameters(self) -> None:
+        """Let all that read a parameter have it as its owner has it."""
+        for name in (name for name in self._trained if self._reads(name) and len(self._readers[name]) > 1):
+            dist.broadcast(self._copy(name), self._owner(name), group=self._groups[self._readers[name]])
 
 
 class _Part(nn.Module):  # type: ignore[misc]
