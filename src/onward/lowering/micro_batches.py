@@ -51,12 +51,14 @@ class _Dividing:
         self._draw_apart()
         terms = []
         for node in [node for node in self._graph if is_all_reduce(node)]:
+            (source,) = node.inputs
+            assert source is not None
             if is_common(node):
-                terms.append(self._replace(node, self._op.Identity(node.inputs[0]).value))
-            elif self._follows_from_shapes(node.inputs[0]):
-                self._replace(node, (self._op(node.inputs[0]) * self._input(COUNT, ir.DataType.FLOAT, ())).value)
+                terms.append(self._replace(node, self._op.Identity(source).value))
+            elif self._follows_from_shapes(source):
+                self._replace(node, (self._op(source) * self._input(COUNT, ir.DataType.FLOAT, ())).value)
             else:
-                self._take_total(node)
+                self._take_total(node, source)
         self._graph.sort()
         self._refuse_unless_summed(terms)
         made = extract(self._model, [*self._updated, *(value for value, _ in self._totals)])
@@ -78,9 +80,8 @@ class _Dividing:
                 if node.op_type == "BitwiseXor" and value.dtype == ir.DataType.UINT32:
                     node.replace_input_with(1, self._input(NUMBER, ir.DataType.UINT32, (2,)))
 
-    def _take_total(self, node: ir.Node) -> None:
-        source = node.inputs[0]
-        assert source is not None and source.dtype is not None
+    def _take_total(self, node: ir.Node, source: ir.Value) -> None:
+        assert source.dtype is not None
         self._refuse_if_learned(source)
         given = self._input(self._op.names.fresh(f"{source.name}/total"), source.dtype, ())
         given.shape = source.shape
@@ -100,9 +101,8 @@ class _Dividing:
         self._graph.remove(node, safe=True)
         return new
 
-    def _follows_from_shapes(self, value: ir.Value | None) -> bool:
+    def _follows_from_shapes(self, value: ir.Value) -> bool:
         """Whether a value is the same for all parts of a batch, as they are of the same size."""
-        assert value is not None
         _, reached = ancestors([value], reads=lambda node: () if node.op_type in _OF_SHAPES else read_by(node))
         return reached.isdisjoint(self._graph.inputs)
 
@@ -118,7 +118,8 @@ class _Dividing:
 
     def _refuse_unless_summed(self, terms: list[ir.Value]) -> None:
         """Metrics must be sums of terms: not the root of one, or one and something else."""
-        of_terms, wrong = set(terms), []
+        of_terms = set(terms)
+        wrong: list[ir.Value] = []
         for node in self._graph:
             read = [value in of_terms for value in read_by(node)]
             if node.op_type == "CastLike":  # of the other, it is only the type
