@@ -89,7 +89,12 @@ class Division:
 
     def _by_dtensor(self, function: Function) -> Function:
         def call(*inputs: Any, **given: Any) -> Any:
-            result = function(*map(self._spread, inputs), **given)
+            try:
+                result = function(*map(self._spread, inputs), **given)
+            except RuntimeError as error:  # before anything was sent, and in all processes
+                if "Sharding propagation failed" not in str(error):
+                    raise
+                return self._on_wholes(function)(*inputs, **given)
             (placement,) = result.placements
             if type(placement) in (Replicate, Partial):
                 return self.whole(result)
