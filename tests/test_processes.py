@@ -210,6 +210,7 @@ def test_memory_of_fsdp(tmp_path: Path) -> None:
 
 # ---- real processes --------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def file(net: onnx.ModelProto, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "net.onnx"
