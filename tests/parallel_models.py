@@ -1,4 +1,4 @@
-"""Two models that are trained by several processes: a CNN with BatchNormalization, and a GPT."""
+"""Models that are trained by several processes: a CNN with BatchNormalization, a GPT, and an MLP."""
 
 from __future__ import annotations
 
@@ -35,17 +35,28 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, layers: int, width: int):
+    def __init__(self, layers: int, width: int, is_tied: bool = False):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, width), nn.Parameter(torch.randn(TIME, width) * 0.02)
         self.layers = nn.ModuleList(Layer(width, 2) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        if is_tied:
+            self.head.weight = self.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.widen, self.narrow, self.dropout = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(F.dropout(F.gelu(self.widen(x)), self.dropout, self.dropout > 0))
 
 
 class Mean(nn.Module):
@@ -68,9 +79,19 @@ def write_cnn(path: Path) -> None:
     onward.prepare(model, loss="cross_entropy", variance="sample", **RECIPE).save(path)
 
 
-def write_gpt(path: Path, layers: int = 3, width: int = 16) -> None:
-    model = _export(lambda: Gpt(layers, width), {"tokens": torch.zeros(2, TIME, dtype=torch.int64)})
+def write_gpt(path: Path, layers: int = 3, width: int = 16, is_tied: bool = False) -> None:
+    model = _export(lambda: Gpt(layers, width, is_tied), {"tokens": torch.zeros(2, TIME, dtype=torch.int64)})
     onward.prepare(model, loss="cross_entropy:axis=-1,ignore_index=-100", **RECIPE).save(path)
+
+
+def write_mlp(path: Path, layers: int = 4, dropout: float = 0.0) -> None:
+    model = _export(
+        lambda: nn.Sequential(*(Residual(8, dropout) for _ in range(layers)), nn.Linear(8, 3)), {"x": torch.randn(2, 8)}
+    )
+    for node in model.graph.node:
+        if node.op_type == "Dropout":
+            del node.input[2]  # which says that it always drops
+    onward.prepare(model, loss=["mse", "l1:scale=0.5"], **RECIPE).save(path)
 
 
 def _export(make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor]) -> Any:
@@ -83,7 +104,7 @@ def batches(model: onward.Model, count: int, size: int = 12) -> list[dict[str, n
     """Some are smaller than others, and one than any number of processes."""
     rng = np.random.default_rng(0)
     sizes = [1 if i % 10 == 9 else 7 if i % 3 == 2 else size for i in range(count)]
-    return [_images(rng, n) if model.inputs[0].name == "image" else _text(rng, n) for n in sizes]
+    return [_DRAWN[model.inputs[0].name](rng, n) for n in sizes]
 
 
 def _images(rng: np.random.Generator, n: int) -> dict[str, Any]:
@@ -94,3 +115,11 @@ def _text(rng: np.random.Generator, n: int) -> dict[str, Any]:
     tokens = rng.integers(0, WORDS, (n, TIME))
     labels = np.where(np.arange(n)[:, None] % 3 + np.arange(TIME) > 6, -100, (tokens * 3 + 1) % WORDS)
     return {"tokens": tokens, "labels": labels}
+
+
+def _amounts(rng: np.random.Generator, n: int) -> dict[str, Any]:
+    x = rng.normal(0, 1, (n, 8)).astype(np.float32)
+    return {"x": x, "target": np.sin(x[:, :3]), "logits_target": np.cos(x[:, :3])}
+
+
+_DRAWN = {"image": _images, "tokens": _text, "x": _amounts}

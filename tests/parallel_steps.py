@@ -26,6 +26,7 @@ def train(path: str, options: dict[str, Any]) -> dict[str, Any]:
         evaluated = float(engine.evaluate(engine.group.part(data[0]))["loss"])
         gradients = engine.gradients(engine.group.part(data[0]))
         held, blocks = (sum(x.nbytes for x in engine.held_tensors()), engine.blocks) if "engine" in options else (0, 0)
+        held = max(engine.group.gather(held))
         norms = {name: float(np.linalg.norm(array)) for name, array in gradients.items()}
         return {"losses": losses, "evaluated": evaluated, "norms": norms, "bytes": held, "blocks": blocks}
 

@@ -28,7 +28,7 @@ _PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
-Parallel = Literal["ddp", "fsdp", "hybrid"]
+Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +382,8 @@ class RunOptions(FeedOptions):
         None,
         ENGINE,
         "HOW",
-        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given",
+        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given; on "
+        "torch also `fsdp`, `hybrid`, `tensor` and `pipeline`, each with a part of the model",
     )
     sync_batch_norm: bool = _option(
         True,
@@ -394,8 +395,9 @@ class RunOptions(FeedOptions):
         None,
         ENGINE,
         "AXES",
-        "devices of JAX, such as `data=4,model=2`: `data` have other samples, `fsdp` also divide parameters, `model` "
-        "divide products; an axis without a size takes the devices that are left; `file` for the mesh in the file",
+        "devices of JAX, or processes of torch, such as `data=4,model=2`: `data` have other samples, `fsdp` (on JAX) "
+        "also divide parameters, `model` divide products; an axis without a size takes the devices that are left; "
+        "`file` for the mesh in the file",
     )
     shard: Mapping[str, str | Sequence[str | None]] = _option(
         {},
@@ -403,6 +405,12 @@ class RunOptions(FeedOptions):
         "PATTERN=AXES",
         "which axes of the mesh divide the axes of a tensor, such as `*.fc1.weight=-,model`, where it is not as usual",
         repeated=True,
+    )
+    micro_batches: Count | None = _option(
+        None,
+        ENGINE,
+        "N",
+        "into how many parts a batch is divided that goes through a pipeline; four for each process unless given",
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _RUN = "The run"
 _SEVERAL = "Several processes"
-_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh"}
+_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "strategy", "mesh"}
 
 
 @command(
@@ -34,6 +34,7 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh"}
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
+    "onward train net.onnx --data tokens/ --loss ce --engine torch --strategy tensor --nproc 2",
     "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",

@@ -51,8 +51,8 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
       ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
-      those of our rules, `precision` and `deterministic`; JAX has `mesh`,
-      devices such as `"data=2,model=2"`, and `shard`, how these divide tensors
+      those of our rules, `precision` and `deterministic`; JAX and PyTorch have `mesh`, devices or processes such as
+      `"data=2,model=2"`, and `shard`, how these divide tensors
     """
     check_engine(engine)
     if "threads" in options:
@@ -63,10 +63,10 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
         options.pop("compile", None)  # it does what it does
         check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(load(source), step, **options)
-    if engine == "torch" and options.get("strategy") is not None:
-        from onward.engines.torch.parallel import TorchParallel
+    if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
+        from onward.engines.torch.strategies import start_together
 
-        return TorchParallel(load(source), step, **options)
+        return start_together(load(source), step, **options)
     if engine == "jax" and options.get("mesh") is not None:
         from onward.engines.jax.on_mesh import OnMesh
 

@@ -179,14 +179,14 @@ def all_reduce(x: Expr, *, mean: bool = False, common: bool = False) -> Expr:
     return made.like(x.value)
 
 
+def is_common(node: ir.Node) -> bool:
+    """Whether what follows from an AllReduce is the same in all processes."""
+    return node.attributes.get_int("common", 0) == 1
+
+
 def is_mean(node: ir.Node) -> bool:
     """Whether an AllReduce makes the mean."""
     return node.attributes.get_int("mean", 0) == 1
-
-
-def is_common(node: ir.Node) -> bool:
-    """Whether the derivative of an AllReduce is the same in all processes."""
-    return node.attributes.get_int("common", 0) == 1
 
 
 def reduces_all(node: ir.Node) -> bool:

@@ -17,7 +17,7 @@ from onward.engines import Engine
 from onward.engines.group import Group
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
-from onward.options import ENGINE, RecipeOptions, RunOptions, TrainOptions, options_of
+from onward.options import ENGINE, Parallel, RecipeOptions, RunOptions, TrainOptions, options_of
 from onward.recipe.spec import Spec
 
 Natural = Annotated[int, Range(least=0, most=2**53)]
@@ -137,7 +137,11 @@ class Config(RunOptions):
             return self
         if self.engine == "jax":
             return dataclasses.replace(self, mesh=self.mesh or "data")
-        return dataclasses.replace(self, strategy=self.strategy or "ddp")
+        return dataclasses.replace(self, strategy=self.strategy or ("ddp" if self.mesh is None else "tensor"))
+
+    def shared_out(self, strategy: Parallel | None, mesh: str | None) -> Config:
+        """The same for processes that share the work in another way, if one is given: a mesh is part of that."""
+        return self if strategy is None and mesh is None else dataclasses.replace(self, strategy=strategy, mesh=mesh)
 
     def to_json(self) -> dict[str, Any]:
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""

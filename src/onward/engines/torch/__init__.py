@@ -41,6 +41,9 @@ class Torch(Framework):
         "Pow": (1,),
     }
 
+    can_be_recorded = True
+    """Whether it calls the same functions of PyTorch again for inputs of the same sizes."""
+
     def __init__(
         self,
         device: str = "cpu",

@@ -26,6 +26,7 @@ from onward.engines.engine import Arrays, Engine
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import Results, if_finite, interpreter
 from onward.engines.group import Group, copies_of, join_group
+from onward.engines.torch import Torch
 from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
 from onward.engines.torch.normalization import batch_normalization_at_once
 from onward.engines.torch.stages import Forward, make_stages, run_stages
@@ -62,11 +63,11 @@ class TorchParallel(Engine):
         super().__init__(model, step)
         self.group = join_group(device)
         self._device = _device(device)
-        self._mesh = _mesh(strategy, self._device.type, self.group)
+        self._mesh = self._make_mesh(strategy)
         self.is_sharded = self._mesh is not None
-        threads = options.pop("threads", None) or self.group.threads
-        self._framework = Together(self._device, None, threads=threads, **options)
-        self._updating = Together(self._device, self._mesh, threads=threads, **options)
+        options["threads"] = options.get("threads") or self.group.threads
+        self._framework = self._forward_framework(**options)
+        self._updating = Together(self._device, self._mesh, **options)
         self._manner = Manner(
             differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
         )
@@ -74,21 +75,33 @@ class TorchParallel(Engine):
         self._load_parts(compile, bool(recompute))
         del self._whole
 
+    def _make_mesh(self, strategy: str) -> DeviceMesh | None:
+        return _mesh(strategy, self._device.type, self.group)
+
+    def _forward_framework(self, **options: Any) -> Torch:
+        return Together(self._device, None, **options)
+
     def _load_parts(self, compile: bool, recompute: bool) -> None:
         update = lower_for_engine(self.model, self._steps, "apply")
         self._update_contract = contract_of(update)
         parameters = list(self._update_contract.gradients.values())
-        forward = lower_for_engine(self.model, self._steps, "forward", self._manner)
+        forward = lower_for_engine(self.model, self._steps, "forward", self._manner_of_steps())
         self._contract = contract_of(forward)
         self.inputs = {v.name: v for v in forward.graph.inputs if v.name and v.name in self._contract.batch}
         self.loss = self._contract.loss or self.loss
-        trained = [name for name in parameters if name in self._contract.state]
+        self._trained = trained = [name for name in parameters if name in self._contract.state]
         self._module = self._wrap(self._forward_module(forward, trained, recompute))
-        self._state = {name: self._own(name, array) for name, array in self._whole.items() if name not in trained}
+        self._state = {
+            name: self._own(name, array) for name, array in self._whole.items() if name not in self._forward.places
+        }
         self._evaluation: tuple[Any, Any] | None = None
         if self.is_sharded:
             split_update(update, self._sharded_names())
         self._update = self._update_step(update, compile)
+
+    def _manner_of_steps(self) -> Manner:
+        """How the forward pass of a step is lowered, where that is not as for evaluation."""
+        return self._manner
 
     def _update_step(self, update: Model, compile: bool) -> Callable[..., tuple[Tensors, dict[str, Any]]]:
         """(state, (), gradients and loss) -> (new state, metrics); what is compiled writes over the state itself."""
@@ -104,15 +117,19 @@ class TorchParallel(Engine):
         return self._updating.compile(compute) if compile and not captures else compute
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
-        tensors = {name: self._framework.tensor(np.array(self._whole[name])) for name in trained}
+        tensors = {name: self._parameter(name) for name in trained}
         first = split_off_first_sums(forward, self._contract.batch)
         self._first_sums = None if first is None else interpreter(first, self._framework)
         self._last_sums = leave_last_sums(forward)
-        _hold_as_initializers(forward, trained, self._carried)
+        hold_as_initializers(forward, trained, self._carried)
         if not reads_statistics(forward, self.loss):
             self._framework.operators["BatchNormalization"] = batch_normalization_at_once
         stages = make_stages(forward, trained, self._framework)
         return Forward(stages, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        """A parameter as the forward pass is to hold it, before anybody wraps that."""
+        return self._framework.tensor(np.array(self._whole[name]))
 
     def _wrap(self, module: Forward) -> nn.Module:
         self._forward = module
@@ -132,19 +149,18 @@ class TorchParallel(Engine):
 
     def _sharded_names(self) -> set[str]:
         """Inputs of the update of which this process has a shard: parameters, gradients, and state of their shape."""
-        gradients = {name for name, x in self._update_contract.gradients.items() if x in self._forward.places}
-        return {*self._forward.places, *gradients, *(s.name for s in self.states() if self._is_split(s.name))}
+        gradients = {name for name, x in self._update_contract.gradients.items() if x in self._trained}
+        return {*self._trained, *gradients, *(s.name for s in self.states() if self._is_split(s.name))}
 
     def _is_split(self, name: str) -> bool:
-        return self.is_sharded and (name in self._forward.places or self._follows(name) is not None)
+        return self.is_sharded and (name in self._trained or self._follows(name) is not None)
 
     def _follows(self, name: str) -> str | None:
         """The parameter that state of the same shape belongs to."""
         owner = next((s.parameter for s in self.states() if s.name == name), None)
-        if owner not in self._forward.places or name == owner:
+        if owner not in self._trained or name == owner:
             return None
-        shapes = [tuple(self._carried[one].const_value.shape.numpy()) for one in (name, owner)]  # type: ignore[union-attr]
-        return owner if shapes[0] == shapes[1] else None
+        return owner if self._shape(name) == self._shape(owner) else None
 
     def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
         """State as this process has it."""
@@ -164,15 +180,21 @@ class TorchParallel(Engine):
         """All of a tensor; all processes must ask for it."""
         if not self._is_split(name):
             return self._local(name)
-        return self._gathered(self._local(name), tuple(self._carried[name].const_value.shape.numpy()))  # type: ignore[union-attr]
+        return self._gathered(name, self._local(name))
 
-    def _gathered(self, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def _gathered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """All of a tensor that is split as the state of this name is."""
         assert self._mesh is not None
         placements = [*([Replicate()] * (self._mesh.ndim - 1)), Shard(0)]
-        whole = torch.empty(shape, device="meta")
+        whole = torch.empty(self._shape(name), device="meta")
         return DTensor.from_local(
             local, self._mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         ).full_tensor()
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._carried[name].const_value
+        assert tensor is not None
+        return tuple(tensor.shape.numpy())
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
 
@@ -184,8 +206,7 @@ class TorchParallel(Engine):
         return Results(self._framework, {name: outputs[name] for name in metrics if name in outputs})
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        given = self._fitting(batch, inputs)
-        self.group.copies = copies_of(batch, self.group)
+        given = self._samples(batch, inputs)
         tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
         state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
         outputs = self._module({**state, **tensors, **self._start_first_sums(tensors)})
@@ -204,6 +225,11 @@ class TorchParallel(Engine):
     def _start_first_sums(self, batch: Tensors) -> dict[str, SumUnderWay]:
         local = {} if self._first_sums is None else self._first_sums(batch)
         return {name: SumUnderWay(self._framework.place(x)) for name, x in local.items()}
+
+    def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
+        """What this process computes with of a batch."""
+        self.group.copies = copies_of(batch, self.group)
+        return self._fitting(batch, inputs)
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         found, parameter.grad = parameter.grad, None
@@ -230,19 +256,18 @@ class TorchParallel(Engine):
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         _, found = self._differentiate(batch, self._contract.batch)
         parameters = self._update_contract.gradients
-        whole = {}
-        for name, tensor in found.items():
-            shape = tuple(self._carried[parameters[name]].const_value.shape.numpy())  # type: ignore[union-attr]
-            whole[name] = self._gathered(tensor, shape) if self._is_split(parameters[name]) else tensor
-        return {parameters[name]: self._framework.owned(tensor) for name, tensor in whole.items()}
+        whole = {
+            x: self._gathered(x, found[name]) if self._is_split(x) else found[name] for name, x in parameters.items()
+        }
+        return {name: self._framework.owned(tensor) for name, tensor in whole.items()}
 
     @torch.no_grad()
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
             lowered = lower_for_engine(self.model, self._steps, "evaluation", self._manner)
             contract = contract_of(lowered)
-            held = [name for name in contract.state if name in self._forward.places]
-            _hold_as_initializers(lowered, held, self._carried)
+            held = [name for name in contract.state if name in self._trained]
+            hold_as_initializers(lowered, held, self._carried)
             self._evaluation = make_stages(lowered, held, self._framework), contract
         stages, contract = self._evaluation
         self.group.copies = copies_of(batch, self.group)
@@ -331,7 +356,7 @@ def _rows_of_shard(count: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + each, count))
 
 
-def _hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[str, ir.Value]) -> None:
+def hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[str, ir.Value]) -> None:
     """Let parameters, which a lowered graph is given, be its own: blocks are told by them."""
     graph = model.graph
     for value in [value for value in graph.inputs if value.name in names]:

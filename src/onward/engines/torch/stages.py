@@ -49,7 +49,7 @@ def _executed(model: Model, framework: Torch) -> Run:
         made = execute(dict(zip(inputs, values, strict=True)))
         return [made[name] for name in outputs]
 
-    if differs:  # what is differentiated within, and generators, are made anew each time
+    if differs or not framework.can_be_recorded:  # gradients within, and generators, are made anew each time
         return run
     recorded = Recorded(run)
 
