@@ -28,7 +28,7 @@ _PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
-Parallel = Literal["ddp", "fsdp", "hybrid"]
+Parallel = Literal["ddp", "fsdp", "hybrid", "deepspeed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,7 +381,16 @@ class RunOptions(FeedOptions):
         None,
         ENGINE,
         "HOW",
-        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given",
+        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given; on "
+        "torch also `fsdp` and `hybrid`, which divide the state, and `deepspeed`",
+    )
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = _option(
+        None,
+        ENGINE,
+        "JSON",
+        "DeepSpeed's own configuration file, such as `ds.json`; what it leaves open or calls `auto` is as in the "
+        "training model",
+        also="a mapping",
     )
     sync_batch_norm: bool = _option(
         True,

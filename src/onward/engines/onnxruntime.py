@@ -62,6 +62,11 @@ class OnnxRuntime(Engine):
         sync_batch_norm: bool = True,
     ):
         super().__init__(model, step)
+        if strategy not in (None, "ddp"):
+            raise UnsupportedError(
+                f"ONNX Runtime has the whole state in each process, and no strategy `{strategy}`",
+                hint='PyTorch has it: `engine="torch"` (`--engine torch`)',
+            )
         self.group = join_group() if strategy is not None else self.group
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads = threads or self.group.threads

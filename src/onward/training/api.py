@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
-from onward.options import TrainOptions, taking
+from onward.options import Parallel, TrainOptions, taking
 from onward.recipe import replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
@@ -126,6 +126,8 @@ def resume(
     engine: str | None = None,
     device: str | None = None,
     mesh: str | None = None,
+    strategy: Parallel | None = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
@@ -136,7 +138,7 @@ def resume(
     - `run`: its folder, or what `train` returned
     - `data`, `validation`: given again where they came from Python; else they are where they were
     - `epochs`: how many there are in all: with more of them, a run that has ended goes on
-    - `engine`, `device`, `mesh`: what it goes on with; as before unless given
+    - `engine`, `device`, `mesh`, `strategy`, `deepspeed_config`: what it goes on with; as before unless given
     - `callbacks`: those that are to be told, as for `train`
     - `quiet`: show no progress
     """
@@ -150,6 +152,7 @@ def resume(
             validation = own
         before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
+        config = config.shared_by(strategy, deepspeed_config)
         config = dataclasses.replace(config, mesh=mesh or config.mesh).spread_over(group)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []

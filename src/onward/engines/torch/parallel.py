@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.engines.engine import Arrays, Engine
+from onward.engines.engine import Arrays, Engine, Part
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import Results, if_finite, interpreter
 from onward.engines.group import Group, copies_of, join_group
@@ -38,6 +39,7 @@ from onward.lowering.sharing import Share, is_all_reduce
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state
+from onward.model.storage import describe_tensor
 
 Tensors = dict[str, torch.Tensor]
 _LOSS = "loss of the step"
@@ -179,11 +181,7 @@ class TorchParallel(Engine):
         return Results(self._framework, {name: outputs[name] for name in metrics if name in outputs})
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        given = self._fitting(batch, inputs)
-        self.group.copies = copies_of(batch, self.group)
-        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
-        state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
-        outputs = self._module({**state, **tensors})
+        outputs = self._run_forward(batch, inputs)
         outputs[self.loss].sum().backward()
         gradients = {}
         for name, x in self._update_contract.gradients.items():
@@ -191,7 +189,14 @@ class TorchParallel(Engine):
                 gradients[name] = self._gradient(self._forward.parameter(x))
             else:
                 gradients[name] = torch.zeros_like(self._local(x))
-        return {name: _detach(value) for name, value in outputs.items()}, gradients
+        return {name: detach(value) for name, value in outputs.items()}, gradients
+
+    def _run_forward(self, batch: Any, inputs: Any) -> dict[str, Any]:
+        given = self._fitting(batch, inputs)
+        self.group.copies = copies_of(batch, self.group)
+        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
+        return self._module({**state, **tensors})
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         found, parameter.grad = parameter.grad, None
@@ -259,14 +264,31 @@ class TorchParallel(Engine):
                 self.group.gather(name)
             return ir.Tensor(self._framework.owned(self._full(name)), dtype=self._carried[name].dtype)
 
-        model = self.model.copy()
-        for name, value in self._carried.items():
-            tensor, place = value.const_value, model.initializer(*self._place(name))
-            assert tensor is not None and place is not None
-            place.const_value = ir.LazyTensor(
-                functools.partial(read, name), tensor.dtype, ir.Shape(tensor.shape.numpy()), name=place.name
-            )
-        return model
+        def hold(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+            return ir.LazyTensor(functools.partial(read, name), tensor.dtype, **describe_tensor(tensor))
+
+        return self.with_state(hold)
+
+    def parts(self) -> dict[str, Part] | None:
+        if not self.is_sharded or any(value.dtype and value.dtype.bitwidth < 8 for value in self._carried.values()):
+            return None
+        starts = {name: start for name in self._carried if (start := self._start_of(name)) is not None}
+        return {
+            name: Part(start, self._framework.owned(self._local(name)), math.prod(self._shape(name)))
+            for name, start in starts.items()
+        }
+
+    def _start_of(self, name: str) -> int | None:
+        """At which number of a tensor that of this process begins; None if another one has the same."""
+        if self._mesh is None or not self._is_split(name):
+            return 0 if self.group.is_first else None
+        if self._mesh.ndim > 1 and self._mesh.get_local_rank(0):
+            return None
+        rows, *columns = self._shape(name)
+        return int(_rows_of_shard(rows, self._mesh).start * math.prod(columns))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._carried[name].const_value.shape.numpy())  # type: ignore[union-attr]
 
     @torch.no_grad()
     def find_not_finite(self) -> str | None:
@@ -327,7 +349,7 @@ def _hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[s
         graph.register_initializer(value)
 
 
-def _detach(value: Any) -> Any:
+def detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
