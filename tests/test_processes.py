@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,10 @@ import pytest
 
 import onward
 import parallel_models
-import parallel_steps
 from conftest import needs
 from onward.engines.group import Group
 from onward.model.state import all_states
-from processes import together
+from parallel_runs import compare, curve, start_training, torch_options, train
 from thread_group import run_together
 
 NET = """
@@ -183,33 +178,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.onnx") for name in ("cnn", "gpt")}
 
 
-def alone(path: str) -> tuple[list[float], float, dict[str, float]]:
-    model = onward.load(path)
-    data = parallel_models.batches(model, parallel_steps.STEPS)
-    with onward.engines.start(model) as engine:
-        losses = [float(engine.step(batch)["loss"]) for batch in data]
-        gradients = engine.gradients(data[0])
-        norms = {name: float(np.linalg.norm(array)) for name, array in gradients.items()}
-        return losses, float(engine.evaluate(data[0])["loss"]), norms
-
-
-def compare(runs: Sequence[tuple[str, dict[str, Any]]], world: int, to: Path) -> list[dict[str, Any]]:
-    """The same losses as of one process on ONNX Runtime, for all models with their options."""
-    together(parallel_steps.__file__, world, {"runs": runs, "to": str(to)})
-    found = json.loads(to.read_text())
-    for (path, chosen), made in zip(runs, found, strict=True):
-        losses, evaluated, norms = alone(path)
-        np.testing.assert_allclose(made["losses"], losses, rtol=1e-5, err_msg=f"{path} {chosen}")
-        np.testing.assert_allclose(made["evaluated"], evaluated, rtol=1e-5, err_msg=f"{path} {chosen}")
-        for name, norm in norms.items():
-            np.testing.assert_allclose(made["norms"][name], norm, rtol=1e-3, atol=1e-5, err_msg=f"{path} {name}")
-    return list(found)
-
-
-def torch_options(strategy: str) -> dict[str, Any]:
-    return {"engine": "torch", "strategy": strategy, "compile": False}
-
-
 def test_ddp_and_fsdp(models: dict[str, str], tmp_path: Path) -> None:
     """Two processes: clipping and accumulation, BatchNormalization, labels that are ignored, batches of any size."""
     runs = [(models["cnn"], torch_options("ddp")), (models["gpt"], torch_options("fsdp"))]
@@ -242,28 +210,6 @@ def test_memory_of_fsdp(tmp_path: Path) -> None:
 
 # ---- real processes --------------------------------------------------------------------------------------------------
 
-RUN = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=3e-3", "--clip", "norm:1", "--accumulate", "2"]
-RUN += ["--validation", "0.2", "--metric", "f1", "--batch-size", "24", "--quiet"]
-
-
-def start_training(net: Path, data: Path, run: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "onward", "train", str(net), "--data", str(data), *RUN]
-    command += ["--run", str(run), *more]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def train(net: Path, data: Path, run: Path, *more: str) -> onward.Run:
-    with start_training(net, data, run, *more) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, out + err
-    return onward.Run(run)
-
-
-def curve(run: onward.Run) -> list[float]:
-    kinds = ("step", "epoch", "validation")
-    events = [event for event in run.log if event["event"] in kinds]
-    return [value for event in events for name, value in event.items() if name in ("loss", "f1", "samples")]
-
 
 @pytest.fixture(scope="module")
 def file(net: onnx.ModelProto, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -285,12 +231,23 @@ def test_train(file: Path, digits: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
     """A worker that is killed is started again, with the others, and nothing is lost beyond the last save."""
-    options = ("--epochs", "400", "--save-every", "0.3", "--nproc", "2")
+    kill_and_compare(20, file, digits, tmp_path, "--epochs", "400", "--save-every", "0.3", "--nproc", "2")
+
+
+@needs("torch")
+@pytest.mark.slow
+def test_kills_while_all_write(file: Path, digits: Path, tmp_path: Path) -> None:
+    """The same where each process writes its shards, while steps go on: it saves nearly all the time."""
+    options = ("--engine", "torch", "--strategy", "fsdp", "--no-compile", "--epochs", "100", "--save-every", "0.02")
+    kill_and_compare(6, file, digits, tmp_path, *options, "--nproc", "2")
+
+
+def kill_and_compare(number: int, file: Path, digits: Path, tmp_path: Path, *options: str) -> None:
     undisturbed = train(file, digits, tmp_path / "undisturbed", *options)
     run = tmp_path / "disturbed"
-    process = start_training(file, digits, run, *options, "--restarts", "40")
+    process = start_training(file, digits, run, *options, "--restarts", str(2 * number))
     luck, kills, seen = random.Random(0), 0, -1
-    while process.poll() is None and kills < 20:
+    while process.poll() is None and kills < number:
         time.sleep(luck.uniform(0.5, 2))
         workers = workers_of(run)
         step = onward.Run(run).progress["step"] if (run / "training.onnx").exists() else -1
@@ -299,7 +256,7 @@ def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
             kills, seen = kills + 1, step
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
-    assert kills == 20
+    assert kills == number
     expected = {state.name: state.array for state in all_states(undisturbed.model)}
     for state in all_states(onward.Run(run).model):
         assert (state.array == expected[state.name]).all(), state.name

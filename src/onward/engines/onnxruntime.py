@@ -64,8 +64,8 @@ class OnnxRuntime(Engine):
         super().__init__(model, step)
         if strategy not in (None, "ddp"):
             raise UnsupportedError(
-                f"ONNX Runtime has the whole state in each process, and no strategy `{strategy}`",
-                hint='PyTorch has it: `engine="torch"` (`--engine torch`)',
+                f"ONNX Runtime has no strategy `{strategy}`: each process has all of the model",
+                hint='take PyTorch: `engine="torch"` (`--engine torch`)',
             )
         self.group = join_group() if strategy is not None else self.group
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")

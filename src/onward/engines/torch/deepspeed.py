@@ -24,7 +24,7 @@ from torch import nn
 from onward.engines.deepspeed_config import read_deepspeed_config, settle
 from onward.engines.engine import Arrays
 from onward.engines.group import join_group
-from onward.engines.torch.parallel import Tensors, TorchParallel, detach
+from onward.engines.torch.parallel import Tensors, TorchParallel
 from onward.engines.torch.stages import Forward
 from onward.errors import ArgumentError, TrainingError, UnsupportedError
 from onward.lowering.rounds import Steps
@@ -70,9 +70,10 @@ class TorchDeepSpeed(TorchParallel):
             )
         deepspeed = _import_deepspeed(self._device, "steps_per_print" in self._settings)
         self._update_runner = _UpdateRunner(module.parameters())
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=module, optimizer=self._update_runner, config=self._settings, dist_init_required=False
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=module, optimizer=self._update_runner, config=self._settings, dist_init_required=False
+            )
         self._fragments = {name: self._find_fragment(module.parameter(name)) for name in module.places if self._stage}
         spans = {name: (part.start, part.size) for name, part in self._fragments.items()}
         self._spans = self.group.gather(spans)
@@ -121,9 +122,9 @@ class TorchDeepSpeed(TorchParallel):
     def _full(self, name: str) -> torch.Tensor:
         if not self._is_split(name):
             return self._local(name)
-        return self._assembled(name, self._local(name))
+        return self._gathered(name, self._local(name))
 
-    def _assembled(self, name: str, part: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """All of a tensor of which each process has a row of numbers; all processes must ask for it."""
         spans = [spans[self._follows(name) or name] for spans in self._spans]
         longest = max(size for _, size in spans)
@@ -140,11 +141,12 @@ class TorchDeepSpeed(TorchParallel):
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
 
-    def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        """DeepSpeed keeps gradients to itself until its step."""
-        outputs = self._run_forward(batch, inputs)
-        self._deepspeed.backward(outputs[self.loss].sum())
-        return {name: detach(value) for name, value in outputs.items()}, {}
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._deepspeed.backward(loss)
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Nothing yet: DeepSpeed keeps gradients to itself until its step."""
+        return parameter.new_empty(0)
 
     def _commit(self, outputs: dict[str, Any], gradients: Tensors) -> None:
         commit = super()._commit
@@ -164,7 +166,7 @@ class TorchDeepSpeed(TorchParallel):
         parameters = self._update_contract.gradients
         whole = {parameters[name]: tensor for name, tensor in found.items()}
         if self.is_sharded:
-            whole = {x: self._assembled(x, part) if x in self._fragments else part for x, part in whole.items()}
+            whole = {x: self._gathered(x, part) if x in self._fragments else part for x, part in whole.items()}
         return {x: self._framework.owned(tensor) for x, tensor in whole.items()}
 
     @contextlib.contextmanager
@@ -183,7 +185,7 @@ class TorchDeepSpeed(TorchParallel):
         if x not in self._forward.places:
             return torch.zeros_like(self._local(x))
         if x not in self._fragments:
-            return self._gradient(self._forward.parameter(x))
+            return super()._gradient(self._forward.parameter(x))
         part = self._fragments[x]
         return self._shaped(x, part.of(part.partition.grad))
 
@@ -239,6 +241,7 @@ def _import_deepspeed(device: torch.device, speaks: bool) -> Any:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
     if not dist.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(dist.destroy_process_group)
     return deepspeed

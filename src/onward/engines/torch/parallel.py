@@ -66,6 +66,7 @@ class TorchParallel(Engine):
         self._device = _device(device)
         self._mesh = _mesh(strategy, self._device.type, self.group)
         self.is_sharded = self._mesh is not None
+        self._in_rows = self.is_sharded and strategy in ("fsdp", "hybrid")
         threads = options.pop("threads", None) or self.group.threads
         self._framework = _Together(self._device, self.group, None, threads=threads, **options)
         self._updating = _Together(self._device, self.group, self._mesh, threads=threads, **options)
@@ -137,11 +138,15 @@ class TorchParallel(Engine):
 
     def _follows(self, name: str) -> str | None:
         """The parameter that state of the same shape belongs to."""
-        owner = next((s.parameter for s in self.states() if s.name == name), None)
+        owner = self._owners.get(name)
         if owner not in self._forward.places or name == owner:
             return None
         shapes = [tuple(self._carried[one].const_value.shape.numpy()) for one in (name, owner)]  # type: ignore[union-attr]
         return owner if shapes[0] == shapes[1] else None
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, str | None]:
+        return {state.name: state.parameter for state in self.states()}
 
     def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
         """State as this process has it."""
@@ -171,6 +176,11 @@ class TorchParallel(Engine):
             local, self._mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         ).full_tensor()
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._carried[name].const_value
+        assert tensor is not None
+        return tuple(tensor.shape.numpy())
+
     # ---- what an engine does -----------------------------------------------------------------------------------------
 
     def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
@@ -181,22 +191,22 @@ class TorchParallel(Engine):
         return Results(self._framework, {name: outputs[name] for name in metrics if name in outputs})
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        outputs = self._run_forward(batch, inputs)
-        outputs[self.loss].sum().backward()
+        given = self._fitting(batch, inputs)
+        self.group.copies = copies_of(batch, self.group)
+        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
+        outputs = self._module({**state, **tensors})
+        self._backward(outputs[self.loss].sum())
         gradients = {}
         for name, x in self._update_contract.gradients.items():
             if x in self._forward.places:
                 gradients[name] = self._gradient(self._forward.parameter(x))
             else:
                 gradients[name] = torch.zeros_like(self._local(x))
-        return {name: detach(value) for name, value in outputs.items()}, gradients
+        return {name: _detach(value) for name, value in outputs.items()}, gradients
 
-    def _run_forward(self, batch: Any, inputs: Any) -> dict[str, Any]:
-        given = self._fitting(batch, inputs)
-        self.group.copies = copies_of(batch, self.group)
-        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
-        state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
-        return self._module({**state, **tensors})
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         found, parameter.grad = parameter.grad, None
@@ -270,7 +280,7 @@ class TorchParallel(Engine):
         return self.with_state(hold)
 
     def parts(self) -> dict[str, Part] | None:
-        if not self.is_sharded or any(value.dtype and value.dtype.bitwidth < 8 for value in self._carried.values()):
+        if not self._in_rows or any(value.dtype and value.dtype.bitwidth < 8 for value in self._carried.values()):
             return None
         starts = {name: start for name in self._carried if (start := self._start_of(name)) is not None}
         return {
@@ -286,9 +296,6 @@ class TorchParallel(Engine):
             return None
         rows, *columns = self._shape(name)
         return int(_rows_of_shard(rows, self._mesh).start * math.prod(columns))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._carried[name].const_value.shape.numpy())  # type: ignore[union-attr]
 
     @torch.no_grad()
     def find_not_finite(self) -> str | None:
@@ -349,7 +356,7 @@ def _hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[s
         graph.register_initializer(value)
 
 
-def detach(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
