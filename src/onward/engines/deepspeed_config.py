@@ -44,7 +44,7 @@ _PARTITIONS = "leave it out: state stays on the devices that compute with it, in
 _ZERO_REFUSED = dict.fromkeys(
     (
         "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param", "zenflow", "zero_quantized_weights",
-        "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "mics_shard_size",
+        "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_hpz_partition_size", "mics_shard_size",
         "mics_hierarchical_params_gather",
     ),
     _PARTITIONS,
