@@ -60,6 +60,7 @@ FRAMEWORKS = {
     "onnxscript": _TORCH,
     "transformers": _TORCH,
     "pytorch_lightning": _TORCH,
+    "deepspeed": _TORCH,
     "lightning": _TORCH,
     "jax": _JAX,
     "jaxlib": _JAX,

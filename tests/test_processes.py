@@ -231,12 +231,23 @@ def test_train(file: Path, digits: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
     """A worker that is killed is started again, with the others, and nothing is lost beyond the last save."""
-    options = ("--epochs", "400", "--save-every", "0.3", "--nproc", "2")
+    kill_and_compare(20, file, digits, tmp_path, "--epochs", "400", "--save-every", "0.3", "--nproc", "2")
+
+
+@needs("torch")
+@pytest.mark.slow
+def test_kills_while_all_write(file: Path, digits: Path, tmp_path: Path) -> None:
+    """The same where each process writes its shards, while steps go on: it saves nearly all the time."""
+    options = ("--engine", "torch", "--strategy", "fsdp", "--no-compile", "--epochs", "100", "--save-every", "0.02")
+    kill_and_compare(4, file, digits, tmp_path, *options, "--nproc", "2")
+
+
+def kill_and_compare(number: int, file: Path, digits: Path, tmp_path: Path, *options: str) -> None:
     undisturbed = train(file, digits, tmp_path / "undisturbed", *options)
     run = tmp_path / "disturbed"
-    process = start_training(file, digits, run, *options, "--restarts", "40")
+    process = start_training(file, digits, run, *options, "--restarts", str(2 * number))
     luck, kills, seen = random.Random(0), 0, -1
-    while process.poll() is None and kills < 20:
+    while process.poll() is None and kills < number:
         time.sleep(luck.uniform(0.5, 2))
         workers = workers_of(run)
         step = onward.Run(run).progress["step"] if (run / "training.onnx").exists() else -1
@@ -245,7 +256,7 @@ def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
             kills, seen = kills + 1, step
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
-    assert kills == 20
+    assert kills == number
     expected = {state.name: state.array for state in all_states(undisturbed.model)}
     for state in all_states(onward.Run(run).model):
         assert (state.array == expected[state.name]).all(), state.name

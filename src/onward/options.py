@@ -28,7 +28,7 @@ _PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
-Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline"]
+Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline", "deepspeed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +383,16 @@ class RunOptions(FeedOptions):
         ENGINE,
         "HOW",
         "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given; on "
-        "torch also `fsdp`, `hybrid`, `tensor` and `pipeline`, each with a part of the model",
+        "torch also `fsdp`, `hybrid` and `deepspeed`, dividing the state, `tensor` and `pipeline`, dividing the "
+        "model",
+    )
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = _option(
+        None,
+        ENGINE,
+        "JSON",
+        "DeepSpeed's own configuration file, such as `ds.json`; what it leaves open or calls `auto` is as in the "
+        "training model",
+        also="a mapping",
     )
     sync_batch_norm: bool = _option(
         True,

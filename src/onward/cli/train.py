@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _RUN = "The run"
 _SEVERAL = "Several processes"
-_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "strategy", "mesh"}
+_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "strategy", "deepspeed_config"}
 
 
 @command(

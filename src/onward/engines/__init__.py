@@ -16,7 +16,7 @@ from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
 from onward.engines.endless_loops import refuse_endless_loops
 from onward.engines.engine import Engine, check_names, check_options
-from onward.errors import UnknownNameError, near
+from onward.errors import ArgumentError, UnknownNameError, near
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
@@ -51,10 +51,16 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
       ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
-      those of our rules, `precision` and `deterministic`; JAX and PyTorch have `mesh`, devices or processes such as
-      `"data=2,model=2"`, and `shard`, how these divide tensors
+      those of our rules, `precision` and `deterministic`; PyTorch has `strategy`, how several processes share the work,
+      and `deepspeed_config`; JAX and PyTorch have `mesh`, devices or processes such as `"data=2,model=2"`, and `shard`,
+      how these divide tensors
     """
     check_engine(engine)
+    if options.get("deepspeed_config") is not None and options.get("strategy") != "deepspeed":
+        raise ArgumentError(
+            "`deepspeed_config` has no effect without DeepSpeed",
+            hint='add `strategy="deepspeed"` (`--strategy deepspeed`)',
+        )
     if "threads" in options:
         options["threads"] = fitting("`threads`", options["threads"], Threads | None)
     if engine == "onnxruntime":

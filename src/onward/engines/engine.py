@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,17 @@ from onward.model.state import State, carried_state, states
 from onward.model.walk import graphs_of
 
 Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some numbers of a tensor, in a row."""
+
+    start: int
+    """Which of its numbers is the first of them."""
+    numbers: np.ndarray
+    size: int
+    """How many the whole tensor has."""
 
 
 class Engine(ABC):
@@ -137,6 +149,11 @@ class Engine(ABC):
         """The training model as it is now, to be written within. None in a process that only helps the first to it."""
         yield self.updated()
 
+    def parts(self) -> dict[str, Part] | None:
+        """A copy of what this process has to write of the state, where several divide it: each number is in one of
+        them. None where the state is whole, or is not divided into rows of numbers; then `snapshot` has it."""
+        return None
+
     def find_not_finite(self) -> str | None:
         """A weight that training has made NaN or infinite, in whatever process it is."""
         learned = {state.name for state in self.states() if state.role in ("parameter", "statistics")}
@@ -148,6 +165,15 @@ class Engine(ABC):
         for name, array in self.state().items():
             place, step = self._place(name)
             model.set(place, array, step)
+        return model
+
+    def with_state(self, hold: Callable[[str, ir.TensorProtocol], ir.TensorProtocol]) -> Model:
+        """A copy of the training model that holds other tensors as state: those that are made of its own, by name."""
+        model = self.model.copy()
+        for name in self._carried:
+            place = model.initializer(*self._place(name))
+            assert place.const_value is not None
+            place.const_value = hold(name, place.const_value)
         return model
 
     def _place(self, name: str) -> tuple[str, int]:

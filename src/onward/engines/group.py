@@ -30,6 +30,10 @@ class Group(ABC):
     def gather(self, value: Any) -> list[Any]:
         """What each process has to say, in their order."""
 
+    def for_thread(self) -> Group:
+        """The same processes, to whom another thread talks meanwhile. All must ask for it."""
+        return self
+
     def wait(self) -> None:
         """Go on when all are here."""
         self.gather(None)

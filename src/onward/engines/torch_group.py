@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,11 @@ class TorchGroup(Group):
             atexit.register(dist.destroy_process_group)  # whose threads would outlive the interpreter
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._on_host = dist.new_group(backend="gloo") if "gloo" not in dist.get_backend() else None
+
+    def for_thread(self) -> TorchGroup:
+        other = copy.copy(self)
+        other._on_host = dist.new_group(backend="gloo")
+        return other
 
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All arrays of a type travel as one."""

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,6 +127,7 @@ def resume(
     device: str | None = None,
     strategy: Parallel | None = None,
     mesh: str | None = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
@@ -137,7 +138,7 @@ def resume(
     - `run`: its folder, or what `train` returned
     - `data`, `validation`: given again where they came from Python; else they are where they were
     - `epochs`: how many there are in all: with more of them, a run that has ended goes on
-    - `engine`, `device`, `strategy`, `mesh`: what it goes on with; as before unless given
+    - `engine`, `device`, `strategy`, `mesh`, `deepspeed_config`: what it goes on with; as before unless given
     - `callbacks`: those that are to be told, as for `train`
     - `quiet`: show no progress
     """
@@ -151,7 +152,7 @@ def resume(
             validation = own
         before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
-        config = config.shared_out(strategy, mesh).spread_over(group)
+        config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if config.precision != before.precision:

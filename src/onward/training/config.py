@@ -14,7 +14,8 @@ from onward import engines
 from onward.arguments import Range, fitting, from_text
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
-from onward.engines.group import Group
+from onward.engines.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
+from onward.engines.group import Group, current_group
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
 from onward.options import ENGINE, Parallel, RecipeOptions, RunOptions, TrainOptions, options_of
@@ -122,6 +123,10 @@ class Config(RunOptions):
     def start_engine(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
         options = {name: wanted for name, usual in _OF_ENGINES.items() if (wanted := getattr(self, name)) != usual}
+        if isinstance(self.deepspeed_config, Mapping):
+            options["deepspeed_config"] = with_batch_size(
+                self.deepspeed_config, training, self.batch_size, current_group().size
+            )
         return engines.start(training, self.steps, engine=self.engine, **options)
 
     def on_engine(self, engine: str, device: str) -> Config:
@@ -131,17 +136,28 @@ class Config(RunOptions):
         left = {name: usual for name, usual in _OF_ENGINES.items() if name != "compile"}
         return dataclasses.replace(self, **{**left, "engine": engine, "device": device})
 
+    def shared_out(self, strategy: Parallel | None, mesh: str | None, deepspeed_config: Any) -> Config:
+        """The same for processes that share the work in another way, if one is given.
+
+        A mesh, and a configuration of DeepSpeed, are part of that.
+        """
+        if strategy in (None, self.strategy) and mesh is None and deepspeed_config is None:
+            own = self.deepspeed_config
+            if isinstance(own, Mapping):  # there may be more processes now, or fewer
+                own = without_batch_size(own)
+            return dataclasses.replace(self, deepspeed_config=own)
+        kept = self.strategy if mesh is None else None
+        return dataclasses.replace(self, strategy=strategy or kept, mesh=mesh, deepspeed_config=deepspeed_config)
+
     def spread_over(self, group: Group) -> Config:
         """The same for several processes, which each have a part of every batch unless more is said."""
+        of_deepspeed = read_deepspeed_config(self.deepspeed_config)  # as it is now: a run needs nothing but its folder
+        config = dataclasses.replace(self, deepspeed_config=of_deepspeed)
         if group.size == 1:
-            return self
+            return config
         if self.engine == "jax":
-            return dataclasses.replace(self, mesh=self.mesh or "data")
-        return dataclasses.replace(self, strategy=self.strategy or ("ddp" if self.mesh is None else "tensor"))
-
-    def shared_out(self, strategy: Parallel | None, mesh: str | None) -> Config:
-        """The same for processes that share the work in another way, if one is given: a mesh is part of that."""
-        return self if strategy is None and mesh is None else dataclasses.replace(self, strategy=strategy, mesh=mesh)
+            return dataclasses.replace(config, mesh=self.mesh or "data")
+        return dataclasses.replace(config, strategy=self.strategy or ("ddp" if self.mesh is None else "tensor"))
 
     def to_json(self) -> dict[str, Any]:
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""

@@ -16,6 +16,7 @@ from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
+from onward.model.storage.divided import Writers
 from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
@@ -108,11 +109,12 @@ class Folder(Run):
     def configure(self, config: Mapping[str, Any]) -> None:
         write_file(self.path / CONFIG, write_settings(config))
 
-    def save(self, model: Model, at: Place) -> None:
-        """Keep the training model, and where the run stands, all at once."""
+    def save(self, model: Model, at: Place, writers: Writers | None = None) -> None:
+        """Keep the training model, and where the run stands, all at once; what several write is beside the file."""
         for step in model.steps:
             step.metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
-        save(model, self.path / TRAINING, self._form, shared=self._shared_files())
+        form = "data" if writers is not None and self._form == "auto" else self._form
+        save(model, self.path / TRAINING, form, shared=self._shared_files(), writers=writers)
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
@@ -182,7 +184,7 @@ class Follower(Folder):
     def configure(self, config: Mapping[str, Any]) -> None:
         pass
 
-    def save(self, model: Model, at: Place) -> None:
+    def save(self, model: Model, at: Place, writers: Writers | None = None) -> None:
         pass
 
     def export(self, model: Model, name: str) -> Path:

@@ -23,7 +23,10 @@ from typing import Any
 
 from onward.errors import DataError
 from onward.model import Model, load
+from onward.model.serde import places_of
+from onward.model.storage import goes_outside, is_external
 from onward.model.storage.files import reason, regular
+from onward.model.storage.tensor_places import inside
 from onward.training.config import EDITED, Natural, parse_json_as, read_settings
 from onward.training.export import in_form_of
 from onward.training.log import read_log
@@ -124,7 +127,14 @@ class Run:
             raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
 
     def _inference(self, model: Model) -> Model:
-        return in_form_of(load(self.path / ORIGINAL), model)
+        """The model as it was given, with other weights; one that is one file stays so, wherever these are."""
+        original = load(self.path / ORIGINAL)
+        result = in_form_of(original, model)
+        if not goes_outside(places_of(original)):
+            for place in places_of(result):
+                if (tensor := place.tensor) is not None and is_external(tensor):
+                    place.tensor = inside(tensor)
+        return result
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"

@@ -15,6 +15,7 @@ from onward.training.evaluation import Measures
 from onward.training.folder import Folder
 from onward.training.log import Log, NoLog
 from onward.training.run import BEST, Place
+from onward.training.sharded_saves import Background, ShardedSaves
 
 if TYPE_CHECKING:
     from onward.training.tensorboard import EventWriter
@@ -135,11 +136,16 @@ class Saver(Callback):
         self._saved_at = time.monotonic()
         self.saved = (at.step, at.epoch, at.batch) if at.log else None
         """Where the run stood when it was last saved: steps, epochs, batches."""
+        self._sharded: ShardedSaves | None = None
+        self._under_way: tuple[Background, tuple[int, int, int]] | None = None
+        """A save that goes on in the background, and where the run stood."""
 
     def start(self, status: Status) -> None:
         self.save(status)
 
     def step(self, status: Status) -> None:
+        if self._under_way is not None and self._under_way[0].is_done:
+            self._finish(status)
         self._save_after(self._every, status)
 
     def epoch(self, status: Status) -> None:
@@ -147,6 +153,7 @@ class Saver(Callback):
 
     def end(self, status: Status) -> None:
         """The last inference model is that of the state which was saved."""
+        self._finish(status)
         self._folder.export_last()
 
     def _save_after(self, seconds: float, status: Status) -> None:
@@ -157,19 +164,36 @@ class Saver(Callback):
             self.save(status)
 
     def save(self, status: Status) -> None:
-        """Save, unless that was done here already."""
+        """Save, unless that was done here already. What several processes hold is written while steps go on."""
         at, engine = status.place, status.engine
         here = (at.step, at.epoch, at.batch)
-        if here == self.saved:
+        if here == (self._under_way[1] if self._under_way else self.saved):
             return
+        self._finish(status)
         if at.step and (strange := engine.find_not_finite()):
             raise NotFiniteError(f"`{strange}` holds NaN or infinity after step {at.step:,}")
         for file in self.files:
             file.flush()
         self._folder.note_lengths(at)
+        self._saved_at = time.monotonic()
+        if at.step and (parts := engine.parts()) is not None:
+            self._sharded = self._sharded or ShardedSaves(self._folder, engine)
+            self._under_way = self._sharded.begin(parts, at), here
+            return
         unchanged = contextlib.nullcontext(engine.model.copy())  # whose tensors are in files
         with engine.snapshot() if at.step else unchanged as model:
             if model is not None:
                 self._folder.save(model, at)
-        self.saved, self._saved_at = here, time.monotonic()
-        status.log("save", step=at.step, best=False)
+        self._saved_at = time.monotonic()
+        self._note(status, here)
+
+    def _finish(self, status: Status) -> None:
+        """Wait for a save that is under way, if one is."""
+        if self._under_way is not None:
+            (save, here), self._under_way = self._under_way, None
+            save.finish()
+            self._note(status, here)
+
+    def _note(self, status: Status, here: tuple[int, int, int]) -> None:
+        self.saved = here
+        status.log("save", step=here[0], best=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.engines.engine import Arrays, Engine
+from onward.engines.engine import Arrays, Engine, Part
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import Results, if_finite, interpreter
 from onward.engines.group import Group, copies_of, join_group
@@ -39,6 +40,7 @@ from onward.lowering.sharing import Share, is_all_reduce, reads_statistics
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state
+from onward.model.storage import describe_tensor
 
 Tensors = dict[str, torch.Tensor]
 _LOSS = "loss of the step"
@@ -68,6 +70,7 @@ class TorchParallel(Engine):
         options["threads"] = options.get("threads") or self.group.threads
         self._framework = self._forward_framework(**options)
         self._updating = Together(self._device, self._mesh, **options)
+        self._in_rows = self.is_sharded and strategy in ("fsdp", "hybrid")
         self._manner = Manner(
             differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
         )
@@ -157,10 +160,14 @@ class TorchParallel(Engine):
 
     def _follows(self, name: str) -> str | None:
         """The parameter that state of the same shape belongs to."""
-        owner = next((s.parameter for s in self.states() if s.name == name), None)
+        owner = self._owners.get(name)
         if owner not in self._trained or name == owner:
             return None
         return owner if self._shape(name) == self._shape(owner) else None
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, str | None]:
+        return {state.name: state.parameter for state in self.states()}
 
     def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
         """State as this process has it."""
@@ -212,7 +219,7 @@ class TorchParallel(Engine):
         outputs = self._module({**state, **tensors, **self._start_first_sums(tensors)})
         last = {name: SumUnderWay(self._framework.place(outputs[name])) for name in self._last_sums}
         factor = derivative_of_common_sum() if self.loss in last else 1
-        (outputs[self.loss].sum() * factor).backward()
+        self._backward(outputs[self.loss].sum() * factor)
         outputs.update({name: total.wait() for name, total in last.items()})
         gradients = {}
         for name, x in self._update_contract.gradients.items():
@@ -230,6 +237,9 @@ class TorchParallel(Engine):
         """What this process computes with of a batch."""
         self.group.copies = copies_of(batch, self.group)
         return self._fitting(batch, inputs)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         found, parameter.grad = parameter.grad, None
@@ -297,14 +307,28 @@ class TorchParallel(Engine):
                 self.group.gather(name)
             return ir.Tensor(self._framework.owned(self._full(name)), dtype=self._carried[name].dtype)
 
-        model = self.model.copy()
-        for name, value in self._carried.items():
-            tensor, place = value.const_value, model.initializer(*self._place(name))
-            assert tensor is not None and place is not None
-            place.const_value = ir.LazyTensor(
-                functools.partial(read, name), tensor.dtype, ir.Shape(tensor.shape.numpy()), name=place.name
-            )
-        return model
+        def hold(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+            return ir.LazyTensor(functools.partial(read, name), tensor.dtype, **describe_tensor(tensor))
+
+        return self.with_state(hold)
+
+    def parts(self) -> dict[str, Part] | None:
+        if not self._in_rows or any(value.dtype and value.dtype.bitwidth < 8 for value in self._carried.values()):
+            return None
+        starts = {name: start for name in self._carried if (start := self._start_of(name)) is not None}
+        return {
+            name: Part(start, self._framework.owned(self._local(name)), math.prod(self._shape(name)))
+            for name, start in starts.items()
+        }
+
+    def _start_of(self, name: str) -> int | None:
+        """At which number of a tensor that of this process begins; None if another one has the same."""
+        if self._mesh is None or not self._is_split(name):
+            return 0 if self.group.is_first else None
+        if self._mesh.ndim > 1 and self._mesh.get_local_rank(0):
+            return None
+        rows, *columns = self._shape(name)
+        return int(_rows_of_shard(rows, self._mesh).start * math.prod(columns))
 
     @torch.no_grad()
     def find_not_finite(self) -> str | None:

@@ -21,6 +21,10 @@ def start_together(model: Model, step: Steps = None, *, strategy: str | None = N
             f"with `{strategy}`, there is no mesh to divide tensors",
             hint='take `strategy="tensor"` (`--strategy tensor`), or leave `mesh` and `shard` out',
         )
+    if strategy == "deepspeed":
+        from onward.engines.torch.deepspeed import TorchDeepSpeed
+
+        return TorchDeepSpeed(model, step, strategy=strategy, **options)
     if join_group(options.get("device", "cpu")).size == 1:
         return TorchParallel(model, step, strategy="ddp", **options)
     if strategy == "tensor":

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from onward.model.storage.divided import DividedTensor, Writers, write_part
 from onward.model.storage.files import PAGE, flush, listing
 from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head
 from onward.model.storage.open_files import HeldTensor, let_go
@@ -39,6 +40,7 @@ def write_data(
     target: Path,
     transaction: Transaction,
     shard_bytes: int | None,
+    writers: Writers | None = None,
 ) -> dict[Place, ir.TensorProtocol]:
     """Write what goes outside, one tensor at a time; what the places will hold."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
@@ -51,6 +53,8 @@ def write_data(
         with file:
             sink = Sink(file)
             head, offsets = layout(shard)
+            if writers is not None:
+                writers.start(path, {x.tensor.key: at for x, at in offsets if isinstance(x.tensor, DividedTensor)})
             file.write(head)
             for piece, offset in offsets:
                 sink.seek(offset)
@@ -142,6 +146,11 @@ def _copy(tensor: ir.TensorProtocol, sink: Sink) -> None:
 def _put(tensor: ir.TensorProtocol, sink: Sink) -> None:
     if isinstance(tensor, HeldTensor):
         tensor.source.pour(tensor.offset or 0, tensor.nbytes, sink)
+    elif isinstance(tensor, DividedTensor):
+        end = sink.tell() + tensor.nbytes
+        if tensor.part is not None:
+            write_part(sink, sink.tell(), tensor.part)
+        sink.seek(end)
     elif isinstance(tensor, ir.LazyTensor):
         _put(tensor.raw(), sink)
         let_go()  # of what it was computed from

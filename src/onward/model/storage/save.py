@@ -17,6 +17,7 @@ from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.data import is_own, spared_bytes, write_data
+from onward.model.storage.divided import Writers
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.open_files import hold_open
@@ -49,6 +50,7 @@ def save(
     shard_bytes: int | None = None,
     shared: Set[Path] | None = None,
     also: Iterable[Place] = (),
+    writers: Writers | None = None,
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
@@ -74,6 +76,8 @@ def save(
     copying them. There, what the replaced model used is removed by the next save, when nobody still reads it.
 
     `also` are places of another model, whose tensors go into the data file beside this one, and are in it afterwards.
+
+    `writers` are other processes, which write their parts of divided tensors into the same data file.
     """
     if external not in get_args(External):
         raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
@@ -83,10 +87,12 @@ def save(
         old = _replaced_files(target)
         plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
         moved = {place: tensor for place, tensor in others.items() if _is_large(place, tensor, threshold_bytes)}
-        data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes)
+        data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers)
         future = plan.kept | plan.embedded | data
         with _holding({place: future[place] for place in tensors if place in future}):
             payload, used = _serialise(to_proto(), target, old)
+        if writers is not None:
+            writers.finish()
         transaction.commit(payload)
     for place, tensor in others.items():
         if place in moved:
