@@ -29,6 +29,8 @@ from common import fill_in, keep
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import WORKLOADS, Workload, on_onward, on_torch
+from workloads.torch_images import Block
+from workloads.torch_sequences import Layer
 
 import onward
 
@@ -44,10 +46,9 @@ def share(workload: Workload) -> Workload:
 
 
 def by_hand(workload: Workload, folder: Path, strategy: str) -> Callable[[Any, Any], float]:
-    module = on_torch.MODELS[workload.model]()
-    on_torch.load_weights(module, folder)
+    module = on_torch.trainable_module(workload, folder)
     if strategy == "fsdp":
-        blocks = [part for part in module.modules() if isinstance(part, (on_torch.Layer, on_torch.Block))]
+        blocks = [part for part in module.modules() if isinstance(part, (Layer, Block))]
         for block in blocks:
             fully_shard(block)
         wrapped: Any = fully_shard(module)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,124 +18,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from workloads import (
-    CLASSES,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    MODEL,
-    THREADS,
-    VOCABULARY,
-    WEIGHTS,
-    WIDTH,
-    WORKLOADS,
-    Step,
-    Workload,
-)
+from workloads import MODEL, WEIGHTS, WORKLOADS, Step, Workload
+from workloads.architectures import Adapters
+from workloads.torch_images import MLP, LeNet, MobileNet, ResNet
+from workloads.torch_sequences import Adapted, LanguageModel, Tagger, TextClassifier, VisionTransformer
 
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(784, 512)
-        self.fc2 = nn.Linear(512, 256)
-        self.fc3 = nn.Linear(256, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
-
-
-class LeNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 6, 5, padding=2)
-        self.conv2 = nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(400, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x.flatten(1))))))
-
-
-class Block(nn.Module):
-    """Two convolutions, and a way around them."""
-
-    def __init__(self, before: int, after: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(after)
-        self.changes = before != after
-        if self.changes:
-            self.conv3 = nn.Conv2d(before, after, 1, stride, bias=False)
-            self.norm3 = nn.BatchNorm2d(after)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        around = self.norm3(self.conv3(x)) if self.changes else x
-        return F.relu(self.norm2(self.conv2(y)) + around)
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(16)
-        self.block1 = Block(16, 16, 1)
-        self.block2 = Block(16, 32, 2)
-        self.block3 = Block(32, 64, 2)
-        self.head = nn.Linear(64, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm(self.conv(x)))
-        x = self.block3(self.block2(self.block1(x)))
-        return self.head(x.mean((2, 3)))
-
-
-class Layer(nn.Module):
-    """Attention, then an MLP, each behind a LayerNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.project = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.project(self.attend(self.norm1(x)))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        n, length, _ = x.shape
-        q, k, v = (part.view(n, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).split(WIDTH, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(n, length, WIDTH)
-
-
-class GPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.empty(LENGTH, WIDTH).normal_(std=0.02))
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-MODELS = {"mlp": MLP, "lenet": LeNet, "resnet": ResNet, "gpt": GPT}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": MLP,
+    "lenet": LeNet,
+    "resnet8": partial(ResNet, "resnet8"),
+    "resnet18": partial(ResNet, "resnet18"),
+    "mobilenet": MobileNet,
+    "gpt": LanguageModel,
+    "vit": VisionTransformer,
+    "distilbert": TextClassifier,
+    "tagger": Tagger,
+}
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "momentum": torch.optim.SGD,
@@ -141,11 +42,20 @@ OPTIMIZERS = {
 }
 
 
-def load(workload: Workload, folder: Path, *, fused: bool | None = None, compiled: bool = False) -> Step:
-    torch.set_num_threads(THREADS)
-    module = MODELS[workload.model]()
-    load_weights(module, folder)
-    optimizer = OPTIMIZERS[workload.optimizer](module.parameters(), fused=fused, **workload.rates)
+def load(
+    workload: Workload,
+    folder: Path,
+    threads: int,
+    *,
+    fused: bool | None = None,
+    compiled: bool = False,
+    channels_last: bool = False,
+) -> Step:
+    torch.set_num_threads(threads)
+    layout = torch.channels_last if channels_last else torch.preserve_format
+    module = trainable_module(workload, folder).to(memory_format=layout)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = OPTIMIZERS[workload.optimizer](trained, fused=fused, **workload.rates)
 
     def update(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -157,12 +67,30 @@ def load(workload: Workload, folder: Path, *, fused: bool | None = None, compile
 
     if compiled:
         update = torch.compile(update)
-    return lambda x, labels: update(torch.from_numpy(x), torch.from_numpy(labels)).item()
+    return lambda x, labels: update(
+        torch.from_numpy(x).contiguous(memory_format=layout), torch.from_numpy(labels)
+    ).item()
 
 
-def load_weights(module: nn.Module, folder: Path) -> None:
+def trainable_module(workload: Workload, folder: Path) -> nn.Module:
+    """With its weights, and only what is trained open to it."""
+    module = MODELS[workload.model]()
+    if workload.adapters:
+        add_adapters(module, workload.adapters)
     with np.load(folder / WEIGHTS) as weights:
         module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(workload.trains(name))
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d) and not part.weight.requires_grad:
+            part.eval()
+    return module
+
+
+def add_adapters(module: nn.Module, adapters: Adapters) -> None:
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, nn.Linear) and fnmatch(name, adapters.targets):
+            module.set_submodule(name, Adapted(layer, adapters))
 
 
 def export(workload: Workload, folder: Path) -> None:
@@ -175,7 +103,6 @@ def export(workload: Workload, folder: Path) -> None:
     with torch.no_grad():  # it also takes equal tensors, such as biases that are all 0, for one
         for parameter in module.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
-    np.savez(folder / WEIGHTS, **{name: value.numpy() for name, value in module.state_dict().items()})
     example = torch.from_numpy(workload.batches()[0][0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -185,6 +112,12 @@ def export(workload: Workload, folder: Path) -> None:
             dynamo=True, verbose=False, optimize=False,
         )  # fmt: skip
         logging.disable(logging.NOTSET)
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
+    if workload.adapters:
+        from workloads.on_onward import initial_adapters
+
+        weights |= initial_adapters(workload.adapters, folder)
+    np.savez(folder / WEIGHTS, **weights)
 
 
 if __name__ == "__main__":
