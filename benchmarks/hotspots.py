@@ -74,7 +74,9 @@ def main() -> None:
     given = parser.parse_args()
     steps = given.steps or (30 if given.workload in SMALL else 5)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "workloads.on_torch", given.workload, folder], cwd=HERE, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "workloads.on_torch.export", given.workload, folder], cwd=HERE, check=True
+        )
         report(profiled(WORKLOADS[given.workload], Path(folder), steps, given.threads), given.rows)
 
 

@@ -29,8 +29,9 @@ from common import fill_in, keep
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import WORKLOADS, Workload, on_onward, on_torch
-from workloads.torch_images import Block
-from workloads.torch_sequences import Layer
+from workloads.on_torch.export import export
+from workloads.on_torch.images import Block
+from workloads.on_torch.sequences import Layer
 
 import onward
 
@@ -136,7 +137,7 @@ def main() -> None:
         folder = Path(place)
         for name in NAMES:
             (folder / name).mkdir()
-            on_torch.export(share(WORKLOADS[name]), folder / name)
+            export(share(WORKLOADS[name]), folder / name)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
         subprocess.run([*command, __file__, "--worker", place], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found = json.loads((folder / "found.json").read_text())

@@ -50,7 +50,7 @@ PASSES: dict[str, tuple[str, Any]] = {
 
 def measured(workload: Workload, folder: Path, rounds: int) -> dict[str, float]:
     """The seconds of a step: `""` as it is, the others without one pass, except those that change nothing for it."""
-    subprocess.run([sys.executable, "-m", "workloads.on_torch", workload.name, folder], cwd=HERE, check=True)
+    subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
     steps = {"": _step(workload, folder)}
     for title, (name, replacement) in PASSES.items():
         with mock.patch(name, replacement):

@@ -97,12 +97,12 @@ class Worker:
 def measured(
     workload: Workload, contenders: list[str], threads: int, *, rounds: int | None = None, starts: int = STARTS
 ) -> dict[str, Any]:
-    """What each contender needs for a workload: seconds of a step in each turn, seconds until the first is done, bytes."""
+    """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes."""
     contenders = [name for name in contenders if ALL[name].takes(workload)]
     is_small = workload.name in SMALL
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        subprocess.run([sys.executable, "-m", "workloads.on_torch", workload.name, folder], cwd=HERE, check=True)
+        subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
         earlier = {name: [_started(workload, name, folder, threads) for _ in range(starts - 1)] for name in contenders}
         workers = [Worker(workload, name, folder, threads) for name in contenders]
         try:

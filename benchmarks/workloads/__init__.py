@@ -1,11 +1,11 @@
 """What the benchmark of training trains: models, batches and optimizers, said once for all frameworks.
 
-Each framework has a file here, with the models hand-written as its users write them beside it, and a function
+Each framework has a folder here, with the models hand-written as its users write them, and a function
 
     load(workload, folder, threads, **variant) -> step,    step(x, labels) -> loss
 
-whose models start from the weights in `folder`, which `on_torch.export` writes. Nothing here imports a framework: what
-a worker imports is part of what is measured.
+whose models start from the weights in `folder`, which `on_torch/export.py` writes. Nothing here imports a framework:
+what a worker imports is part of what is measured.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""The workloads in PyTorch. The same modules are exported to ONNX, and all others start from their weights.
-
-python -m workloads.on_torch WORKLOAD FOLDER         # writes both
-"""
+"""The workloads in PyTorch. The same modules are exported to ONNX, and all others start from their weights."""
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
@@ -18,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from workloads import MODEL, WEIGHTS, WORKLOADS, Step, Workload
+from workloads import WEIGHTS, Step, Workload
 from workloads.architectures import Adapters
-from workloads.torch_images import MLP, LeNet, MobileNet, ResNet
-from workloads.torch_sequences import Adapted, LanguageModel, Tagger, TextClassifier, VisionTransformer
+from workloads.on_torch.images import MLP, LeNet, MobileNet, ResNet
+from workloads.on_torch.sequences import Adapted, LanguageModel, Tagger, TextClassifier, VisionTransformer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": MLP,
@@ -91,34 +85,3 @@ def add_adapters(module: nn.Module, adapters: Adapters) -> None:
     for name, layer in list(module.named_modules()):
         if isinstance(layer, nn.Linear) and fnmatch(name, adapters.targets):
             module.set_submodule(name, Adapted(layer, adapters))
-
-
-def export(workload: Workload, folder: Path) -> None:
-    """Write the weights to start from, and the model with them as an ONNX file.
-
-    Unoptimized: the exporter would fold normalizations into convolutions, and that is another model to train.
-    """
-    torch.manual_seed(0)
-    module = MODELS[workload.model]().eval()
-    with torch.no_grad():  # it also takes equal tensors, such as biases that are all 0, for one
-        for parameter in module.parameters():
-            parameter.add_(1e-3 * torch.randn_like(parameter))
-    example = torch.from_numpy(workload.batches()[0][0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        torch.onnx.export(
-            module, (example,), folder / MODEL, input_names=["x"], output_names=["logits"],
-            dynamo=True, verbose=False, optimize=False,
-        )  # fmt: skip
-        logging.disable(logging.NOTSET)
-    weights = {name: value.numpy() for name, value in module.state_dict().items()}
-    if workload.adapters:
-        from workloads.on_onward import initial_adapters
-
-        weights |= initial_adapters(workload.adapters, folder)
-    np.savez(folder / WEIGHTS, **weights)
-
-
-if __name__ == "__main__":
-    export(WORKLOADS[sys.argv[1]], Path(sys.argv[2]))
