@@ -39,7 +39,7 @@ def main() -> None:
         results[name] = {}
         for peer, ours in PAIRS.items():
             rounds = 2 if given.quick else None
-            results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), rounds=rounds, starts=1)
+            results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), rounds=rounds, once=True)
         print(table({name: results[name]}), end="\n\n", flush=True)
     if not given.quick and set(results) == set(SMALL):
         keep({"engines": results})

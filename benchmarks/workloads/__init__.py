@@ -75,9 +75,7 @@ _SMALL = [
 _GENTLE_MOMENTUM, _GENTLE_ADAMW = {"lr": 1e-3, "momentum": 0.9}, {"lr": 1e-5, "weight_decay": 0.01}
 _LARGE = [
     Workload("resnet18", "ResNet-18, 224x224, batch 16, momentum", "resnet18", "momentum", _GENTLE_MOMENTUM, 16, 1),
-    Workload(
-        "mobilenet", "MobileNetV3-large, 224x224, batch 16, momentum", "mobilenet", "momentum", _GENTLE_MOMENTUM, 16, 1
-    ),
+    Workload("mobilenet", "MobileNetV3-large, 224x224, batch 16, momentum", "mobilenet", "momentum", _MOMENTUM, 16, 1),
     Workload("vit", "ViT-tiny, 224x224, batch 8, AdamW", "vit", "adamw", _GENTLE_ADAMW, 8, 2),
     Workload("distilbert", "DistilBERT, 8 x 128 tokens, AdamW", "distilbert", "adamw", _GENTLE_ADAMW, 8, 1),
     Workload("gru", "tagger with a GRU of 2 x 256, 32 x 64 tokens, AdamW", "tagger", "adamw", _ADAMW, 32, 3),

@@ -18,6 +18,11 @@ class Contender:
     channels_last: bool = False
     """Whether batches and weights are laid out so before it gets them."""
 
+    @property
+    def keeps_compiled(self) -> bool:
+        """On disk, for the next start."""
+        return "compiled" in self.variant
+
     def takes(self, workload: Workload) -> bool:
         """A layout for convolutions is another contender only where there are some."""
         return "channels_last" not in self.variant or workload.model in CONVOLUTIONAL

@@ -22,7 +22,7 @@ def training_model(workload: Workload, folder: Path) -> onward.Model:
         optimizer=f"{workload.optimizer}:{rates}",
         variance="sample",
         lora=_lora(workload.adapters) if workload.adapters else None,
-        trainable=None if workload.adapters else list(workload.trained),
+        trainable=None if workload.adapters or workload.trained == ("*",) else list(workload.trained),
     )
 
 
