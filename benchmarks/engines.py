@@ -9,10 +9,12 @@ The peers are those of training.py, compiled; the two of a framework take turns.
 from __future__ import annotations
 
 import argparse
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from common import fill_in, keep
-from training import measured
+from training import measured, prepare
 from training_tables import milliseconds, ratio
 from workloads import SMALL, WORKLOADS, cores
 from workloads.contenders import ALL
@@ -38,8 +40,10 @@ def main() -> None:
     for name in given.only:
         results[name] = {}
         for peer, ours in PAIRS.items():
-            rounds = 2 if given.quick else None
-            results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), rounds=rounds, once=True)
+            with tempfile.TemporaryDirectory() as place:
+                prepare(WORKLOADS[name], [], cores(), Path(place))
+                rounds = 2 if given.quick else None
+                results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), Path(place), rounds=rounds)
         print(table({name: results[name]}), end="\n\n", flush=True)
     if not given.quick and set(results) == set(SMALL):
         keep({"engines": results})

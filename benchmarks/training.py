@@ -1,7 +1,7 @@
 """Time, start and memory of training, against PyTorch, JAX and TensorFlow, all doing the same work.
 
     python benchmarks/training.py                # all, as `make bench` does
-    python benchmarks/training.py --only vit,lora --threads 4          # measures these rows anew
+    python benchmarks/training.py --only vit,lora --threads 4 --folder made      # these rows, and sooner the next time
     python benchmarks/training.py --quick --only mlp_adam,gpt --contenders onward,torch      # only prints
 
 Each contender is a process of its own that waits for its turn, so that no thread of one disturbs another. All start
@@ -24,7 +24,7 @@ from typing import Any
 
 from common import fill_in, keep, kept, machine
 from training_tables import by_size, tables
-from workloads import SMALL, WORKLOADS, Workload, cores
+from workloads import SMALL, WEIGHTS, WORKLOADS, Workload, cores
 from workloads.contenders import ALL, CONTENDERS
 
 HERE = Path(__file__).parent
@@ -92,48 +92,45 @@ class Worker:
         return json.loads(line)
 
 
-def measured(
-    workload: Workload, contenders: list[str], threads: int, *, rounds: int | None = None, once: bool = False
-) -> dict[str, Any]:
-    """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes.
+def prepare(workload: Workload, contenders: list[str], threads: int, folder: Path) -> None:
+    """Write what all start from, unless that was done before, and start once those whose next start is not alike.
 
-    The start that counts is the second: by then files are in memory, and torch.compile finds what it compiled before.
-    Where only that matters, as starts are long, others have only one. With `once`, all do.
+    Then files are in memory, and torch.compile finds what it has compiled. Where starts are long only that matters.
     """
-    contenders = [name for name in contenders if ALL[name].takes(workload)]
-    is_small = workload.name in SMALL
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
-        early = [name for name in contenders if not once and (is_small or ALL[name].keeps_compiled)]
-        earlier = {name: _started(workload, name, folder, threads) for name in early}
-        workers = [Worker(workload, name, folder, threads) for name in contenders]
-        try:
+    if (folder / WEIGHTS).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
+    for name in contenders:
+        if workload.name in SMALL or ALL[name].keeps_compiled:
+            Worker(workload, name, folder, threads).close()
+
+
+def measured(
+    workload: Workload, contenders: list[str], threads: int, folder: Path, *, rounds: int | None = None
+) -> dict[str, Any]:
+    """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes."""
+    workers = [Worker(workload, name, folder, threads) for name in contenders]
+    try:
+        for worker in workers:
+            worker.train(COMPARED - 1)
+        _compare(workload, workers)
+        is_small = workload.name in SMALL
+        for _ in range(rounds or ROUNDS[is_small]):
             for worker in workers:
-                worker.train(COMPARED - 1)
-            _compare(workload, workers)
-            for _ in range(rounds or ROUNDS[is_small]):
-                for worker in workers:
-                    _take_turn(worker, workload.steps, warms_up=is_small)
-        finally:
-            for worker in workers:
-                worker.close()
+                _take_turn(worker, workload.steps, warms_up=is_small)
+    finally:
+        for worker in workers:
+            worker.close()
     return {
         worker.name: {
             "rounds": worker.rounds,
             "fastest": worker.fastest,
             "start": worker.start,
-            "earlier_start": earlier.get(worker.name),
             "memory": worker.memory,
         }
         for worker in workers
     }
-
-
-def _started(workload: Workload, contender: str, folder: Path, threads: int) -> float:
-    worker = Worker(workload, contender, folder, threads)
-    worker.close()
-    return worker.start
 
 
 def _take_turn(worker: Worker, steps: int, *, warms_up: bool) -> None:
@@ -155,16 +152,21 @@ def _compare(workload: Workload, workers: list[Worker]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and one start; prints, and writes nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; prints, and writes nothing")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(WORKLOADS), metavar="WORKLOAD,...")
     parser.add_argument(
         "--contenders", type=lambda text: text.split(","), default=list(CONTENDERS), metavar="CONTENDER,..."
     )
     parser.add_argument("--threads", type=int, default=cores(), help="all cores unless given")
+    parser.add_argument("--folder", type=Path, help="where exported and compiled models stay for the next time")
     given = parser.parse_args()
-    hurry = {"rounds": 2, "once": True} if given.quick else {}
     for name in given.only:
-        row = measured(WORKLOADS[name], given.contenders, given.threads, **hurry)
+        workload = WORKLOADS[name]
+        contenders = [contender for contender in given.contenders if ALL[contender].takes(workload)]
+        with tempfile.TemporaryDirectory() as place:
+            folder = (given.folder or Path(place)).resolve() / name
+            prepare(workload, contenders, given.threads, folder)
+            row = measured(workload, contenders, given.threads, folder, rounds=2 if given.quick else None)
         result = {name: {"on": machine(given.threads), "contenders": row}}
         print(tables(result), end="\n\n", flush=True)
         if not given.quick:
