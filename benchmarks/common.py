@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import statistics
@@ -52,6 +53,19 @@ def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
             run()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine(threads: int) -> str:
+    """The processor, and how much of it is used."""
+    described = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", described.read_text(), re.MULTILINE) if described.exists() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name}, {threads} threads, {os.cpu_count()} cores"
+
+
+def kept(name: str) -> dict[str, Any]:
+    """What results.json has of a benchmark."""
+    return json.loads(RESULTS.read_text()).get(name, {}) if RESULTS.exists() else {}
 
 
 def keep(results: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common import fill_in, keep
-from training import ROUNDS, measured
-from workloads import WORKLOADS
+from training import measured, prepare
+from training_tables import milliseconds, ratio
+from workloads import SMALL, WORKLOADS, cores
 from workloads.contenders import ALL
 
 PAIRS = {"torch_compile": "onward_torch", "jax": "onward_jax", "tensorflow": "onward_tensorflow"}
@@ -25,7 +26,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     titles = [f"{ALL[ours].title} (ratio to {ALL[peer].title})" for peer, ours in PAIRS.items()]
     lines = ["| ms a step | " + " | ".join(titles) + " |", "|---" * (len(PAIRS) + 1) + "|"]
     for name, row in results.items():
-        cells = (f"{row[ours]['step'] * 1e3:.2f} ({row[ours]['ratio']:.2f})" for ours in PAIRS.values())
+        cells = (f"{milliseconds(row[ours]):.2f} ({ratio(row[ours], row[peer]):.2f})" for peer, ours in PAIRS.items())
         lines.append(f"| {WORKLOADS[name].title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -33,17 +34,18 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(WORKLOADS), metavar="WORKLOAD,...")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SMALL), metavar="WORKLOAD,...")
     given = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     for name in given.only:
         results[name] = {}
         for peer, ours in PAIRS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                rounds = 2 if given.quick else ROUNDS
-                results[name] |= measured(WORKLOADS[name], [peer, ours], Path(folder), rounds, 1, base=peer)
+            with tempfile.TemporaryDirectory() as place:
+                prepare(WORKLOADS[name], [], cores(), Path(place))
+                rounds = 2 if given.quick else None
+                results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), Path(place), rounds=rounds)
         print(table({name: results[name]}), end="\n\n", flush=True)
-    if not given.quick and set(results) == set(WORKLOADS):
+    if not given.quick and set(results) == set(SMALL):
         keep({"engines": results})
         fill_in("engines", table(results))
 

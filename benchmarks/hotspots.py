@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
-from workloads import THREADS, WORKLOADS, Workload
+from workloads import SMALL, WORKLOADS, Workload, cores
 
 from lowered import LoweredStep
 
 HERE = Path(__file__).parent
-WARM, STEPS = 5, 30
+WARM = 2
 
 
-def profiled(workload: Workload, folder: Path) -> list[dict[str, Any]]:
-    """The events of `STEPS` steps, after some that warm up."""
+def profiled(workload: Workload, folder: Path, steps: int, threads: int) -> list[dict[str, Any]]:
+    """The events of so many steps, after some that warm up."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = threads
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     step = LoweredStep(workload, folder, options)
-    for _ in range(WARM + STEPS):
+    for _ in range(WARM + steps):
         step()
     events = json.loads(Path(step.session.end_profiling()).read_text())
     runs = [event for event in events if event["name"] == "model_run"]
@@ -69,10 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--steps", type=int, help="30, or 5 of a model in its real size")
+    parser.add_argument("--threads", type=int, default=cores())
     given = parser.parse_args()
+    steps = given.steps or (30 if given.workload in SMALL else 5)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "workloads.on_torch", given.workload, folder], cwd=HERE, check=True)
-        report(profiled(WORKLOADS[given.workload], Path(folder)), given.rows)
+        subprocess.run(
+            [sys.executable, "-m", "workloads.on_torch.export", given.workload, folder], cwd=HERE, check=True
+        )
+        report(profiled(WORKLOADS[given.workload], Path(folder), steps, given.threads), given.rows)
 
 
 if __name__ == "__main__":

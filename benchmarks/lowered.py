@@ -25,7 +25,9 @@ class LoweredStep:
             node.name = node.output[0]
         self.nodes = len(proto.graph.node)
         self.content = proto.SerializeToString(deterministic=True)
-        self.session = ort.InferenceSession(self.content, options, providers=["CPUExecutionProvider"])
+        path = folder / "lowered.onnx"  # beside the weights, to which those that are not trained still refer
+        path.write_bytes(self.content)
+        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         stored = {value.name: value.const_value for value in model.initializers()}
         self._state = {name: ort.OrtValue.ortvalue_from_numpy(stored[name].numpy()) for name in contract.state}
         self._batches = itertools.cycle(workload.batches())

@@ -29,6 +29,9 @@ from common import fill_in, keep
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import WORKLOADS, Workload, on_onward, on_torch
+from workloads.on_torch.export import export
+from workloads.on_torch.images import Block
+from workloads.on_torch.sequences import Layer
 
 import onward
 
@@ -44,10 +47,9 @@ def share(workload: Workload) -> Workload:
 
 
 def by_hand(workload: Workload, folder: Path, strategy: str) -> Callable[[Any, Any], float]:
-    module = on_torch.MODELS[workload.model]()
-    on_torch.load_weights(module, folder)
+    module = on_torch.trainable_module(workload, folder)
     if strategy == "fsdp":
-        blocks = [part for part in module.modules() if isinstance(part, (on_torch.Layer, on_torch.Block))]
+        blocks = [part for part in module.modules() if isinstance(part, (Layer, Block))]
         for block in blocks:
             fully_shard(block)
         wrapped: Any = fully_shard(module)
@@ -135,7 +137,7 @@ def main() -> None:
         folder = Path(place)
         for name in NAMES:
             (folder / name).mkdir()
-            on_torch.export(share(WORKLOADS[name]), folder / name)
+            export(share(WORKLOADS[name]), folder / name)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
         subprocess.run([*command, __file__, "--worker", place], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found = json.loads((folder / "found.json").read_text())

@@ -18,7 +18,7 @@ from unittest import mock
 
 import onnxruntime as ort
 from common import fill_in, keep
-from workloads import WORKLOADS, Workload
+from workloads import SMALL, WORKLOADS, Workload
 
 from lowered import LoweredStep
 
@@ -50,7 +50,7 @@ PASSES: dict[str, tuple[str, Any]] = {
 
 def measured(workload: Workload, folder: Path, rounds: int) -> dict[str, float]:
     """The seconds of a step: `""` as it is, the others without one pass, except those that change nothing for it."""
-    subprocess.run([sys.executable, "-m", "workloads.on_torch", workload.name, folder], cwd=HERE, check=True)
+    subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
     steps = {"": _step(workload, folder)}
     for title, (name, replacement) in PASSES.items():
         with mock.patch(name, replacement):
@@ -105,15 +105,17 @@ def _slower(without: float, as_it_is: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; else all")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; else the small ones"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
     results = {}
-    for name in given.workloads or WORKLOADS:
+    for name in given.workloads or SMALL:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measured(WORKLOADS[name], Path(folder), given.rounds)
         print(table({name: results[name]}), end="\n\n", flush=True)
-    if set(results) == set(WORKLOADS):
+    if set(results) == set(SMALL):
         keep({"passes": results})
         fill_in("passes", table(results))
 

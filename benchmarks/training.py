@@ -1,10 +1,12 @@
 """Time, start and memory of training, against PyTorch, JAX and TensorFlow, all doing the same work.
 
-    python benchmarks/training.py                # all, as `make bench` does; the tables go to docs/benchmarks.md
+    python benchmarks/training.py                # all, as `make bench` does
+    python benchmarks/training.py --only vit,lora --threads 4 --folder made      # these rows, and sooner the next time
     python benchmarks/training.py --quick --only mlp_adam,gpt --contenders onward,torch      # only prints
 
 Each contender is a process of its own that waits for its turn, so that no thread of one disturbs another. All start
 from the same weights and see the same batches, and before anything is timed their first losses must be the same.
+Rows are kept in results.json, and the tables of docs/benchmarks.md are written from all that are there.
 """
 
 from __future__ import annotations
@@ -20,36 +22,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import fill_in, keep
-from workloads import THREADS, WORKLOADS, Workload
+from common import fill_in, keep, kept, machine
+from training_tables import by_size, tables
+from workloads import SMALL, WEIGHTS, WORKLOADS, Workload, cores
 from workloads.contenders import ALL, CONTENDERS
 
 HERE = Path(__file__).parent
-ROUNDS = 9
-STARTS = 2
-"""The last counts: by then files are in memory, and torch.compile finds what it has compiled before."""
+ROUNDS = {True: 9, False: 5}
+"""For small models, and for others, whose steps are long enough to be alike."""
 COMPARED = 5
 """Steps whose losses must agree."""
 TOLERANCE = 1e-3
-BASE = "torch"
 
 
 class Worker:
     """A contender that has done its first step."""
 
-    def __init__(self, workload: Workload, contender: str, folder: Path):
+    def __init__(self, workload: Workload, contender: str, folder: Path, threads: int):
         self.name = contender
         self._errors = folder / f"{contender}.log"
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": str(THREADS),
+            "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
             "PYTHONDONTWRITEBYTECODE": "",  # Onward runs from its sources, all others as installed, which compiles
         }
-        command = [sys.executable, "-m", "workloads.worker", workload.name, contender, folder]
+        command = [sys.executable, "-m", "workloads.worker", workload.name, contender, folder, str(threads)]
         start = time.perf_counter()
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -91,47 +92,52 @@ class Worker:
         return json.loads(line)
 
 
+def prepare(workload: Workload, contenders: list[str], threads: int, folder: Path) -> None:
+    """Write what all start from, unless that was done before, and start once those whose next start is not alike.
+
+    Then files are in memory, and torch.compile finds what it has compiled. Where starts are long only that matters.
+    """
+    if (folder / WEIGHTS).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
+    for name in contenders:
+        if workload.name in SMALL or ALL[name].keeps_compiled:
+            Worker(workload, name, folder, threads).close()
+
+
 def measured(
-    workload: Workload, contenders: list[str], folder: Path, rounds: int, starts: int, base: str = BASE
+    workload: Workload, contenders: list[str], threads: int, folder: Path, *, rounds: int | None = None
 ) -> dict[str, Any]:
-    """What each contender needs for a workload: seconds a step, seconds until the first is done, bytes."""
-    _exported(workload, folder)
-    earlier = {name: [_started_once(workload, name, folder) for _ in range(starts - 1)] for name in contenders}
-    workers = [Worker(workload, name, folder) for name in contenders]
+    """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes."""
+    workers = [Worker(workload, name, folder, threads) for name in contenders]
     try:
         for worker in workers:
             worker.train(COMPARED - 1)
         _compare(workload, workers)
-        for _ in range(rounds):
+        is_small = workload.name in SMALL
+        for _ in range(rounds or ROUNDS[is_small]):
             for worker in workers:
-                seconds = worker.train(workload.steps + 1)
-                worker.rounds.append(statistics.median(seconds[1:]))  # the first finds what others left in the caches
-                worker.fastest = min(worker.fastest, *seconds)
+                _take_turn(worker, workload.steps, warms_up=is_small)
     finally:
         for worker in workers:
             worker.close()
-    peer = next((worker for worker in workers if worker.name == base), None)
     return {
         worker.name: {
-            "step": statistics.median(worker.rounds),
-            "ratio": _ratio(worker, peer) if peer else None,
+            "rounds": worker.rounds,
             "fastest": worker.fastest,
             "start": worker.start,
-            "earlier_starts": earlier[worker.name],
             "memory": worker.memory,
         }
         for worker in workers
     }
 
 
-def _exported(workload: Workload, folder: Path) -> None:
-    subprocess.run([sys.executable, "-m", "workloads.on_torch", workload.name, folder], cwd=HERE, check=True)
-
-
-def _started_once(workload: Workload, contender: str, folder: Path) -> float:
-    worker = Worker(workload, contender, folder)
-    worker.close()
-    return worker.start
+def _take_turn(worker: Worker, steps: int, *, warms_up: bool) -> None:
+    """The first step finds what others left in the caches, which counts where steps are short."""
+    seconds = worker.train(steps + warms_up)
+    worker.rounds.append(statistics.median(seconds[warms_up:]))
+    worker.fastest = min(worker.fastest, *seconds)
 
 
 def _compare(workload: Workload, workers: list[Worker]) -> None:
@@ -144,51 +150,30 @@ def _compare(workload: Workload, workers: list[Worker]) -> None:
                 )
 
 
-def _ratio(worker: Worker, base: Worker) -> float:
-    """Turn by turn, so that what the machine does meanwhile counts for both."""
-    return statistics.median(a / b for a, b in zip(worker.rounds, base.rounds, strict=True))
-
-
-def table(results: dict[str, Any], what: str, shown: Any) -> str:
-    names = list(next(iter(results.values())))
-    titles = [ALL[name].title for name in names]
-    lines = [f"| {what} | " + " | ".join(titles) + " |", "|---" * (len(names) + 1) + "|"]
-    for workload, row in results.items():
-        lines.append(f"| {WORKLOADS[workload].title} | " + " | ".join(shown(row[name]) for name in names) + " |")
-    return "\n".join(lines)
-
-
-def tables(results: dict[str, Any]) -> str:
-    def step(row: dict[str, Any]) -> str:
-        ratio = f" ({row['ratio']:.2f})" if row["ratio"] is not None else ""
-        return f"{row['step'] * 1e3:.2f}{ratio}"
-
-    return "\n\n".join(
-        [
-            table(results, f"ms a step (ratio to {CONTENDERS[BASE].title})", step),
-            table(results, "s to the end of the first step", lambda row: f"{row['start']:.2f}"),
-            table(results, "MB at most", lambda row: f"{row['memory'] / 1e6:.0f}"),
-        ]
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and one start")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; prints, and writes nothing")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(WORKLOADS), metavar="WORKLOAD,...")
     parser.add_argument(
         "--contenders", type=lambda text: text.split(","), default=list(CONTENDERS), metavar="CONTENDER,..."
     )
+    parser.add_argument("--threads", type=int, default=cores(), help="all cores unless given")
+    parser.add_argument("--folder", type=Path, help="where exported and compiled models stay for the next time")
     given = parser.parse_args()
-    results = {}
     for name in given.only:
-        with tempfile.TemporaryDirectory() as folder:
-            rounds, starts = (2, 1) if given.quick else (ROUNDS, STARTS)
-            results[name] = measured(WORKLOADS[name], given.contenders, Path(folder), rounds, starts)
-        print(tables({name: results[name]}), end="\n\n", flush=True)
-    if not given.quick and set(results) == set(WORKLOADS) and given.contenders == list(CONTENDERS):
-        keep({"training": results})
-        fill_in("training", tables(results))
+        workload = WORKLOADS[name]
+        contenders = [contender for contender in given.contenders if ALL[contender].takes(workload)]
+        with tempfile.TemporaryDirectory() as place:
+            folder = (given.folder or Path(place)).resolve() / name
+            prepare(workload, contenders, given.threads, folder)
+            row = measured(workload, contenders, given.threads, folder, rounds=2 if given.quick else None)
+        result = {name: {"on": machine(given.threads), "contenders": row}}
+        print(tables(result), end="\n\n", flush=True)
+        if not given.quick:
+            keep({"training": kept("training") | result})
+    if not given.quick:
+        for mark, results in by_size(kept("training")).items():
+            fill_in(mark, tables(results))
 
 
 if __name__ == "__main__":

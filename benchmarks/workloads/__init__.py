@@ -1,21 +1,24 @@
 """What the benchmark of training trains: models, batches and optimizers, said once for all frameworks.
 
-Each framework has a file here, with the models hand-written as its users write them, and a function
+Each framework has a folder here, with the models hand-written as its users write them, and a function
 
-    load(workload, folder, **variant) -> step,    step(x, labels) -> loss
+    load(workload, folder, threads, **variant) -> step,    step(x, labels) -> loss
 
-whose models start from the weights in `folder`, which `on_torch.export` writes. Nothing here imports a framework: what
-a worker imports is part of what is measured.
+whose models start from the weights in `folder`, which `on_torch/export.py` writes. Nothing here imports a framework:
+what a worker imports is part of what is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 
 import numpy as np
 
-THREADS = 2
+from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, LORA, TAGGER, Adapters
+
 BATCHES = 4
 """Batches that are trained on in turn. The first returns among the compared steps, to show what was learned."""
 
@@ -34,7 +37,13 @@ class Workload:
     """Numbers of the optimizer, as PyTorch calls them."""
     batch: int
     steps: int
-    """How many steps a turn has."""
+    """How many steps of a turn count."""
+    trained: tuple[str, ...] = ("*",)
+    """Patterns of the weights that are trained. A BatchNorm2d that is not keeps its statistics."""
+    adapters: Adapters | None = None
+
+    def trains(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self.trained)
 
     def batches(self) -> list[Batch]:
         """The same for all: images are [N, C, H, W]."""
@@ -43,35 +52,64 @@ class Workload:
 
     def _batch(self, rng: np.random.Generator) -> Batch:
         if self.model == "gpt":
-            text = rng.integers(0, VOCABULARY, (self.batch, LENGTH + 1))
+            text = rng.integers(0, GPT.vocabulary, (self.batch, GPT.length + 1))
             return text[:, :-1].copy(), text[:, 1:].copy()
-        x = rng.standard_normal((self.batch, *SAMPLES[self.model]), np.float32)
-        return x, rng.integers(0, CLASSES, self.batch)
+        if self.model == "tagger":
+            size = (self.batch, TAGGER.length)
+            return rng.integers(0, TAGGER.vocabulary, size), rng.integers(0, TAGGER.tags, size)
+        if self.model == "distilbert":
+            x = rng.integers(0, DISTILBERT.vocabulary, (self.batch, DISTILBERT.length))
+        else:
+            x = rng.standard_normal((self.batch, *IMAGES[self.model]), np.float32)
+        return x, rng.integers(0, CLASSES[self.model], self.batch)
 
 
-CLASSES = 10
-SAMPLES = {"mlp": (784,), "lenet": (1, 28, 28), "resnet": (3, 32, 32)}
-VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 256, 128, 128, 4, 4
-"""Of the GPT."""
-
-_ALL = [
+_MOMENTUM, _ADAMW = {"lr": 0.05, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
+_SMALL = [
     Workload("mlp_sgd", "MLP 784-512-256-10, batch 128, SGD", "mlp", "sgd", {"lr": 0.1}, 128, 40),
     Workload("mlp_adam", "MLP 784-512-256-10, batch 128, Adam", "mlp", "adam", {"lr": 1e-3}, 128, 30),
-    Workload("lenet", "LeNet-5, 28x28, batch 64, momentum", "lenet", "momentum", {"lr": 0.05, "momentum": 0.9}, 64, 30),
+    Workload("lenet", "LeNet-5, 28x28, batch 64, momentum", "lenet", "momentum", _MOMENTUM, 64, 30),
+    Workload("resnet", "ResNet-8, 32x32, batch 64, momentum", "resnet8", "momentum", _MOMENTUM, 64, 5),
+    Workload("gpt", "GPT, 4 layers of 128, 8 x 128 tokens, AdamW", "gpt", "adamw", _ADAMW, 8, 5),
+]
+_GENTLE_MOMENTUM, _GENTLE_ADAMW = {"lr": 1e-3, "momentum": 0.9}, {"lr": 1e-5, "weight_decay": 0.01}
+_LARGE = [
+    Workload("resnet18", "ResNet-18, 224x224, batch 16, momentum", "resnet18", "momentum", _GENTLE_MOMENTUM, 16, 1),
+    Workload("mobilenet", "MobileNetV3-large, 224x224, batch 16, momentum", "mobilenet", "momentum", _MOMENTUM, 16, 1),
+    Workload("vit", "ViT-tiny, 224x224, batch 8, AdamW", "vit", "adamw", _GENTLE_ADAMW, 8, 2),
+    Workload("distilbert", "DistilBERT, 8 x 128 tokens, AdamW", "distilbert", "adamw", _GENTLE_ADAMW, 8, 1),
+    Workload("gru", "tagger with a GRU of 2 x 256, 32 x 64 tokens, AdamW", "tagger", "adamw", _ADAMW, 32, 3),
     Workload(
-        "resnet", "ResNet-8, 32x32, batch 64, momentum", "resnet", "momentum", {"lr": 0.05, "momentum": 0.9}, 64, 5
+        "frozen",
+        "ResNet-18, frozen but for its last stage and head, batch 16, momentum",
+        "resnet18",
+        "momentum",
+        _GENTLE_MOMENTUM,
+        16,
+        1,
+        trained=("stages.3.*", "head.*"),
     ),
     Workload(
-        "gpt",
-        "GPT, 4 layers of 128, 8 x 128 tokens, AdamW",
-        "gpt",
+        "lora",
+        "DistilBERT, LoRA of rank 8 in attention, 8 x 128 tokens, AdamW",
+        "distilbert",
         "adamw",
-        {"lr": 1e-3, "weight_decay": 0.01},
+        _ADAMW,
         8,
-        5,
+        1,
+        trained=("*.lora_A.weight", "*.lora_B.weight"),
+        adapters=LORA,
     ),
 ]
-WORKLOADS = {workload.name: workload for workload in _ALL}
+SMALL = {workload.name: workload for workload in _SMALL}
+LARGE = {workload.name: workload for workload in _LARGE}
+"""Models that people fine-tune, in their real sizes."""
+WORKLOADS = SMALL | LARGE
 
 WEIGHTS = "weights.npz"
 MODEL = "model.onnx"
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,10 +1,13 @@
-"""Who takes part in the benchmark of training."""
+"""Who takes part in the benchmark of training: the peers in every form that is known to be fast."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+from workloads import Workload
+from workloads.architectures import CONVOLUTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,15 +16,32 @@ class Contender:
     module: str
     variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     channels_last: bool = False
+    """Whether batches and weights are laid out so before it gets them."""
+
+    @property
+    def keeps_compiled(self) -> bool:
+        """On disk, for the next start."""
+        return "compiled" in self.variant
+
+    def takes(self, workload: Workload) -> bool:
+        """A layout for convolutions is another contender only where there are some."""
+        return "channels_last" not in self.variant or workload.model in CONVOLUTIONAL
 
 
 CONTENDERS = {
     "onward": Contender("Onward", "on_onward"),
     "torch": Contender("torch", "on_torch"),
     "torch_fused": Contender("torch, fused optimizer", "on_torch", {"fused": True}),
+    "torch_channels_last": Contender(
+        "torch, fused optimizer, channels_last", "on_torch", {"fused": True, "channels_last": True}
+    ),
     "torch_compile": Contender("torch.compile", "on_torch", {"compiled": True}),
+    "torch_compile_channels_last": Contender(
+        "torch.compile, channels_last", "on_torch", {"compiled": True, "channels_last": True}
+    ),
     "jax": Contender("jax.jit", "on_jax", channels_last=True),
     "tensorflow": Contender("tf.function", "on_tensorflow", channels_last=True),
+    "tensorflow_xla": Contender("tf.function, XLA", "on_tensorflow", {"jit_compile": True}, channels_last=True),
 }
 ENGINES = {
     "onward_torch": Contender("Onward on torch", "on_onward", {"engine": "torch"}),

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 import onward
 import onward.engines
-from workloads import MODEL, THREADS, Step, Workload
+from workloads import MODEL, Step, Workload
+from workloads.architectures import Adapters
+
+ADAPTERS = "adapters.safetensors"
 
 
 def training_model(workload: Workload, folder: Path) -> onward.Model:
@@ -16,10 +21,25 @@ def training_model(workload: Workload, folder: Path) -> onward.Model:
         loss="cross_entropy:axis=-1",
         optimizer=f"{workload.optimizer}:{rates}",
         variance="sample",
+        lora=_lora(workload.adapters) if workload.adapters else None,
+        trainable=None if workload.adapters or workload.trained == ("*",) else list(workload.trained),
     )
 
 
-def load(workload: Workload, folder: Path, *, engine: str = "onnxruntime") -> Step:
-    options = {"threads": THREADS} if engine in ("onnxruntime", "torch") else {}
+def _lora(adapters: Adapters) -> str:
+    return f"rank={adapters.rank},alpha={adapters.alpha},targets={adapters.targets}"
+
+
+def initial_adapters(adapters: Adapters, folder: Path) -> dict[str, np.ndarray]:
+    """Those that a training model begins with, by the names that PEFT gives them."""
+    from safetensors.numpy import load_file
+
+    adapted = onward.lora.add(folder / MODEL, **adapters._asdict())
+    tensors = load_file(onward.lora.save(adapted, folder / ADAPTERS))
+    return {name.removeprefix("base_model.model."): array for name, array in tensors.items()}
+
+
+def load(workload: Workload, folder: Path, threads: int, *, engine: str = "onnxruntime") -> Step:
+    options = {"threads": threads} if engine in ("onnxruntime", "torch") else {}
     running = onward.engines.start(training_model(workload, folder), engine=engine, **options)
     return lambda x, labels: float(running.step({"x": x, "labels": labels})["loss"])

@@ -1,6 +1,6 @@
 """One contender of the benchmark of training, in a process of its own.
 
-    python -m workloads.worker WORKLOAD CONTENDER FOLDER
+    python -m workloads.worker WORKLOAD CONTENDER FOLDER THREADS
 
 It trains one step, and then as many as each line of its input asks for, so that it rests while others have their turn.
 Each answer is a line of JSON.
@@ -16,20 +16,20 @@ import sys
 import time
 from pathlib import Path
 
-from workloads import THREADS, WORKLOADS, channels_last
+from workloads import WORKLOADS, channels_last
 from workloads.contenders import ALL
 
 
-def main(name: str, contender: str, folder: str) -> None:
+def main(name: str, contender: str, folder: str, threads: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # frameworks like to print
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     workload, made = WORKLOADS[name], ALL[contender]
     batches = workload.batches()
     if made.channels_last:
         batches = [channels_last.batch(batch) for batch in batches]
-    step = importlib.import_module(f"workloads.{made.module}").load(workload, Path(folder), **made.variant)
+    step = importlib.import_module(f"workloads.{made.module}").load(workload, Path(folder), threads, **made.variant)
     endless = itertools.cycle(batches)
     for wanted in itertools.chain(["1"], sys.stdin):
         losses, seconds = [], []
@@ -52,4 +52,4 @@ def peak_memory() -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4], int(sys.argv[4]))
