@@ -68,3 +68,10 @@ def max_pool(op, dy, x, *, kernel_shape, strides, dilations, pads):
 @_native("Relu", domain="")
 def relu(op, dy, x, *, y):
     return op.node(DOMAIN, "ReluGradient", dy, y)
+
+
+@_native("Attention", inputs=(0, 1, 2))
+def attention(op, dys, q, k, v, mask, *, ys, scale, causal, guarded, length_first):
+    """Scores are computed again: of them, only the largest and the sum of exponentials of each query were kept."""
+    settings = {"scale": scale, "causal": causal, "guarded": guarded, "length_first": length_first}
+    return op.node(DOMAIN, "AttentionGradient", dys[0], q, k, v, *ys, mask, outputs=3, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import DOMAIN, put_channels_last
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
@@ -22,6 +23,7 @@ def can_use_kernels(model: Model) -> bool:
 def use_kernels(model: Model) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
     fill_in_types(model, values(model.graph))
+    use_attention(model)
     put_channels_last(model)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1

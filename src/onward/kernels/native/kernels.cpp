@@ -1,4 +1,5 @@
 // All kernels, for one set of instructions: this file is compiled once for each.
+#include "attention.h"
 #include "convolution.h"
 #include "depthwise.h"
 #include "elementwise.h"
@@ -21,6 +22,11 @@ std::vector<Operator> operators() {
        make_kernel<BatchNormalizationGradient>},
       {"MaxPool", {number}, {number}, make_kernel<MaxPool>},
       {"MaxPoolGradient", {number, number}, {number}, make_kernel<MaxPoolGradient>},
+      {"Attention", {number, number, number, maybe}, {number, number}, make_kernel<Attention>},
+      {"AttentionGradient",
+       {number, number, number, number, number, number, maybe},
+       {number, number, number},
+       make_kernel<AttentionGradient>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ReluGradient>},
   };
 }
