@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.kernels.channels_last import DOMAIN
 from onward.kernels.known import Known
-from onward.kernels.rewriting import Rewriting, made_by, only_made_by
+from onward.kernels.rewriting import Rewriting, made_by, only_made_by, with_gradient
 from onward.model import Model
-from onward.model.core import strings
-from onward.model.gradient_names import gradients_in, visible
-from onward.model.walk import attributes, read_by
+from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
 from onward.transform.unused import remove_unused
 
-DOMAIN = "onward.kernels"
 SWAP = [0, 2, 1, 3]
 RANK = 4
 
@@ -65,7 +62,7 @@ class _Found:
 class _Search:
     def __init__(self, model: Model):
         self._opset, self._known = model.opset, Known()
-        self._trained = _with_gradient(model.graph)
+        self._trained = with_gradient(model.graph)
 
     # ---- the operator ------------------------------------------------------------------------------------------------
 
@@ -199,17 +196,6 @@ class _Search:
                 found.scale = found.scale / number if node.op_type == "Div" else found.scale * number
             value = source
         return value
-
-
-def _with_gradient(graph: ir.Graph) -> Container[ir.Value]:
-    """What depends on variables of a Gradient by more than its shape and type."""
-    reached = {visible(scope)[x] for node, scope in gradients_in(graph) for x in strings(node, "xs")}
-    for node in graph:
-        read = node.inputs[:1] if node.op_type == "CastLike" else read_by(node)
-        if any(value in reached for value in read):
-            kinds = (value.dtype for value in node.outputs)
-            reached.update(v for v, dtype in zip(node.outputs, kinds, strict=True) if not dtype or dtype.is_floating_point())
-    return reached
 
 
 def _is_number(value: ir.Value | None) -> bool:

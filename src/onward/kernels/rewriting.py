@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.model import Model
+from onward.model.core import strings
+from onward.model.gradient_names import gradients_in, visible
+from onward.model.walk import read_by
 from onward.standard import is_standard
 
 
@@ -48,3 +51,13 @@ def only_made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
     if node is None or value is None or value.is_graph_output() or len({use.node for use in value.uses()}) != 1:
         return None
     return node
+
+
+def with_gradient(graph: ir.Graph) -> Container[ir.Value | None]:
+    """What depends on variables of a Gradient, by more than its shape and type."""
+    reached: set[ir.Value | None] = {visible(scope)[x] for node, scope in gradients_in(graph) for x in strings(node, "xs")}
+    for node in graph:
+        read = node.inputs[:1] if node.op_type == "CastLike" else read_by(node)
+        if any(value in reached for value in read):
+            reached.update(v for v in node.outputs if v.dtype is None or v.dtype.is_floating_point())
+    return reached
