@@ -55,6 +55,8 @@ class _Found:
     """Whether queries that see nothing get zeros."""
     fill: float | None = None
     """If the mask is made of truth values: what is added where it does not hold."""
+    turned: bool = False
+    """Whether keys, alone, are by position."""
     heads: int | None = None
     """If heads lie side by side in the last axis: how many there are."""
 
@@ -111,8 +113,8 @@ class _Search:
         if product is None:
             return None
         q, turned = (self._unscaled(value, found) for value in product.inputs if value is not None)
-        k = _untransposed(turned)
-        if k is None or not _go_together(q, k, v):
+        found.turned, k = _untransposed(turned)
+        if k is None or not _go_together(q, k, v, found.turned):
             return None
         found.q, found.k = q, k
         return found
@@ -203,32 +205,31 @@ def _is_number(value: ir.Value | None) -> bool:
     return shape is not None and len(shape) <= RANK and all(n == 1 for n in shape)
 
 
-def _untransposed(value: ir.Value) -> ir.Value | None:
-    """What is transposed for the product with queries: by a Transpose, or one between two Reshapes."""
+def _untransposed(value: ir.Value) -> tuple[bool, ir.Value | None]:
+    """What is transposed for the product with queries, by a Transpose or one between two Reshapes; whether by position."""
     node = made_by(value, "Transpose", "Reshape")
-    k = node.inputs[0] if node is not None else None
-    if node is None or k is None:
-        return None
-    if node.op_type == "Transpose":
-        return k if list(node.attributes["perm"].as_ints()) == [0, 1, 3, 2] else None
-    turned = made_by(k, "Transpose")
+    if node is not None and node.op_type == "Transpose":
+        perm = list(node.attributes.get_ints("perm", ()))
+        return perm == [0, 2, 3, 1], node.inputs[0] if perm in ([0, 1, 3, 2], [0, 2, 3, 1]) else None
+    turned = made_by(node.inputs[0], "Transpose") if node is not None else None
     before = made_by(turned.inputs[0], "Reshape") if turned is not None else None
-    if turned is None or before is None or list(turned.attributes["perm"].as_ints()) != [0, 2, 1]:
-        return None
+    if turned is None or before is None or list(turned.attributes.get_ints("perm", ())) != [0, 2, 1]:
+        return False, None
     sizes, between, after = dims(before.inputs[0]), dims(before.outputs[0]), dims(value)
-    if sizes is None or between is None or after is None or len(sizes) != RANK:
-        return None
-    return before.inputs[0] if between[1:] == sizes[2:] and after == (*sizes[:2], sizes[3], sizes[2]) else None
+    if sizes is None or between is None or len(sizes) != RANK:
+        return False, None
+    swaps = between[1:] == sizes[2:] and after == (*sizes[:2], sizes[3], sizes[2])
+    return False, before.inputs[0] if swaps else None
 
 
-def _go_together(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
-    """Whether samples and heads are the same of all, none being broadcast."""
-    shapes = [dims(value) for value in (q, k, v)]
-    if any(shape is None or len(shape) != RANK for shape in shapes):
+def _go_together(q: ir.Value, k: ir.Value, v: ir.Value, turned: bool = False) -> bool:
+    """Whether these are floats whose samples and heads are the same, none being broadcast."""
+    shapes = [dims(value) or () for value in (q, k, v)]
+    if any(len(shape) != RANK for shape in shapes) or any(value.dtype != ir.DataType.FLOAT for value in (q, k, v)):
         return False
-    first = shapes[0]
-    floats = all(value.dtype == ir.DataType.FLOAT for value in (q, k, v))
-    return floats and first is not None and all(shape is not None and shape[:2] == first[:2] for shape in shapes)
+    if turned:
+        shapes[1] = tuple(shapes[1][axis] for axis in SWAP)
+    return all(shape[:2] == shapes[0][:2] for shape in shapes)
 
 
 # ---- what takes its place --------------------------------------------------------------------------------------------
@@ -236,13 +237,15 @@ def _go_together(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
 
 def _replace(rewriting: Rewriting, last: ir.Node, found: _Found) -> None:
     with rewriting.before(last) as op:
+        length_first = found.heads is not None
         parts: list[Expr | ir.Value] = [found.q, found.k, found.v]
-        unswapped = [_unswapped(value) for value in (found.q, found.k, found.v)]
-        length_first = found.heads is not None or None not in unswapped
+        unswapped = [_unswapped(found.q), found.k if found.turned else _unswapped(found.k), _unswapped(found.v)]
         if found.heads is not None:
             parts = [op.Reshape(value, [0, 0, found.heads, -1]) for value in parts]
-        elif length_first:
-            parts = [value for value in unswapped if value is not None]
+        elif None not in unswapped:
+            length_first, parts = True, [value for value in unswapped if value is not None]
+        elif found.turned:
+            parts[1] = op.Transpose(found.k, perm=SWAP)
         for factor, over in found.factors:
             parts[0] = op.Div(parts[0], factor) if over else op.Mul(parts[0], factor)
         mask: Expr | ir.Value | None = found.mask
@@ -277,7 +280,7 @@ def _hand_over(
     sizes = dims(output)
     y.value.shape = None if sizes is None else ir.Shape([sizes[axis] for axis in SWAP])
     for node in [use.node for use in output.uses()]:
-        if made_by(node.outputs[0], "Transpose") and list(node.attributes["perm"].as_ints()) == SWAP:
+        if made_by(node.outputs[0], "Transpose") and list(node.attributes.get_ints("perm", ())) == SWAP:
             if not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(y.value)
     rewriting.replace(output, op.Transpose(y, perm=SWAP))
@@ -286,4 +289,4 @@ def _hand_over(
 def _unswapped(value: ir.Value) -> ir.Value | None:
     """What heads were made of by swapping two axes."""
     node = made_by(value, "Transpose")
-    return node.inputs[0] if node is not None and list(node.attributes["perm"].as_ints()) == SWAP else None
+    return node.inputs[0] if node is not None and list(node.attributes.get_ints("perm", ())) == SWAP else None
