@@ -9,6 +9,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+import onward
+from onward.engines import start
 from onward.kernels import DOMAIN, library
 
 needs_kernels = pytest.mark.skipif(library().path is None, reason=f"no native kernels: {library().note}")
@@ -32,3 +34,21 @@ def run_kernel(name: str, *inputs: np.ndarray | None, outputs: int = 1, threads:
     options.register_custom_ops_library(str(library().path))
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, given)
+
+
+def _steps_of(model: onward.Model, batch: dict[str, np.ndarray], kernels: bool) -> tuple[list, dict, dict]:
+    engine = start(model, kernels=kernels, threads=2)
+    batch = {name: array for name, array in batch.items() if name in engine.inputs}
+    gradients = engine.gradients(batch)
+    losses = [float(engine.step(batch)[engine.loss]) for _ in range(3)]
+    return losses, gradients, engine.evaluate(batch)
+
+
+def assert_the_same_with_kernels(model: onward.Model, batch: dict[str, np.ndarray]) -> None:
+    """Losses of a few steps, gradients and outputs are those of the plain graph."""
+    (losses, gradients, results), (expected, plain, others) = (_steps_of(model, batch, use) for use in (True, False))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+    for name, result in others.items():
+        np.testing.assert_allclose(results[name], result, rtol=1e-4, atol=1e-5, err_msg=name)

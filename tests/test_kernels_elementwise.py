@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from native_kernels import needs_kernels, run_kernel
+from onnx import numpy_helper, parser
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from torch.nn import functional as F
+
+import onward
+from native_kernels import assert_the_same_with_kernels, needs_kernels, run_kernel
+from onward.lowering.step import Manner, lower_for_engine
 
 pytestmark = needs_kernels
 
@@ -61,6 +66,33 @@ def test_extreme_numbers_stay_what_they_are(name):
         assert (np.abs(y[[2, 4]]) < 1e-6).all()
     slope = run_kernel(f"{name}Gradient", np.ones_like(x), np.clip(x, -1, 1) if of_output else x, **settings)[0]
     assert np.isnan(slope[0]) and np.isfinite(slope[1:]).all()
+
+
+CHAINS = {
+    "Gelu": """root = Constant <value_float = 1.41421356> () one = Constant <value_float = 1.0> ()
+        half = Constant <value_float = 0.5> () a = Div(h, root) b = Erf(a) c = Add(b, one) d = Mul(h, c)
+        e = Mul(d, half)""",
+    "GeluOfTanh": """three = Constant <value_float = 3.0> () small = Constant <value_float = 0.044715> ()
+        scale = Constant <value_float = 0.79788456> () one = Constant <value_float = 1.0> ()
+        half = Constant <value_float = 0.5> () a = Mul(half, h) cube = Pow(h, three) b = Mul(small, cube)
+        c = Add(h, b) d = Mul(c, scale) t = Tanh(d) g = Add(one, t) e = Mul(a, g)""",
+    "Swish": "s = Sigmoid(h) e = Mul(h, s)",
+    "": "s = Sigmoid(h) two = Add(s, s) e = Mul(h, s) dead = Mul(two, e)",  # what others read stays
+}
+
+
+@pytest.mark.parametrize("kernel", CHAINS)
+def test_activations_of_exporters_are_found_and_give_the_same(kernel):
+    text = f"""<ir_version: 10, opset_import: ["": 18]> chain (float[5, 8] x) => (float[5, 8] y)
+        {{ h = MatMul(x, w) {CHAINS[kernel]} y = MatMul({"dead" if not kernel else "e"}, w) }}"""
+    proto = parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    proto.graph.initializer.append(numpy_helper.from_array(rng.normal(0, 1, (8, 8)).astype(np.float32), "w"))
+    model = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.01")
+    kinds = Counter(node.op_type for node in lower_for_engine(model, manner=Manner(kernels=True)).graph)
+    assert kinds[f"{kernel}Gradient"] == kinds[kernel] == bool(kernel) and kinds["Erf"] == kinds["Tanh"] == 0
+    batch = {name: rng.standard_normal((5, 8)).astype(np.float32) for name in ("x", "target")}
+    assert_the_same_with_kernels(model, batch)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Activations that exporters write as several nodes: found, and computed in one pass.
 
-    x * 0.5 * (1 + Erf(x / sqrt(2)))                                       Gelu
-    x * 0.5 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))           Gelu, by its approximation
-    x * Sigmoid(x)                                                         Swish, or SiLU
+x * 0.5 * (1 + Erf(x / sqrt(2)))                                       Gelu
+x * 0.5 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))           Gelu, by its approximation
+x * Sigmoid(x)                                                         Swish, or SiLU
 """
 
 from __future__ import annotations

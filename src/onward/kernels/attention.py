@@ -8,7 +8,6 @@ Heads are often made by transposing [N, T, H, D]. The kernel reads that as it is
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import onnx_ir as ir
@@ -69,33 +68,30 @@ class _Search:
     # ---- the operator ------------------------------------------------------------------------------------------------
 
     def operator(self, node: ir.Node) -> _Found | None:
+        """The operator of the standard, as far as the kernel does the same."""
         given = attributes(node, self._opset)
         q, k, v, mask = (*node.inputs, None)[:4]
-        sizes = [dims(value) for value in (q, k, v)]
         more = any(value is not None for value in node.inputs[4:]) or any(value.name for value in node.outputs[1:])
-        windows = [given.get(f"{side}_window_size", -1) for side in ("left", "right")]
-        if more or given["softcap"] or any(size not in (None, -1) for size in windows) or None in sizes:
+        windows = {given.get(f"{side}_window_size") for side in ("left", "right")} - {None, -1}
+        if more or windows or given["softcap"] or q is None or k is None or v is None:
             return None
-        assert q is not None and k is not None and v is not None
         found = _Found(q, k, v, causal=bool(given["is_causal"]), guarded=mask is not None)
-        width = sizes[0][-1]
-        if len(sizes[0]) == RANK - 1:
+        sizes, key_sizes = dims(q) or (), dims(k) or ()
+        width = sizes[-1] if sizes else None
+        if len(sizes) == RANK - 1 and q.dtype == k.dtype == v.dtype == ir.DataType.FLOAT:
             heads = found.heads = given["q_num_heads"]
-            if heads is None or heads != given["kv_num_heads"] or not isinstance(width, int):
-                return None
-            width //= heads
+            width = width // heads if isinstance(width, int) and heads and heads == given["kv_num_heads"] else None
         elif not _go_together(q, k, v):
             return None
-        if given["scale"] is None and not isinstance(width, int):
+        if not isinstance(width, int):
             return None
-        found.scale = 1 / math.sqrt(width) if given["scale"] is None else given["scale"]
+        found.scale = width**-0.5 if given["scale"] is None else given["scale"]
         if mask is not None:
             shape = dims(mask)
-            length = sizes[1][-2]
-            if not self._is_mask(mask) or shape is None or len(shape) > RANK or shape[-1] != length:
+            if not self._is_mask(mask) or not shape or shape[-1] != key_sizes[-2]:  # it may be shorter
                 return None
             found.mask, found.fill = mask, -np.inf if mask.dtype == ir.DataType.BOOL else None
-        return found if all(value.dtype == ir.DataType.FLOAT for value in (q, k, v)) else None
+        return found
 
     # ---- written out -------------------------------------------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class _Search:
         """Whether a query sees the keys up to its own position, and no others."""
         if mask is None or mask.ndim < 2 or mask.size != mask.shape[-1] * mask.shape[-2] or 1 in mask.shape[-2:]:
             return False
-        seen = np.tri(*mask.shape[-2:], dtype=bool)
+        seen = np.tri(*mask.shape[-2:], dtype=np.bool_)
         flat = mask.reshape(seen.shape)
         return bool((flat[seen] == 0).all() and (flat[~seen] <= np.finfo(np.float32).min).all())
 
@@ -206,7 +202,7 @@ def _is_number(value: ir.Value | None) -> bool:
 
 
 def _untransposed(value: ir.Value) -> tuple[bool, ir.Value | None]:
-    """What is transposed for the product with queries, by a Transpose or one between two Reshapes; whether by position."""
+    """What is transposed for the product with queries, by one node or between two Reshapes; whether by position."""
     node = made_by(value, "Transpose", "Reshape")
     if node is not None and node.op_type == "Transpose":
         perm = list(node.attributes.get_ints("perm", ()))
@@ -280,9 +276,8 @@ def _hand_over(
     sizes = dims(output)
     y.value.shape = None if sizes is None else ir.Shape([sizes[axis] for axis in SWAP])
     for node in [use.node for use in output.uses()]:
-        if made_by(node.outputs[0], "Transpose") and list(node.attributes.get_ints("perm", ())) == SWAP:
-            if not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(y.value)
+        if _unswapped(node.outputs[0]) is output and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(y.value)
     rewriting.replace(output, op.Transpose(y, perm=SWAP))
 
 

@@ -44,6 +44,7 @@ def use_cross_entropy(model: Model) -> None:
 
 def _are_rows(scores: ir.Value | None, labels: ir.Value | None) -> bool:
     """Whether scores are a matrix of floats, and each row has a label."""
-    shapes = [value.shape for value in (scores, labels) if value is not None]
-    ranks = [None if shape is None else shape.rank() for shape in shapes]
-    return ranks == [2, 1] and scores.dtype == ir.DataType.FLOAT and labels.dtype in _INTEGERS  # type: ignore[union-attr]
+    if scores is None or labels is None or scores.shape is None or labels.shape is None:
+        return False
+    fit = scores.shape.rank() == 2 and labels.shape.rank() == 1
+    return fit and scores.dtype == ir.DataType.FLOAT and labels.dtype in _INTEGERS

@@ -271,7 +271,7 @@ struct Attention : AttentionKernel {  // q, k, v, mask -> y, and of each query t
       total *= less;
       for (Index c = 0; c < width; c += kLanes) store(mixed + c, load(mixed + c) * less);
     }
-    total += sum(sums);
+    total += total_of(sums);
     largest = now;
   }
 };
@@ -322,9 +322,12 @@ struct AttentionGradient : AttentionKernel {  // dy, q, k, v, y, sums, mask -> d
       std::fill(dqueries, dqueries + rows * s.wide, 0.f);
       float along[kQueries];
       for (Index m = 0; m < rows; m++) {
-        const float *a = of.dy + (query + m) * out.row(), *b = of.y + (query + m) * out.row();
-        along[m] = 0;
-        for (Index c = 0; c < out.width; c++) along[m] += a[c] * b[c];
+        const float *a = dy + m * s.value_wide, *b = of.y + (query + m) * out.row();
+        V products{};
+        Index c = 0;
+        for (; c + kLanes <= out.width; c += kLanes) products += load(a + c) * load(b + c);
+        if (c < out.width) products += load(a + c) * load_some(b + c, out.width - c);
+        along[m] = total_of(products);
       }
       for (Index key = 0; key < keys; key += kKeys) {
         const Index columns = seen(key, keys, query + rows), wide = whole_vectors(columns);

@@ -72,7 +72,7 @@ struct CrossEntropy : CrossEntropyKernel {  // scores, labels, weights -> loss, 
     for (; i < length; i++) largest = row[i] > largest ? row[i] : largest;
     V sums{};
     for (i = 0; i + kLanes <= length; i += kLanes) sums += exp(load(row + i) - largest);
-    float total = sum(sums);
+    float total = total_of(sums);
     if (i < length) {
       const V rest = exp(load_some(row + i, length - i) - largest);
       for (int lane = 0; i < length; i++, lane++) total += rest[lane];

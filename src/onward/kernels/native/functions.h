@@ -12,10 +12,21 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline V choose(VI where, V yes, V no) { return where ? yes : no; }
 inline V absolute(V x) { return reinterpret_cast<V>(reinterpret_cast<VI>(x) & 0x7fffffff); }
 
+// One number of all lanes, halves first: that is quicker than one lane after another.
+template <class Join>
+float joined(V v, const Join& join) {
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = join(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+inline float total_of(V v) {
+  return joined(v, [](float a, float b) { return a + b; });
+}
 inline float largest_of(V v) {
-  float found = v[0];
-  for (int i = 1; i < kLanes; i++) found = v[i] > found ? v[i] : found;
-  return found;
+  return joined(v, [](float a, float b) { return a > b ? a : b; });
 }
 
 // 2^n for whole numbers n, as the bits of a float.

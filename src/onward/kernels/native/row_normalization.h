@@ -25,7 +25,7 @@ float sum_along(Index length, const F& f) {
   Index i = 0;
   for (; i + kLanes <= length; i += kLanes) sums += f([i](const float* p) { return load(p + i); });
   if (i < length) sums += f([i, length](const float* p) { return load_some(p + i, length - i); });
-  return sum(sums);
+  return total_of(sums);
 }
 
 // Writes f(read) of each vector of a row.
