@@ -9,22 +9,27 @@ import onnx_ir as ir
 
 from onward.kernels.channels_last import DOMAIN, TO_FIRST
 from onward.rules import NoGradient, Rewrite, Rule
+from onward.rules.common import further_output
 from onward.rules.registry import lookup, make_rule
+from onward.shapes import dims
 from onward.standard import domain_of
 
-_RULES: dict[tuple[str, str], Rule] = {}
+When = Callable[[ir.Node], bool]
+"""Whether a kernel can do what a node does."""
+
+_RULES: dict[tuple[str, str], tuple[Rule, When]] = {}
 
 
 def find_rule(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
     """How a node is differentiated where kernels are used."""
-    rule = _RULES.get((domain_of(node), node.op_type))
+    rule, when = _RULES.get((domain_of(node), node.op_type), (None, None))
     floats = all(value is None or value.dtype == ir.DataType.FLOAT for value in node.outputs)
-    return rule if rule is not None and floats else lookup(node)
+    return rule if when is not None and floats and when(node) else lookup(node)
 
 
-def _native(name: str, domain: str = DOMAIN, **settings: Any) -> Callable[[Any], Any]:
+def _native(name: str, domain: str = DOMAIN, when: When = lambda node: True, **settings: Any) -> Callable[[Any], Any]:
     def register(function: Any) -> Any:
-        _RULES[domain, name] = make_rule((domain, name), function, **settings)
+        _RULES[domain, name] = make_rule((domain, name), function, **settings), when
         return function
 
     return register
@@ -78,3 +83,81 @@ def max_pool(op, dy, x, *, kernel_shape, strides, dilations, pads):
 @_native("Relu", domain="")
 def relu(op, dy, x, *, y):
     return op.node(DOMAIN, "ReluGradient", dy, y)
+
+
+@_native("Attention", inputs=(0, 1, 2))
+def attention(op, dys, q, k, v, mask, *, ys, scale, causal, guarded, length_first):
+    """Scores are computed again: of them, only the largest and the sum of exponentials of each query were kept."""
+    settings = {"scale": scale, "causal": causal, "guarded": guarded, "length_first": length_first}
+    return op.node(DOMAIN, "AttentionGradient", dys[0], q, k, v, *ys, mask, outputs=3, **settings)
+
+
+@_native("CrossEntropy", inputs=(0,))
+def cross_entropy(op, dys, scores, labels, weights, *, ys, mean, ignores, ignore_index):
+    """The share of a row in the loss, times (softmax - 1 at the label)."""
+    settings = {"mean": mean, "ignores": ignores, "ignore_index": ignore_index}
+    return op.node(DOMAIN, "CrossEntropyGradient", dys[0], ys[1], scores, labels, weights, **settings)
+
+
+# ---- functions of each element ---------------------------------------------------------------------------------------
+
+
+def _activation(name: str, kernel: str, *, by_output: bool = False, domain: str = "", **settings: Any) -> None:
+    """dX = dY times the slope, which is computed from the input or, if that says more, from the output."""
+
+    def rule(op, dy, x, *, y, alpha):
+        return op.node(DOMAIN, f"{kernel}Gradient", dy, y if by_output else x, alpha=alpha)
+
+    _native(name, domain, **settings)(rule)
+
+
+_activation("HardSigmoid", "HardSigmoid", by_output=True)
+_activation("HardSwish", "HardSwish")
+_activation("Sigmoid", "Sigmoid", by_output=True)
+_activation("Swish", "Swish")
+_activation("Tanh", "Tanh", by_output=True)
+for _name in ("Gelu", "GeluOfTanh", "Swish"):
+    _activation(_name, _name, domain=DOMAIN)
+
+
+@_native("Gelu", domain="")
+def gelu(op, dy, x, *, approximate):
+    return op.node(DOMAIN, "GeluOfTanhGradient" if approximate == "tanh" else "GeluGradient", dy, x)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _has_weights_of_rows(node: ir.Node) -> bool:
+    """Whether scale and bias have a number for each element of a row, and nobody asks for statistics."""
+    shapes = [dims(value) for value in node.inputs if value is not None]
+    rank, axis = len(shapes[0] or ()), node.attributes.get_int("axis", -1)
+    is_known = None not in shapes and -rank <= axis < rank and len(node.outputs) == 1
+    return is_known and all(shape == shapes[0][axis:] for shape in shapes[1:] if shapes[0] is not None)
+
+
+@_native("LayerNormalization", domain="", when=_has_weights_of_rows)
+def layer_normalization(op, dy, x, scale, bias, *, node, axis):
+    """As the plain rule has it, with the statistics of the forward pass."""
+    mean, inverse = (further_output(op, node, i, ir.DataType.FLOAT, None) for i in (1, 2))
+    return op.node(DOMAIN, "LayerNormalizationGradient", dy, x, scale, mean, inverse, axis=axis, outputs=3)
+
+
+@_native("RMSNormalization", domain="", when=_has_weights_of_rows)
+def rms_normalization(op, dy, x, scale, *, axis, epsilon):
+    return op.node(DOMAIN, "RMSNormalizationGradient", dy, x, scale, axis=axis, epsilon=epsilon, outputs=2)
+
+
+def _is_over_last_axis(node: ir.Node) -> bool:
+    shape = node.outputs[0].shape
+    return shape is not None and shape.rank() > 0 and node.attributes.get_int("axis", -1) in (-1, shape.rank() - 1)
+
+
+@_native("Softmax", domain="", when=_is_over_last_axis)
+def softmax(op, dy, x, *, y):
+    return op.node(DOMAIN, "SoftmaxGradient", dy, y)
+
+
+@_native("LogSoftmax", domain="", when=_is_over_last_axis)
+def log_softmax(op, dy, x, *, y):
+    return op.node(DOMAIN, "LogSoftmaxGradient", dy, y)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from onward.kernels.activations import use_activations
+from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import DOMAIN, put_channels_last
+from onward.kernels.losses import use_cross_entropy
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
 from onward.model.gradient_names import gradients_in, visible
@@ -22,6 +25,9 @@ def can_use_kernels(model: Model) -> bool:
 def use_kernels(model: Model) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
     fill_in_types(model, values(model.graph))
+    use_attention(model)
+    use_cross_entropy(model)
     put_channels_last(model)
+    use_activations(model)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1

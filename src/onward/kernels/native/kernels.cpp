@@ -1,9 +1,12 @@
 // All kernels, for one set of instructions: this file is compiled once for each.
+#include "activations.h"
+#include "attention.h"
 #include "convolution.h"
+#include "cross_entropy.h"
 #include "depthwise.h"
-#include "elementwise.h"
 #include "images.h"
 #include "normalization.h"
+#include "row_normalization.h"
 #include "winograd.h"
 
 namespace onward {
@@ -23,7 +26,34 @@ std::vector<Operator> operators() {
       {"ChannelsLast", {number}, {number}, make_kernel<ChannelsLast>},
       {"MaxPool", {number}, {number}, make_kernel<MaxPool>},
       {"MaxPoolGradient", {number, number}, {number}, make_kernel<MaxPoolGradient>},
-      {"ReluGradient", {number, number}, {number}, make_kernel<ReluGradient>},
+      {"Attention", {number, number, number, maybe}, {number, number}, make_kernel<Attention>},
+      {"AttentionGradient",
+       {number, number, number, number, number, number, maybe},
+       {number, number, number},
+       make_kernel<AttentionGradient>},
+      {"CrossEntropy", {number, sizes, maybe}, {number, number}, make_kernel<CrossEntropy>},
+      {"CrossEntropyGradient", {number, number, number, sizes, maybe}, {number}, make_kernel<CrossEntropyGradient>},
+      {"LayerNormalizationGradient",
+       {number, number, number, number, number},
+       {number, number, number},
+       make_kernel<RowNormalizationGradient<true>>},
+      {"RMSNormalizationGradient",
+       {number, number, number},
+       {number, number},
+       make_kernel<RowNormalizationGradient<false>>},
+      {"SoftmaxGradient", {number, number}, {number}, make_kernel<SoftmaxGradient<false>>},
+      {"LogSoftmaxGradient", {number, number}, {number}, make_kernel<SoftmaxGradient<true>>},
+      {"Gelu", {number}, {number}, make_kernel<Activation<Gelu>>},
+      {"GeluOfTanh", {number}, {number}, make_kernel<Activation<GeluOfTanh>>},
+      {"Swish", {number}, {number}, make_kernel<Activation<Swish>>},
+      {"GeluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Gelu>>},
+      {"GeluOfTanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<GeluOfTanh>>},
+      {"SwishGradient", {number, number}, {number}, make_kernel<ActivationGradient<Swish>>},
+      {"HardSwishGradient", {number, number}, {number}, make_kernel<ActivationGradient<HardSwish>>},
+      {"HardSigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<HardSigmoid>>},
+      {"SigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<Sigmoid>>},
+      {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
+      {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
   };
 }
 

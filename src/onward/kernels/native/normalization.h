@@ -1,6 +1,6 @@
 // BatchNormalization of channels-last images in training, and its gradient: rows of channels, vectors along them.
 #pragma once
-#include "vectors.h"
+#include "activations.h"
 
 namespace onward {
 namespace ONWARD_ISA {
@@ -26,30 +26,18 @@ void sum_rows(const Call& call, Index rows, Index channels, double* totals, cons
   }
 }
 
-// What may follow a normalization, and its derivative.
+// What may follow a normalization.
 struct Nothing {
-  static V of(V x) { return x; }
-  static V slope(V) { return all(1); }
-};
-struct Relu {
-  static V of(V x) { return select(x < V{}, V{}, x); }
-  static V slope(V x) { return select(x > V{}, all(1), V{}); }
-};
-struct HardSwish {
-  static V gate(V x) {
-    const V y = x * (1.f / 6) + 0.5f;
-    return select(y < V{}, V{}, select(y > all(1), all(1), y));
-  }
-  static V of(V x) { return x * gate(x); }
-  static V slope(V x) { return select(x <= all(-3), V{}, select(x >= all(3), all(1), x * (1.f / 3) + 0.5f)); }
+  V operator()(V x) const { return x; }
+  V slope(V) const { return all(1); }
 };
 
-enum Activation : Index { kNothing = 0, kRelu = 1, kHardSwish = 2 };
+enum Follower : Index { kNothing = 0, kRelu = 1, kHardSwish = 2 };
 
-// Calls function(Activation type).
+// Calls function(what follows).
 template <class Function>
-void with_activation(Index activation, const Function& function) {
-  switch (activation) {
+void with_follower(Index follower, const Function& function) {
+  switch (follower) {
     case kNothing: return function(Nothing());
     case kRelu: return function(Relu());
     case kHardSwish: return function(HardSwish());
@@ -61,13 +49,9 @@ void with_activation(Index activation, const Function& function) {
 template <class Function>
 void along(Index channels, const Function& function) {
   Index c = 0;
-  for (; c + kLanes <= channels; c += kLanes) function(c, std::integral_constant<Index, kLanes>());
+  for (; c + kLanes <= channels; c += kLanes) function(c, Full());
   if (c < channels) function(c, channels - c);
 }
-inline V get(const float* p, std::integral_constant<Index, kLanes>) { return load(p); }
-inline V get(const float* p, Index lanes) { return load_some(p, lanes); }
-inline void put(float* p, V v, std::integral_constant<Index, kLanes>) { store(p, v); }
-inline void put(float* p, V v, Index lanes) { store_some(p, v, lanes); }
 
 struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of the population
   explicit BatchNormalization(const Attributes& a)
@@ -99,14 +83,14 @@ struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of 
       middle[static_cast<size_t>(c)] = static_cast<float>(average);
     }
     const float *m = middle.data(), *s = slope.data(), *b = bias.data;
-    with_activation(activation, [&](auto function) {
+    with_follower(activation, [&](auto f) {
       split(call, rows, rows_of_task(channels), [&](Index first, Index last) {
         for (Index r = first; r < last; r++) {
           const float* from = x.data + r * channels;
           float* to = y.data + r * channels;
           along(channels, [&](Index c, auto lanes) {
             const V normal = (get(from + c, lanes) - get(m + c, lanes)) * get(s + c, lanes) + get(b + c, lanes);
-            put(to + c, decltype(function)::of(normal), lanes);
+            put(to + c, f(normal), lanes);
           });
         }
       });
@@ -155,10 +139,9 @@ struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, varia
     }
     std::vector<double> totals(static_cast<size_t>(2 * channels));
     const float *m = mean.data, *s = slope.data(), *b = bias.data, *a = shift.data(), *t = tilt.data();
-    with_activation(activation, [&](auto function) {
-      using F = decltype(function);
+    with_follower(activation, [&](auto f) {
       sum_rows<2>(call, rows, channels, totals.data(), [&](Index first, Index last, float* own) {
-        add_sums<F>(dy.data, x.data, m, s, b, first, last, channels, own);
+        add_sums(f, dy.data, x.data, m, s, b, first, last, channels, own);
       });
       // dx = slope (d - mean(d) - (x - mean) inverse^2 mean(d (x - mean))), d being dy before the activation
       for (Index c = 0; c < channels; c++) {
@@ -176,7 +159,7 @@ struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, varia
           float* to = dx.data + r * channels;
           along(channels, [&](Index c, auto lanes) {
             const V centred = get(from + c, lanes) - get(m + c, lanes), factor = get(s + c, lanes);
-            const V inner = get(d + c, lanes) * F::slope(centred * factor + get(b + c, lanes));
+            const V inner = get(d + c, lanes) * f.slope(centred * factor + get(b + c, lanes));
             put(to + c, factor * (inner - get(a + c, lanes) - centred * get(t + c, lanes)), lanes);
           });
         }
@@ -185,7 +168,7 @@ struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, varia
   }
 
   template <class F>
-  static void add_sums(const float* dy, const float* x, const float* m, const float* s, const float* b, Index first,
+  static void add_sums(const F& f, const float* dy, const float* x, const float* m, const float* s, const float* b, Index first,
                        Index last, Index channels, float* own) {
     std::vector<float> few(static_cast<size_t>(2 * channels));
     for (Index start = first; start < last; start += kRowsOfSum) {
@@ -195,7 +178,7 @@ struct BatchNormalizationGradient : Kernel {  // dy, x, scale, bias, mean, varia
         const float *d = dy + r * channels, *row = x + r * channels;
         along(channels, [&](Index c, auto lanes) {
           const V centred = get(row + c, lanes) - get(m + c, lanes);
-          const V inner = get(d + c, lanes) * F::slope(centred * get(s + c, lanes) + get(b + c, lanes));
+          const V inner = get(d + c, lanes) * f.slope(centred * get(s + c, lanes) + get(b + c, lanes));
           put(sum + c, get(sum + c, lanes) + inner, lanes);
           put(product + c, get(product + c, lanes) + inner * centred, lanes);
         });

@@ -1,6 +1,7 @@
 // Vectors of floats as wide as the instructions that this file is compiled for.
 #pragma once
 #include <cmath>
+#include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -43,14 +44,15 @@ inline void store_some(float* p, V v, Index count) {
 }
 #endif
 
-inline float sum(V v) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += v[i];
-  return total;
-}
+// The same for any number of lanes; for one that is known to be all of them, without asking.
+using Full = std::integral_constant<Index, kLanes>;
+inline V get(const float* p, Full) { return load(p); }
+inline V get(const float* p, Index lanes) { return lanes == kLanes ? load(p) : load_some(p, lanes); }
+inline void put(float* p, V v, Full) { store(p, v); }
+inline void put(float* p, V v, Index lanes) { lanes == kLanes ? store(p, v) : store_some(p, v, lanes); }
 
-inline V select(VI where, V yes, V no) { return reinterpret_cast<V>((where & reinterpret_cast<VI>(yes)) | (~where & reinterpret_cast<VI>(no))); }
-inline V larger(V a, V b) { return select(a > b, a, b); }
+inline V choose(VI where, V yes, V no) { return where ? yes : no; }
+inline V larger(V a, V b) { return choose(a > b, a, b); }
 
 inline Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,114 @@
+"""Values that are the same in every run, computed from constants and from sizes that are known: scales and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.constants import constant_tensor
+from onward.standard import is_standard
+
+_MOST = 2**22
+"""Elements of what is worth computing beforehand."""
+
+
+class Known:
+    """Computes what is known, each value once."""
+
+    def __init__(self) -> None:
+        self._found: dict[ir.Value, np.ndarray | None] = {}
+
+    def array(self, value: ir.Value | None) -> np.ndarray | None:
+        """A value as an array; None if it depends on anything that may change."""
+        if value is None or (value.is_graph_input() and not value.is_initializer()):
+            return None
+        if value not in self._found:
+            self._found[value] = None  # also what reads itself
+            self._found[value] = self._computed(value)
+        return self._found[value]
+
+    def number(self, value: ir.Value | None) -> float | None:
+        array = self.array(value)
+        return None if array is None or array.size != 1 else float(array.reshape(()))
+
+    def _computed(self, value: ir.Value) -> np.ndarray | None:
+        tensor, node = constant_tensor(value), value.producer()
+        if tensor is not None:
+            return tensor.numpy() if tensor.size <= _MOST else None
+        if node is None or not is_standard(node):
+            return None
+        try:
+            with np.errstate(all="ignore"):
+                return self._applied(node)
+        except (IndexError, TypeError, ValueError):  # a node that is wrong says so when it runs
+            return None
+
+    def _applied(self, node: ir.Node) -> np.ndarray | None:
+        if node.op_type == "Gather":
+            return self._gathered(node)
+        if node.op_type in ("Cast", "CastLike"):
+            array, dtype = self.array(node.inputs[0]), node.outputs[0].dtype
+            return None if array is None or dtype is None else array.astype(dtype.numpy())
+        function = _FUNCTIONS.get(node.op_type)
+        if function is None:
+            return None
+        inputs = [_sizes(node.inputs[0])] if node.op_type == "Shape" else [self.array(x) for x in node.inputs]
+        arrays = [array for array in inputs if array is not None]
+        if len(arrays) < len(inputs) or sum(array.size for array in arrays) > _MOST:
+            return None
+        return function(*arrays, **{name: attribute.value for name, attribute in node.attributes.items()})
+
+    def _gathered(self, node: ir.Node) -> np.ndarray | None:
+        """Of sizes of which not all are known, these may be."""
+        source, indices = node.inputs[0], self.array(node.inputs[1])
+        shape = source.producer() if source is not None else None
+        if indices is None or node.attributes.get_int("axis", 0) != 0:
+            return None
+        if shape is None or shape.op_type != "Shape" or set(shape.attributes) - {"start"}:
+            array = self.array(source)
+            return None if array is None else np.take(array, indices, 0)
+        whole = () if shape.inputs[0] is None else tuple(shape.inputs[0].shape or ())
+        dims = whole[shape.attributes.get_int("start", 0) :]
+        picked = [dims[i] for i in indices.reshape(-1) if -len(dims) <= i < len(dims)]
+        if len(picked) != indices.size or not all(isinstance(n, int) for n in picked):
+            return None
+        return np.array(picked, np.int64).reshape(indices.shape)
+
+
+def _sizes(value: ir.Value | None) -> np.ndarray | None:
+    shape = value.shape if value is not None else None
+    return np.array(list(shape), np.int64) if shape is not None and shape.is_static() else None
+
+
+def _slice(x: np.ndarray, starts: np.ndarray, ends: np.ndarray, axes: Any = None, steps: Any = None) -> np.ndarray:
+    axes = range(len(starts)) if axes is None else axes.tolist()
+    steps = np.ones_like(starts) if steps is None else steps
+    cut = dict(zip(axes, map(slice, starts.tolist(), ends.tolist(), steps.tolist()), strict=True))
+    return x[tuple(cut.get(axis, cut.get(axis - x.ndim, slice(None))) for axis in range(x.ndim))]
+
+
+def _trilu(x: np.ndarray, k: Any = 0, upper: int = 1) -> np.ndarray:
+    return np.triu(x, int(k)) if upper else np.tril(x, int(k))
+
+
+_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "Concat": lambda *xs, axis: np.concatenate(xs, axis),
+    "Div": lambda a, b: a / b if a.dtype.kind == "f" else a // b,
+    "Equal": np.equal,
+    "Expand": lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape.tolist()))),
+    "Identity": lambda x: x,
+    "Mul": np.multiply,
+    "Not": np.logical_not,
+    "Pow": np.power,
+    "Reciprocal": np.reciprocal,
+    "Shape": lambda sizes, start=0, end=None: sizes[start:end],
+    "Slice": _slice,
+    "Sqrt": np.sqrt,
+    "Trilu": _trilu,
+    "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(axes.tolist())),
+    "Where": np.where,
+}
+"""Those that exporters compute scales and causal masks with."""

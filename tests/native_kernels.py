@@ -1,0 +1,54 @@
+"""One kernel by itself: a session of ONNX Runtime around a single node of the native library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onward
+from onward.engines import start
+from onward.kernels import DOMAIN, library
+
+needs_kernels = pytest.mark.skipif(library().path is None, reason=f"no native kernels: {library().note}")
+
+
+def run_kernel(name: str, *inputs: np.ndarray | None, outputs: int = 1, threads: int = 2, **attributes: Any) -> list:
+    """What a kernel makes of some arrays; None stands for an input that is left out."""
+    given = {f"x{i}": array for i, array in enumerate(inputs) if array is not None}
+    names = [f"x{i}" if array is not None else "" for i, array in enumerate(inputs)]
+    node = onnx.helper.make_node(name, names, [f"y{i}" for i in range(outputs)], domain=DOMAIN, **attributes)
+    kinds = {key: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for key, array in given.items()}
+    graph = onnx.helper.make_graph(
+        [node],
+        "kernel",
+        [onnx.helper.make_tensor_value_info(key, kinds[key], array.shape) for key, array in given.items()],
+        [onnx.helper.make_tensor_value_info(f"y{i}", onnx.TensorProto.FLOAT, None) for i in range(outputs)],
+    )
+    imports = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid(DOMAIN, 1)]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.register_custom_ops_library(str(library().path))
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, given)
+
+
+def _steps_of(model: onward.Model, batch: dict[str, np.ndarray], kernels: bool) -> tuple[list, dict, dict]:
+    engine = start(model, kernels=kernels, threads=2)
+    batch = {name: array for name, array in batch.items() if name in engine.inputs}
+    gradients = engine.gradients(batch)
+    losses = [float(engine.step(batch)[engine.loss]) for _ in range(3)]
+    return losses, gradients, engine.evaluate(batch)
+
+
+def assert_the_same_with_kernels(model: onward.Model, batch: dict[str, np.ndarray]) -> None:
+    """Losses of a few steps, gradients and outputs are those of the plain graph."""
+    (losses, gradients, results), (expected, plain, others) = (_steps_of(model, batch, use) for use in (True, False))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+    for name, result in others.items():
+        np.testing.assert_allclose(results[name], result, rtol=1e-4, atol=1e-5, err_msg=name)
