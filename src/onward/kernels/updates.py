@@ -26,18 +26,22 @@ _FEWEST = 1 << 20
 
 
 def fuse_updates(model: Model) -> None:
-    """Let kernels compute the elementwise end of a step, in place."""
-    graph = model.graph
+    """Let kernels compute the elementwise end of a step, in place; an update now and then is in a nested graph."""
+    names = model.names()
+    for graph in (model.graph, *model.graph.subgraphs()):
+        if _fuse(graph, names):
+            model.graph.opset_imports[DOMAIN] = 1
+
+
+def _fuse(graph: ir.Graph, names: Names) -> bool:
     ends = {value: i for i, value in enumerate(graph.outputs)}
     place = {node: i for i, node in enumerate(graph)}
     programs = [_Program(nodes, ends) for nodes in _regions(graph) if len(nodes) > 1]
-    names = model.names()
-    for programs_of_node in _groups(programs, place):
-        last = max((node for program in programs_of_node for node in program.nodes), key=place.__getitem__)
-        _write(graph, last, programs_of_node, names, ends)
+    for group in _groups(programs, place):
+        last = max((node for program in group for node in program.nodes), key=place.__getitem__)
+        _write(graph, last, group, names, ends)
     graph.remove([node for program in programs for node in program.nodes], safe=True)
-    if programs:
-        graph.opset_imports[DOMAIN] = 1
+    return bool(programs)
 
 
 def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
@@ -61,16 +65,18 @@ def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
             yield nodes
 
 
-def _shape(node: ir.Node) -> tuple[int | str | None, ...] | None:
-    sizes = dims(node.outputs[0])
-    return None if sizes is None else tuple(sizes)
+def _shape(node: ir.Node) -> tuple[int, ...] | None:
+    """The sizes of what it computes, where all are known."""
+    sizes = dims(node.outputs[0]) or ()
+    known = tuple(n for n in sizes if isinstance(n, int))
+    return known if dims(node.outputs[0]) is not None and len(known) == len(sizes) else None
 
 
 def _is_elementwise(node: ir.Node) -> bool:
     sizes = _shape(node)
     if node.op_type not in OPERATORS or not is_standard(node) or sizes is None or node.graph is None:
         return False
-    if not all(isinstance(n, int) for n in sizes) or node.outputs[0].dtype != ir.DataType.FLOAT:
+    if node.outputs[0].dtype != ir.DataType.FLOAT:
         return False
     operands = node.inputs
     if node.op_type == "Where":
@@ -78,14 +84,12 @@ def _is_elementwise(node: ir.Node) -> bool:
             return False
         operands = operands[1:]
     return 0 < len(operands) <= 2 and all(
-        value is not None
-        and value.dtype == ir.DataType.FLOAT
-        and (_is_number(value, sizes) or tuple(dims(value) or ()) == sizes)
+        value is not None and value.dtype == ir.DataType.FLOAT and (_is_number(value, sizes) or dims(value) == sizes)
         for value in operands
     )
 
 
-def _is_number(value: ir.Value | None, beside: Sequence[object]) -> bool:
+def _is_number(value: ir.Value | None, beside: Sequence[int]) -> bool:
     """Whether it is one number that keeps its neighbour's shape, which has more."""
     sizes = dims(value)
     return sizes is not None and len(sizes) <= len(beside) and all(n == 1 for n in sizes) and math.prod(beside) != 1
