@@ -7,6 +7,6 @@ the plain graph runs. See docs/decisions/0045-native-kernels.md.
 from onward.kernels.channels_last import DOMAIN
 from onward.kernels.library import library
 from onward.kernels.rules import find_rule
-from onward.kernels.selection import can_use_kernels, use_kernels
+from onward.kernels.selection import can_use_kernels, finish_with_kernels, use_kernels
 
-__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "library", "use_kernels"]
+__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "finish_with_kernels", "library", "use_kernels"]

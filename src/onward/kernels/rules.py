@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.kernels.channels_last import DOMAIN, TO_FIRST
-from onward.rules import NoGradient, Rewrite, Rule
+from onward.rules import NoGradient, Rewrite, Rule, indexing
 from onward.rules.common import further_output
 from onward.rules.registry import lookup, make_rule
 from onward.shapes import dims
@@ -161,3 +162,13 @@ def softmax(op, dy, x, *, y):
 @_native("LogSoftmax", domain="", when=_is_over_last_axis)
 def log_softmax(op, dy, x, *, y):
     return op.node(DOMAIN, "LogSoftmaxGradient", dy, y)
+
+
+@_native("Gather", domain="")
+def gather(op, dy, x, indices, *, axis):
+    """Rows of a table: they are added up in their order."""
+    rank, single = x.value.shape and x.value.shape.rank(), constant_ints(indices.value)
+    if rank is None or axis % rank or (single is not None and len(single) == 1):
+        return indexing.gather(op, dy, x, indices, axis=axis)
+    places = indices if indices.dtype is ir.DataType.INT64 else op.Cast(indices, to=ir.DataType.INT64)
+    return op.node(DOMAIN, "LookupGradient", places, dy, op.Shape(x)).like(x.value)

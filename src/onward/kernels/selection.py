@@ -6,11 +6,14 @@ from onward.kernels.activations import use_activations
 from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import DOMAIN, put_channels_last
 from onward.kernels.losses import use_cross_entropy
+from onward.kernels.row_sums import use_row_sums
+from onward.kernels.updates import fuse_updates
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
 from onward.model.gradient_names import gradients_in, visible
 from onward.model.walk import ancestors
 from onward.transform.types import fill_in_types
+from onward.transform.unused import remove_unused
 
 
 def can_use_kernels(model: Model) -> bool:
@@ -31,3 +34,10 @@ def use_kernels(model: Model) -> None:
     use_activations(model)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1
+
+
+def finish_with_kernels(model: Model) -> None:
+    """Let kernels compute what they can of a step that is lowered already, in place."""
+    use_row_sums(model)
+    fuse_updates(model)
+    remove_unused(model.graph)

@@ -22,7 +22,7 @@ from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.kernels import DOMAIN as KERNELS
-from onward.kernels import can_use_kernels, find_rule, use_kernels
+from onward.kernels import can_use_kernels, find_rule, finish_with_kernels, use_kernels
 from onward.lowering.calls import write_calls
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
@@ -307,6 +307,8 @@ def _plain(
         if made.functions:
             inline_calls(made)
         _finish(made)
+        if with_kernels:
+            finish_with_kernels(made)
     else:
         made = flow.combined
         inline_calls(made, _without_a_rule(made))

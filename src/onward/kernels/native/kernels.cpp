@@ -4,8 +4,11 @@
 #include "convolution.h"
 #include "cross_entropy.h"
 #include "depthwise.h"
+#include "embedding.h"
 #include "images.h"
+#include "matrix.h"
 #include "normalization.h"
+#include "programs.h"
 #include "row_normalization.h"
 #include "winograd.h"
 
@@ -13,7 +16,7 @@ namespace onward {
 namespace ONWARD_ISA {
 
 std::vector<Operator> operators() {
-  const Port number, sizes{kInt64}, maybe{kFloat, kOptional};
+  const Port number, sizes{kInt64}, maybe{kFloat, kOptional}, many{kFloat, kVariadic};
   return {
       {"Conv", {number, number, maybe}, {number}, make_kernel<Conv>},
       {"ConvInputGradient", {number, number, sizes}, {number}, make_kernel<ConvInputGradient>},
@@ -54,6 +57,10 @@ std::vector<Operator> operators() {
       {"SigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<Sigmoid>>},
       {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
+      {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},
+      {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},
+      {"LookupGradient", {sizes, number, sizes}, {number}, make_kernel<LookupGradient>},
+      {"Elementwise", {many}, {many}, make_kernel<Elementwise>},
   };
 }
 

@@ -61,13 +61,16 @@ template <int vectors>
 void multiply_rows(const float* const* rows, Index runs, Index length, const float* weights, float* const* out,
                    Index valid, Index columns, bool adds, const float* bias) {
   constexpr int kRows = rows_of(vectors);
+  const bool is_full = columns == vectors * kLanes;
+  float part[vectors * kLanes];  // of a row that is not full
   V sums[kRows][vectors];
-  for (int m = 0; m < kRows; m++)
-    for (int v = 0; v < vectors; v++) {
-      const Index left = std::min<Index>(columns - v * kLanes, kLanes);
-      const float* from = adds ? out[m] : bias;
-      sums[m][v] = from == nullptr ? V{} : left == kLanes ? load(from + v * kLanes) : load_some(from + v * kLanes, left);
-    }
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; m++) {
+    const float* from = adds ? out[m] : bias;
+    if (from != nullptr && !is_full) from = std::copy(from, from + columns, part) - columns;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sums[m][v] = from == nullptr ? V{} : load(from + v * kLanes);
+  }
   for (Index run = 0; run < runs; run++, rows += kRows) {
     const float* row[kRows];
     for (int m = 0; m < kRows; m++) row[m] = rows[m];
@@ -83,14 +86,14 @@ void multiply_rows(const float* const* rows, Index runs, Index length, const flo
       }
     }
   }
-  for (int m = 0; m < valid; m++)
-    for (int v = 0; v < vectors; v++) {
-      const Index left = std::min<Index>(columns - v * kLanes, kLanes);
-      if (left == kLanes)
-        store(out[m] + v * kLanes, sums[m][v]);
-      else
-        store_some(out[m] + v * kLanes, sums[m][v], left);
-    }
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; m++) {
+    if (m >= valid) break;
+    float* to = is_full ? out[m] : part;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) store(to + v * kLanes, sums[m][v]);
+    if (!is_full) std::copy(part, part + columns, out[m]);
+  }
 }
 
 using MultiplyRows = void (*)(const float* const*, Index, Index, const float*, float* const*, Index, Index, bool,

@@ -1,0 +1,167 @@
+// Many elementwise operators in one pass over memory, for many tensors at once: what optimizers are made of. A program
+// is computed block by block, each operator on a block that is cached, in the order and the rounding of the operators.
+#pragma once
+#include <array>
+
+#include "vectors.h"
+
+namespace onward {
+namespace ONWARD_ISA {
+
+constexpr Index kBlock = 512;  // floats
+
+using Step = void (*)(const float* a, const float* b, float* to, Index count);
+
+enum Operation : Index { kAdd, kSub, kMul, kDiv, kMax, kMin, kSqrt, kNeg, kAbs, kSign, kWhere, kOperations };
+
+template <int operation>
+V operate(V a, V b) {
+  if constexpr (operation == kAdd) return a + b;
+  if constexpr (operation == kSub) return a - b;
+  if constexpr (operation == kMul) return a * b;
+  if constexpr (operation == kDiv) return a / b;
+  if constexpr (operation == kMax) return choose((a > b) | (a != a), a, b);
+  if constexpr (operation == kMin) return choose((a < b) | (a != a), a, b);
+  if constexpr (operation == kNeg) return -a;
+  if constexpr (operation == kAbs) return choose(a == V{}, V{}, choose(a < V{}, -a, a));
+  if constexpr (operation == kSign) return choose(a > V{}, all(1), choose(a < V{}, all(-1), a));
+  if constexpr (operation == kSqrt) {
+    V root;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) root[i] = std::sqrt(a[i]);
+    return root;
+  }
+  return a;  // kWhere: of what was chosen
+}
+
+// Operands that are numbers are the same for all elements.
+template <int operation, bool a_is_number, bool b_is_number>
+void take_step(const float* a, const float* b, float* to, Index count) {
+  for (Index i = 0; i < count; i += kLanes)
+    store(to + i, operate<operation>(a_is_number ? all(*a) : load(a + i), b_is_number ? all(*b) : load(b + i)));
+}
+
+template <int operation>
+Step step_of(bool a_is_number, bool b_is_number) {
+  if (a_is_number) return b_is_number ? take_step<operation, true, true> : take_step<operation, true, false>;
+  return b_is_number ? take_step<operation, false, true> : take_step<operation, false, false>;
+}
+
+template <int... operations>
+Step find_step(Index operation, bool a, bool b, std::integer_sequence<int, operations...>) {
+  static constexpr Step (*kAll[])(bool, bool) = {step_of<operations>...};
+  return kAll[operation](a, b);
+}
+
+// Inputs: `numbers`, then the `tensors` of each item. Outputs: those of each item. The program has four integers for
+// each operator: which one, and its operands, in the order of numbers, tensors, and what operators gave before.
+struct Elementwise : Kernel {
+  struct Instruction {
+    Index operation;
+    std::array<Index, 3> operands;
+  };
+
+  explicit Elementwise(const Attributes& attributes)
+      : numbers(attributes.integer("numbers", 0)), tensors(attributes.integer("tensors", 0)),
+        results(attributes.integers("results", {})) {
+    const auto program = attributes.integers("program", {});
+    require(numbers >= 0 && tensors > 0 && program.size() % 4 == 0, "a program has tensors, and four integers a step");
+    Index known = numbers + tensors;
+    for (size_t i = 0; i < program.size(); i += 4, known++) {
+      const Instruction it{program[i], {program[i + 1], program[i + 2], program[i + 3]}};
+      require(it.operation >= 0 && it.operation < kOperations, "there is no such operator in a program");
+      for (Index operand : it.operands) require(operand >= 0 && operand < known, "an operand is not known yet");
+      require(it.operation != kWhere || it.operands[0] < numbers, "a condition is a number");
+      instructions.push_back(it);
+    }
+    for (Index result : results) require(result >= numbers + tensors && result < known, "a result is not computed");
+  }
+
+  struct Item {
+    Index first_block, size;
+    const float* const* inputs;
+    float* const* outputs;
+  };
+
+  void compute(const Call& call) const override {
+    const size_t per_item = static_cast<size_t>(tensors), made = results.size();
+    const size_t first = static_cast<size_t>(numbers), given = call.input_count();
+    const size_t count = given < first ? 0 : (given - first) / per_item;
+    require(given == first + count * per_item && call.output_count() == count * made, "inputs and outputs do not fit");
+    std::vector<const float*> inputs, values;
+    std::vector<float*> outputs;
+    std::vector<Item> items;
+    for (size_t i = 0; i < first; i++) {
+      const auto number = call.input(i);
+      require(number && number.size() == 1, "a number is one");
+      values.push_back(number.data);
+    }
+    std::vector<Index> sizes;
+    Index blocks = 0;
+    inputs.reserve(count * per_item), outputs.reserve(count * made);
+    for (size_t item = 0; item < count; item++) {
+      for (size_t i = 0; i < per_item; i++) {
+        const auto x = call.input(first + item * per_item + i);
+        require(x && (i == 0 || x.sizes == sizes), "tensors of an item have one shape");
+        sizes = x.sizes;
+        inputs.push_back(x.data);
+      }
+      Index size = 0;
+      for (size_t i = 0; i < made; i++) {
+        auto y = call.output(item * made + i, sizes);
+        outputs.push_back(y.data);
+        size = y.size();
+      }
+      items.push_back({blocks, size, inputs.data() + item * per_item, outputs.data() + item * made});
+      blocks += ceiling(size, kBlock);
+    }
+    split(call, blocks, 16, [&](Index begin, Index end) { run(items, values, begin, end); });
+  }
+
+  void run(const std::vector<Item>& items, const std::vector<const float*>& values, Index begin, Index end) const {
+    const size_t places = values.size() + static_cast<size_t>(tensors);
+    float* memory = scratch(3, static_cast<Index>(instructions.size() + static_cast<size_t>(tensors)) * kBlock);
+    std::vector<const float*> operands(values);
+    operands.resize(places + instructions.size());
+    for (size_t i = 0; i < instructions.size(); i++) operands[places + i] = memory + static_cast<Index>(i) * kBlock;
+    const auto next = [](Index block, const Item& item) { return block < item.first_block; };
+    auto item = std::upper_bound(items.begin(), items.end(), begin, next) - 1;
+    for (Index block = begin; block < end; block++) {
+      while (item + 1 != items.end() && (item + 1)->first_block <= block) ++item;
+      const Index offset = (block - item->first_block) * kBlock, count = std::min(kBlock, item->size - offset);
+      for (size_t i = 0; i < static_cast<size_t>(tensors); i++) {
+        const float* from = item->inputs[i] + offset;
+        if (count < kBlock) {  // vectors may read on
+          float* copy = memory + static_cast<Index>(instructions.size() + i) * kBlock;
+          std::copy(from, from + count, copy);
+          std::fill(copy + count, copy + ceiling(count, kLanes) * kLanes, 0.f);
+          from = copy;
+        }
+        operands[values.size() + i] = from;
+      }
+      execute(operands, places, memory, count);
+      for (size_t i = 0; i < results.size(); i++) {  // after all is read: it may be the memory of an input
+        const float* from = operands[static_cast<size_t>(results[i])];
+        std::copy(from, from + count, item->outputs[i] + offset);
+      }
+    }
+  }
+
+  void execute(const std::vector<const float*>& operands, size_t places, float* memory, Index count) const {
+    for (size_t i = 0; i < instructions.size(); i++) {
+      auto [a, b, c] = instructions[i].operands;
+      if (instructions[i].operation == kWhere) a = b = *operands[static_cast<size_t>(a)] != 0 ? b : c;
+      const Step step = find_step(instructions[i].operation, a < numbers, b < numbers,
+                                  std::make_integer_sequence<int, kOperations>());
+      step(operands[static_cast<size_t>(a)], operands[static_cast<size_t>(b)], memory + static_cast<Index>(i) * kBlock,
+           count);
+    }
+  }
+
+  Index numbers, tensors;
+  std::vector<Index> results;
+  std::vector<Instruction> instructions;
+};
+
+}  // namespace ONWARD_ISA
+}  // namespace onward

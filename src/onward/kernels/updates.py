@@ -1,0 +1,182 @@
+"""Updates of parameters as one pass over memory: the elementwise end of a step, in a few nodes.
+
+Optimizers, clipping, averages and what else follows a gradient are elementwise operators whose results nobody else
+reads. Those of one parameter become a program, and parameters with the same program share a node. What a program
+computes is what the operators compute, in their order, so that no optimizer needs a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from onward.build import Names
+from onward.kernels.channels_last import DOMAIN
+from onward.model import Model
+from onward.shapes import dims
+from onward.standard import is_standard
+
+OPERATORS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Sqrt", "Neg", "Abs", "Sign", "Where")
+"""In the order of native/programs.h."""
+_FEWEST = 1 << 20
+"""Numbers that are worth a node of their own: one node for all would keep all gradients in memory."""
+
+
+def fuse_updates(model: Model) -> None:
+    """Let kernels compute the elementwise end of a step, in place; an update now and then is in a nested graph."""
+    names = model.names()
+    for graph in (model.graph, *model.graph.subgraphs()):
+        if _fuse(graph, names):
+            model.graph.opset_imports[DOMAIN] = 1
+
+
+def _fuse(graph: ir.Graph, names: Names) -> bool:
+    ends = {value: i for i, value in enumerate(graph.outputs)}
+    place = {node: i for i, node in enumerate(graph)}
+    programs = [_Program(nodes, ends) for nodes in _regions(graph) if len(nodes) > 1]
+    for group in _groups(programs, place):
+        last = max((node for program in group for node in program.nodes), key=place.__getitem__)
+        _write(graph, last, group, names, ends)
+    graph.remove([node for program in programs for node in program.nodes], safe=True)
+    return bool(programs)
+
+
+def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
+    """Elementwise nodes of one shape whose results only others of the same region read: nothing comes after them."""
+    region: dict[ir.Node, list[ir.Node]] = {}
+    for node in reversed(graph):
+        if not _is_elementwise(node):
+            continue
+        output = node.outputs[0]
+        readers = [use.node for use in output.uses()]
+        if not all(reader in region and _shape(reader) == _shape(node) for reader in readers):
+            continue
+        merged = [node]
+        for nodes in {id(region[reader]): region[reader] for reader in readers}.values():
+            merged += nodes
+        region.update(dict.fromkeys(merged, merged))
+    seen: set[int] = set()
+    for nodes in region.values():
+        if id(nodes) not in seen:
+            seen.add(id(nodes))
+            yield nodes
+
+
+def _shape(node: ir.Node) -> tuple[int, ...] | None:
+    """The sizes of what it computes, where all are known."""
+    sizes = dims(node.outputs[0]) or ()
+    known = tuple(n for n in sizes if isinstance(n, int))
+    return known if dims(node.outputs[0]) is not None and len(known) == len(sizes) else None
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    sizes = _shape(node)
+    if node.op_type not in OPERATORS or not is_standard(node) or sizes is None or node.graph is None:
+        return False
+    if node.outputs[0].dtype != ir.DataType.FLOAT:
+        return False
+    operands = node.inputs
+    if node.op_type == "Where":
+        if not _is_number(operands[0], sizes):
+            return False
+        operands = operands[1:]
+    return 0 < len(operands) <= 2 and all(
+        value is not None and value.dtype == ir.DataType.FLOAT and (_is_number(value, sizes) or dims(value) == sizes)
+        for value in operands
+    )
+
+
+def _is_number(value: ir.Value | None, beside: Sequence[int]) -> bool:
+    """Whether it is one number that keeps its neighbour's shape, which has more."""
+    sizes = dims(value)
+    return sizes is not None and len(sizes) <= len(beside) and all(n == 1 for n in sizes) and math.prod(beside) != 1
+
+
+class _Program:
+    """What one region computes, in terms that do not depend on which parameter it is of."""
+
+    def __init__(self, nodes: list[ir.Node], ends: dict[ir.Value, int]):
+        self.nodes = nodes
+        members = set(nodes)
+        self.results = sorted((node.outputs[0] for node in nodes if node.outputs[0] in ends), key=ends.__getitem__)
+        sizes = _shape(nodes[0]) or ()
+        self.size = math.prod(sizes)
+        self.numbers: list[ir.Value] = []
+        self.tensors: list[ir.Value] = []
+        order: dict[ir.Value, int] = {}
+        waiting = [(value, False) for value in reversed(self.results)]
+        while waiting:  # operands come before what reads them
+            value, ready = waiting.pop()
+            node = value.producer()
+            if value in order or value in self.numbers or value in self.tensors:
+                continue
+            if node not in members:
+                (self.numbers if _is_number(value, sizes) else self.tensors).append(value)
+            elif ready:
+                order[value] = len(order)
+            else:
+                waiting += [(value, True), *((v, False) for v in reversed(node.inputs) if v is not None)]
+        known = {value: i for i, value in enumerate((*self.numbers, *self.tensors, *order))}
+        steps = []
+        for value in order:
+            node = value.producer()
+            assert node is not None
+            read = [known[operand] for operand in node.inputs if operand is not None]
+            steps += [OPERATORS.index(node.op_type), *read, *[read[0]] * (3 - len(read))]
+        self.attributes = _Attributes(
+            tuple(steps), tuple(known[value] for value in self.results), len(self.numbers), len(self.tensors)
+        )
+
+
+class _Attributes(NamedTuple):
+    program: tuple[int, ...]
+    results: tuple[int, ...]
+    numbers: int
+    tensors: int
+
+
+def _groups(programs: list[_Program], place: dict[ir.Node, int]) -> Iterator[list[_Program]]:
+    """Programs that are the same, with the same numbers, in the order of the graph."""
+    open_groups: dict[object, list[_Program]] = {}
+    for program in sorted(programs, key=lambda p: max(place[node] for node in p.nodes)):
+        key = (program.attributes, *program.numbers)
+        group = open_groups.setdefault(key, [])
+        group.append(program)
+        if sum(p.size for p in group) >= _FEWEST:
+            yield open_groups.pop(key)
+    yield from open_groups.values()
+
+
+def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Names, ends: dict[ir.Value, int]) -> None:
+    """One node for them all."""
+    attributes = programs[0].attributes
+    numbers = []
+    for value in programs[0].numbers:
+        if value.dtype != ir.DataType.FLOAT:
+            cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", ir.DataType.FLOAT.value)], name=names.fresh("Cast"))
+            cast.outputs[0].name = names.fresh(f"{value.name}/number")
+            last.append(cast)
+            last, value = cast, cast.outputs[0]
+        numbers.append(value)
+    results = [value for program in programs for value in program.results]
+    node = ir.Node(
+        DOMAIN,
+        "Elementwise",
+        [*numbers, *(value for program in programs for value in program.tensors)],
+        [
+            ir.AttrInt64s("program", attributes.program),
+            ir.AttrInt64s("results", attributes.results),
+            ir.AttrInt64("numbers", attributes.numbers),
+            ir.AttrInt64("tensors", attributes.tensors),
+        ],
+        num_outputs=len(results),
+        name=names.fresh("Elementwise"),
+    )
+    last.append(node)
+    for old, new in zip(results, node.outputs, strict=True):
+        new.name, old.name = old.name, None
+        new.type, new.shape = old.type, old.shape
+        graph.outputs[ends[old]] = new

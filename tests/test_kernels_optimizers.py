@@ -1,0 +1,130 @@
+"""Updates of parameters as programs of native kernels: exactly what the operators compute that they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
+
+import onward
+from models import digits_mlp
+from native_kernels import needs_kernels, run_kernel
+from onward.engines import start
+from onward.kernels.updates import OPERATORS
+from onward.lowering.step import Manner, lower_for_engine
+from optimizer_tables import KERAS, OPTAX, TORCH
+
+pytestmark = needs_kernels
+
+SPECIAL = np.array([0.0, -0.0, 1.0, -2.5, np.inf, -np.inf, np.nan, 1e-40, 3e38], np.float32)
+
+
+def run_program(steps, numbers, *items, results):
+    program = [integer for step in steps for integer in (*step, *[step[1]] * (4 - len(step)))]
+    arrays = [np.array(number, np.float32) for number in numbers] + [array for item in items for array in item]
+    given = {"program": program, "results": results, "numbers": len(numbers), "tensors": len(items[0])}
+    return run_kernel("Elementwise", *arrays, outputs=len(results) * len(items), **given)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+_NUMPY = {
+    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide, "Max": np.maximum, "Min": np.minimum,
+    "Sqrt": np.sqrt, "Neg": np.negative, "Abs": np.abs, "Sign": np.sign,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NUMPY)
+@pytest.mark.parametrize("number", ["none", "first", "second"])
+def test_operators_are_those_of_numpy_also_of_what_is_not_finite(name, number):
+    function, code = _NUMPY[name], OPERATORS.index(name)
+    x, y = (array.reshape(-1).copy() for array in np.meshgrid(SPECIAL, SPECIAL))
+    places = {"none": (1, 2), "first": (0, 1), "second": (1, 0)}[number]
+    read = [np.float32(0.3), x, y]
+    with np.errstate(all="ignore"):
+        wanted = function(read[places[0]], read[places[1]]) if function.nin == 2 else function(read[places[0]])
+    if function.nin == 1 and number == "first":
+        wanted = np.full_like(x, wanted)
+    (found,) = run_program([(code, *places[: function.nin])], [0.3], (x, y), results=[3])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("condition", [0.0, 1.0])
+def test_a_condition_chooses(condition):
+    x, y = SPECIAL, SPECIAL[::-1].copy()
+    (found,) = run_program([(OPERATORS.index("Where"), 0, 1, 2)], [condition], (x, y), results=[3])
+    np.testing.assert_array_equal(found, x if condition else y)
+
+
+def test_items_of_all_sizes_are_computed_by_one_node():
+    """v = 0.9 v + g; x = x - 0.1 v."""
+    rng = np.random.default_rng(0)
+    sizes = [(1,), (0,), (511,), (512,), (513,), (3, 5, 7), (70_001,), ()]
+    items = [[rng.standard_normal(size).astype(np.float32) for _ in range(3)] for size in sizes]
+    steps = [(2, 2 + 1, 0), (0, 5, 2 + 2), (2, 6, 1), (1, 2, 7)]
+    found = run_program(steps, [0.9, 0.1], *items, results=[8, 6])
+    for (x, v, g), new_x, new_v in zip(items, found[::2], found[1::2], strict=True):
+        wanted = np.float32(0.9) * v + g
+        np.testing.assert_array_equal(new_v, wanted)
+        np.testing.assert_array_equal(new_x, x - np.float32(0.1) * wanted)
+
+
+@pytest.mark.parametrize(
+    ("steps", "numbers", "item", "results"),
+    [
+        ([(99, 1, 1)], [1.0], [SPECIAL], [2]),  # no such operator
+        ([(0, 1, 5)], [1.0], [SPECIAL], [2]),  # no such operand
+        ([(0, 1, 0)], [1.0], [SPECIAL], [1]),  # an input as a result
+        ([(10, 1, 1, 1)], [1.0], [SPECIAL], [2]),  # a tensor as a condition
+        ([(0, 0, 1)], [], [SPECIAL, SPECIAL[:3]], [2]),  # different shapes
+    ],
+)
+def test_wrong_programs_are_refused(steps, numbers, item, results):
+    with pytest.raises((Fail, RuntimeException), match=r"program|operand|result|condition|shape"):
+        run_program(steps, numbers, item, results=results)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+TABLES = {"torch": TORCH, "keras": KERAS, "optax": OPTAX}
+_FEW = [
+    ("momentum", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {}),
+    ("adamw", {}, {"clip": "norm:0.5", "ema": 0.9, "accumulate": 2}),
+    ("adamw", {"amsgrad": True}, {"clip": "value:0.001"}),
+]
+
+
+def assert_same_steps(model):
+    """Some steps with kernels and without leave the same state."""
+    nodes = lower_for_engine(model, manner=Manner(kernels=True)).graph.all_nodes()
+    made = [node for node in nodes if node.op_type == "Elementwise"]
+    rng = np.random.default_rng(0)
+    batches = [
+        {"image": rng.standard_normal((8, 64)).astype(np.float32), "labels": rng.integers(0, 10, 8)} for _ in range(4)
+    ]
+    states = []
+    for kernels in (True, False):
+        with start(model, kernels=kernels, threads=2) as engine:
+            for batch in batches:
+                engine.step(batch)
+            states.append(engine.state())
+    for name, wanted in states[1].items():
+        np.testing.assert_allclose(states[0][name], wanted, rtol=2e-5, atol=1e-6, err_msg=name)
+    return made
+
+
+@pytest.mark.parametrize(("name", "settings", "recipe"), _FEW)
+def test_steps_are_the_same_with_and_without(name, settings, recipe):
+    optimizer = {"name": name, **settings}
+    made = assert_same_steps(onward.prepare(digits_mlp(33), loss="cross_entropy", optimizer=optimizer, **recipe))
+    assert len(made) == 1  # for all parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "name", "settings"),
+    [(variant, name, settings) for variant, rows in TABLES.items() for name, _, settings in rows if name != "muon"],
+)
+def test_all_optimizers_are_the_same_with_and_without(variant, name, settings):
+    optimizer = {"name": name, "variant": variant, **{k: v for k, v in settings.items() if k != "maximize"}}
+    assert assert_same_steps(onward.prepare(digits_mlp(33), loss="cross_entropy", optimizer=optimizer))

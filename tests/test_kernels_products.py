@@ -1,0 +1,127 @@
+"""Weight gradients, sums of rows and gradients of lookups by native kernels: against numpy in double precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
+
+import onward
+from models import small_transformer
+from native_kernels import needs_kernels, run_kernel
+from onward.engines import start
+from onward.lowering.step import Manner, lower_for_engine
+
+pytestmark = needs_kernels
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_close(found, wanted, rtol=2e-6):
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol * max(1.0, np.abs(wanted).max(initial=0)))
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+SIZES = [(1, 1, 1), (5, 7, 3), (3, 24, 64), (700, 25, 65), (1025, 97, 130), (2049, 9, 200), (64, 1, 4097), (2, 4105, 5)]
+
+
+@pytest.mark.parametrize(("depth", "rows", "columns"), SIZES)
+def test_products_are_those_of_numpy(depth, rows, columns):
+    a, b = numbers(depth, rows), numbers(depth, columns, seed=1)
+    (one,) = run_kernel("TransposedProduct", a, b, threads=1)
+    (two,) = run_kernel("TransposedProduct", a, b)
+    assert_close(one, a.astype(np.float64).T @ b, rtol=1e-5)
+    np.testing.assert_array_equal(one, two)  # whatever the number of threads
+
+
+def test_products_take_all_leading_axes_as_rows():
+    a, b = numbers(3, 5, 7), numbers(5, 3, 2)
+    (found,) = run_kernel("TransposedProduct", a, b)
+    assert_close(found, a.reshape(15, 7).T @ b.reshape(15, 2))
+
+
+@pytest.mark.parametrize("shape", [((0, 3), (0, 2)), ((4, 0), (4, 2)), ((4, 3), (4, 0))])
+def test_products_of_nothing_are_zero(shape):
+    (found,) = run_kernel("TransposedProduct", *(np.ones(sizes, np.float32) for sizes in shape))
+    np.testing.assert_array_equal(found, np.zeros((shape[0][1], shape[1][1]), np.float32))
+
+
+def test_products_keep_what_is_not_finite_where_it_is():
+    a, b = numbers(40, 30), numbers(40, 70)
+    a[3, 5], b[7, 11] = np.nan, np.inf
+    (found,) = run_kernel("TransposedProduct", a, b)
+    wrong = ~np.isfinite(found)
+    wanted = np.zeros_like(wrong)
+    wanted[5], wanted[:, 11] = True, True
+    np.testing.assert_array_equal(wrong, wanted)
+
+
+# ---- sums and lookups ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((5,), 0),
+        ((1, 3), 1),
+        ((7, 11, 13), 2),
+        ((4, 9, 7000), 1),
+        ((3000, 37), 1),
+        ((0, 4), 1),
+        ((4, 0), 1),
+        ((6, 5), 2),
+    ],
+)
+def test_sums_are_those_of_numpy(shape, axes):
+    x = numbers(*shape)
+    (one,), (two,) = (run_kernel("LeadingSum", x, axes=axes, threads=threads) for threads in (1, 2))
+    assert_close(one, x.astype(np.float64).sum(tuple(range(axes))))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("table", "places"), [((50, 37), (4, 300)), ((3000, 64), (700,)), ((9,), (20,)), ((5, 2), (0,))]
+)
+def test_lookups_are_added_up_in_order(table, places):
+    indices = np.random.default_rng(0).integers(-table[0], table[0], places)
+    dy = numbers(*places, *table[1:])
+    (found,) = run_kernel("LookupGradient", indices, dy, np.array(table))
+    wanted = np.zeros(table, np.float32)
+    np.add.at(wanted, indices.reshape(-1), dy.reshape(-1, *table[1:]))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "settings"),
+    [
+        ("TransposedProduct", [numbers(4, 3), numbers(5, 3)], {}),
+        ("TransposedProduct", [numbers(4), numbers(4)], {}),
+        ("LeadingSum", [numbers(4, 3)], {"axes": 3}),
+        ("LookupGradient", [np.array([1, 9]), numbers(2, 3), np.array([4, 3])], {}),
+        ("LookupGradient", [np.array([1]), numbers(2, 3), np.array([4, 3])], {}),
+        ("LookupGradient", [np.array([], np.int64), numbers(0), np.array([], np.int64)], {}),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, inputs, settings):
+    with pytest.raises(Fail, match=r"product|axes|index|table"):
+        run_kernel(name, *inputs, **settings)
+
+
+# ---- in a model ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_has_the_same_gradients_with_and_without():
+    model = onward.prepare(small_transformer(1, width=128), loss="value:loss", optimizer="sgd:lr=0.1")
+    made = {node.op_type for node in lower_for_engine(model, manner=Manner(kernels=True)).graph}
+    assert made >= {"TransposedProduct", "LeadingSum", "LookupGradient", "Elementwise"}, made
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 32, (3, 50)) for name in ("tokens", "labels")}
+    found = []
+    for kernels in (True, False):
+        with start(model, kernels=kernels, threads=2) as engine:
+            found.append(engine.gradients(batch))
+    for name, wanted in found[1].items():
+        np.testing.assert_allclose(found[0][name], wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
