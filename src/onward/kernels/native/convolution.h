@@ -109,7 +109,7 @@ class Gatherer {
   const float* zeros_;
 };
 
-constexpr Index kPixelsOfTask = 192;
+constexpr Index kPixelsOfTask = 96;
 
 // `at(group, tap, k, column)` is a weight; taps of the packed weights may be fewer and longer than those asked for.
 template <class At>
