@@ -8,9 +8,10 @@ from onward.kernels.channels_last import DOMAIN, put_channels_last
 from onward.kernels.losses import use_cross_entropy
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
-from onward.model.gradient_names import gradients_in, visible
+from onward.model.gradient_names import gradients_in, tie, untie, visible
 from onward.model.walk import ancestors
 from onward.transform.types import fill_in_types
+from onward.transform.unused import remove_unused
 
 
 def can_use_kernels(model: Model) -> bool:
@@ -29,5 +30,13 @@ def use_kernels(model: Model) -> None:
     use_cross_entropy(model)
     put_channels_last(model)
     use_activations(model)
+    _remove_replaced(model)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1
+
+
+def _remove_replaced(model: Model) -> None:
+    """Remove nodes that nothing reads any more, but not what a Gradient names."""
+    tie(model.graph)
+    remove_unused(model.graph)
+    untie(model.graph)
