@@ -17,7 +17,6 @@ from onward.kernels.known import Known
 from onward.kernels.rewriting import Rewriting, made_by, only_made_by
 from onward.model import Model
 from onward.standard import is_standard
-from onward.transform.unused import remove_unused
 
 
 def use_activations(model: Model) -> None:
@@ -30,7 +29,6 @@ def use_activations(model: Model) -> None:
             name, x = found
             with rewriting.before(node) as op:
                 rewriting.replace(node.outputs[0], op.node(DOMAIN, name, x))
-    remove_unused(model.graph)
 
 
 class _Search:

@@ -20,7 +20,6 @@ from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
-from onward.transform.unused import remove_unused
 
 SWAP = [0, 2, 1, 3]
 RANK = 4
@@ -35,7 +34,6 @@ def use_attention(model: Model) -> None:
             found = search.written_out(node) if node.op_type == "MatMul" else search.operator(node)
             if found is not None:
                 _replace(rewriting, node, found)
-    remove_unused(model.graph)
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from onward.kernels.row_sums import use_row_sums
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
-from onward.model.gradient_names import gradients_in, visible
+from onward.model.gradient_names import gradients_in, tie, untie, visible
 from onward.model.walk import ancestors
 from onward.transform.types import fill_in_types
 from onward.transform.unused import remove_unused
@@ -32,6 +32,7 @@ def use_kernels(model: Model) -> None:
     use_cross_entropy(model)
     put_channels_last(model)
     use_activations(model)
+    _remove_replaced(model)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1
 
@@ -41,3 +42,10 @@ def finish_with_kernels(model: Model) -> None:
     use_row_sums(model)
     fuse_updates(model)
     remove_unused(model.graph)
+
+
+def _remove_replaced(model: Model) -> None:
+    """Remove nodes that nothing reads any more, but not what a Gradient names."""
+    tie(model.graph)
+    remove_unused(model.graph)
+    untie(model.graph)
