@@ -288,7 +288,11 @@ class TorchParallel(Engine):
             tensor, place = value.const_value, model.initializer(*self._place(name))
             assert tensor is not None and place is not None
             place.const_value = ir.LazyTensor(
-                functools.partial(read, name), tensor.dtype, ir.Shape(tensor.shape.numpy()), name=place.name
+                functools.partial(read, name),
+                tensor.dtype,
+                ir.Shape(tensor.shape.numpy()),
+                name=place.name,
+                metadata_props=dict(tensor.metadata_props),  # what it is for
             )
         return model
 
