@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.build import become, identity
+from onward.build import become, declare, identity
 from onward.constants import tensor_in
 from onward.model import Model
 from onward.model.core import values
@@ -21,6 +21,8 @@ def optimize(model: Model) -> None:
     """Shorten the graph of a lowered model, in place."""
     fill_in_types(model, values(model.graph))
     for graph in (model.graph, *model.graph.subgraphs()):
+        for node in graph if graph is not model.graph else ():
+            declare(node, model.opset)
         settle_casts(graph)
         turn_products_with_vectors(graph)
         share_equal_nodes(graph)
