@@ -123,3 +123,20 @@ def _amounts(rng: np.random.Generator, n: int) -> dict[str, Any]:
 
 
 _DRAWN = {"image": _images, "tokens": _text, "x": _amounts}
+
+
+ROOT_OF_MEAN = """
+    <domain: "mine", opset_import: ["": 21]>
+    RootOfMean (x, target) => (loss) {
+        difference = Sub(x, target)
+        square = Mul(difference, difference)
+        mean = ReduceMean<keepdims=0>(square)
+        loss = Sqrt(mean)
+    }"""
+
+
+def write_both(folder: Path) -> dict[str, str]:
+    """Where the CNN and the GPT are."""
+    write_cnn(folder / "cnn.onnx")
+    write_gpt(folder / "gpt.onnx")
+    return {name: str(folder / f"{name}.onnx") for name in ("cnn", "gpt")}

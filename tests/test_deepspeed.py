@@ -93,10 +93,7 @@ def test_options_that_do_not_fit(training: onward.Model) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    parallel_models.write_cnn(folder / "cnn.onnx")
-    parallel_models.write_gpt(folder / "gpt.onnx")
-    return {name: str(folder / f"{name}.onnx") for name in ("cnn", "gpt")}
+    return parallel_models.write_both(tmp_path_factory.mktemp("models"))
 
 
 def with_stage(stage: int) -> dict[str, Any]:

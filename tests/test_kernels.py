@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from conftest import needs
-from onward.kernels import library
+from native_kernels import needs_kernels
 from onward.kernels.build import build, compiler
 
 HERE = Path(__file__).parent
 TESTS = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))
-pytestmark = pytest.mark.skipif(library().path is None, reason=library().note)
+pytestmark = needs_kernels
 
 
 def run_tests(**environment: str) -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import onward
 from conftest import needs
-from kernel_sessions import run_kernel
 from models import small_cnn
+from native_kernels import needs_kernels, run_kernel
 from onward.kernels import DOMAIN, library
 from onward.lowering.step import Manner, lower_for_engine
 from representatives import examples
 
-pytestmark = pytest.mark.skipif(library().path is None, reason=library().note)
+pytestmark = needs_kernels
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:

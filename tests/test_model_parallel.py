@@ -119,15 +119,6 @@ def test_train_and_resume(models: dict[str, str], tmp_path: Path) -> None:
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-ROOT_OF_MEAN = """
-    <domain: "mine", opset_import: ["": 21]>
-    RootOfMean (x, target) => (loss) {
-        difference = Sub(x, target)
-        square = Mul(difference, difference)
-        mean = ReduceMean<keepdims=0>(square)
-        loss = Sqrt(mean)
-    }"""
-
 
 def divide(model: Any) -> None:
     forward = lower_for_engine(model, None, "forward", Manner(differentiate=False, share=Share(0, 2, gradients=False)))
@@ -140,4 +131,4 @@ def test_what_micro_batches_cannot_compute(models: dict[str, str]) -> None:
         divide(onward.load(models["cnn"]))
     plain = onward.transform.strip(onward.load(models["mlp"]))
     with pytest.raises(onward.Error, match="no sum of what samples add"):
-        divide(onward.prepare(plain, loss=onnx.parser.parse_function(ROOT_OF_MEAN)))
+        divide(onward.prepare(plain, loss=onnx.parser.parse_function(parallel_models.ROOT_OF_MEAN)))

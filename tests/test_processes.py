@@ -89,15 +89,6 @@ def steps(model: onward.Model, data: list[dict[str, np.ndarray]], group: Group |
         return losses, (float(engine.evaluate(parts[0])["loss"]), engine.gradients(parts[0]), engine.state())
 
 
-ROOT_OF_MEAN = """
-    <domain: "mine", opset_import: ["": 21]>
-    RootOfMean (x, target) => (loss) {
-        difference = Sub(x, target)
-        square = Mul(difference, difference)
-        mean = ReduceMean<keepdims=0>(square)
-        loss = Sqrt(mean)
-    }"""
-
 RECIPES: dict[str, tuple[dict[str, Any], Any]] = {
     "clipped and accumulated": (
         {"loss": "cross_entropy", "optimizer": "adamw:lr=1e-2", "clip": "norm:0.5", "accumulate": 2},
@@ -109,7 +100,7 @@ RECIPES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "smoothed, sample variance": ({"loss": "cross_entropy:label_smoothing=0.1", "variance": "sample"}, labels),
     "a sum": ({"loss": "mse:reduction=sum", "optimizer": "sgd:lr=1e-4,momentum=0.9"}, amounts),
-    "a function of a mean": ({"loss": onnx.parser.parse_function(ROOT_OF_MEAN)}, amounts),
+    "a function of a mean": ({"loss": onnx.parser.parse_function(parallel_models.ROOT_OF_MEAN)}, amounts),
     "two summands, averaged": ({"loss": ["mse", "l1:scale=0.5"], "ema": 0.9}, twice),
 }
 
@@ -172,10 +163,7 @@ def test_each_process_draws_its_own_numbers(net: onnx.ModelProto, monkeypatch: p
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    parallel_models.write_cnn(folder / "cnn.onnx")
-    parallel_models.write_gpt(folder / "gpt.onnx")
-    return {name: str(folder / f"{name}.onnx") for name in ("cnn", "gpt")}
+    return parallel_models.write_both(tmp_path_factory.mktemp("models"))
 
 
 def test_ddp_and_fsdp(models: dict[str, str], tmp_path: Path) -> None:
