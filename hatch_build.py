@@ -19,7 +19,7 @@ class KernelsBuildHook(BuildHookInterface):
         assert spec is not None and spec.loader is not None
         kernels = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(kernels)
-        if not kernels.build():
+        if not kernels.is_up_to_date() and not kernels.build():
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

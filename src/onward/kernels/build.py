@@ -30,6 +30,12 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
 
 
+def is_up_to_date() -> bool:
+    """Whether the library is there, and newer than all that it is made of."""
+    sources = [Path(__file__), *SOURCES.iterdir()]
+    return LIBRARY.exists() and all(LIBRARY.stat().st_mtime >= source.stat().st_mtime for source in sources)
+
+
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
     """Compile the library, if there is a compiler and the system is one of those that it is for; else say why not."""
     cxx = compiler()
