@@ -4,8 +4,7 @@ Nothing native is ever written into a file: they are chosen when an engine is st
 the plain graph runs. See docs/decisions/0045-native-kernels.md.
 """
 
-from onward.kernels.channels_last import DOMAIN
-from onward.kernels.library import library
+from onward.kernels.library import DOMAIN, library
 from onward.kernels.rules import find_rule
 from onward.kernels.selection import can_use_kernels, finish_with_kernels, use_kernels
 

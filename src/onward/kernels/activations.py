@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from onward.kernels.channels_last import DOMAIN
 from onward.kernels.known import Known
+from onward.kernels.library import DOMAIN
 from onward.kernels.rewriting import Rewriting, made_by, only_made_by
 from onward.model import Model
 from onward.standard import is_standard

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.kernels.channels_last import DOMAIN
 from onward.kernels.known import Known
+from onward.kernels.library import DOMAIN
 from onward.kernels.rewriting import Rewriting, made_by, only_made_by, with_gradient
 from onward.model import Model
 from onward.model.walk import attributes

@@ -14,12 +14,13 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import constant_ints
+from onward.kernels.library import DOMAIN
+from onward.kernels.rewriting import Rewriting
 from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
 
-DOMAIN = "onward.kernels"
 TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 RANK = 4
 
@@ -44,53 +45,35 @@ def _is_float_image(value: ir.Value | None) -> bool:
 
 
 class _ChannelsLast:
+    _op: Builder
+    """What is built with it goes where the node is that is being converted."""
+
     def __init__(self, model: Model):
         self._graph, self._opset = model.graph, model.opset
-        self._names = model.names()
-        self._imports = model.graph.opset_imports
+        self._rewriting = Rewriting(model)
         self._last: dict[ir.Value, ir.Value] = {}
         """An image -> the same with channels last."""
-        self._op = self._builder()
-
-    def _builder(self) -> Builder:
-        """What is built goes where its node was."""
-        scratch = ir.Graph([], [], nodes=[], name="channels last")
-        return Builder(scratch, opset=self._opset, names=self._names, imports=self._imports)
 
     def convert(self) -> None:
         replaced: list[ir.Node] = []
         for node in list(self._graph):
             convert = _CONVERSIONS.get(node.op_type) if is_standard(node) else None
-            self._op = self._builder()
-            self._op = self._op.scoped(node.name or node.op_type)
-            if convert is not None and convert(self, node):
-                replaced.append(node)
-                self._insert_before(node)
+            if convert is None:
+                continue
+            with self._rewriting.before(node) as self._op:
+                if convert(self, node):
+                    replaced.append(node)
         for node in replaced:
             self._give_back_order(node)
         self._graph.remove(replaced, safe=True)
-
-    def _insert_before(self, node: ir.Node) -> None:
-        made = list(self._op.graph)
-        self._op.graph.remove(made)
-        node.prepend(made)
 
     def _give_back_order(self, node: ir.Node) -> None:
         """Transpose what others read, who do not know of the new order."""
         for output in node.outputs:
             last = self._last.get(output)
-            others = [use.node for use in output.uses()]
-            if last is None or not (others or output.is_graph_output()):
-                continue
-            self._op = self._builder().scoped(node.name or node.op_type)
-            first = self._op.Transpose(last, perm=TO_FIRST).like(output).value
-            self._insert_before(node)
-            self._take_over(output, first)
-
-    def _take_over(self, old: ir.Value, new: ir.Value) -> None:
-        name, old.name = old.name, self._names.fresh(f"{old.name}/first")
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        new.name = name
+            if last is not None and (output.uses() or output.is_graph_output()):
+                with self._rewriting.before(node) as op:
+                    self._rewriting.replace(output, op.Transpose(last, perm=TO_FIRST))
 
     # ---- images ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +134,7 @@ class _ChannelsLast:
         made = self._kernel("BatchNormalization", self._last[x], scale, bias, epsilon=given["epsilon"], outputs=3)
         self._made(node.outputs[0], made[0])
         for old, new in zip(node.outputs[1:], made[1:], strict=False):
-            self._take_over(old, new.like(old).value)
+            self._rewriting.replace(old, new)
         return True
 
     def _max_pool(self, node: ir.Node) -> bool:
@@ -211,7 +194,7 @@ class _ChannelsLast:
         if keeps:
             self._made(node.outputs[0], mean)
         else:
-            self._take_over(node.outputs[0], mean.like(node.outputs[0]).value)
+            self._rewriting.replace(node.outputs[0], mean)
         return True
 
     def _concatenation(self, node: ir.Node) -> bool:

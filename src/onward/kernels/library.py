@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from onward.kernels.build import LIBRARY
 
+DOMAIN = "onward.kernels"
+"""Of its operators."""
 SWITCH = "ONWARD_KERNELS"
 """The variable of the environment that turns them off, `ONWARD_KERNELS=0`, or names another library."""
 
@@ -33,7 +35,8 @@ def library() -> Library:
 def _load(path: Path) -> Library:
     """Whether ONNX Runtime loads a library: a test of both, since neither knows the other."""
     if not path.exists():
-        return Library(None, "not compiled: `python -m onward.kernels.build`")
+        missing = "not compiled: `python -m onward.kernels.build`"
+        return Library(None, missing if path == LIBRARY else f"{SWITCH} names `{path}`, which does not exist")
     import onnxruntime as ort
 
     try:

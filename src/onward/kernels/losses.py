@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.kernels.channels_last import DOMAIN
+from onward.kernels.library import DOMAIN
 from onward.kernels.rewriting import Rewriting, made_by, with_gradient
 from onward.model import Model
 from onward.model.walk import attributes

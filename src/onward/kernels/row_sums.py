@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.build import become
 from onward.constants import constant_ints
-from onward.kernels.channels_last import DOMAIN
+from onward.kernels.library import DOMAIN
 from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims

@@ -8,7 +8,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.constants import constant_ints
-from onward.kernels.channels_last import DOMAIN, TO_FIRST
+from onward.kernels.channels_last import TO_FIRST
+from onward.kernels.library import DOMAIN
 from onward.rules import NoGradient, Rewrite, Rule, indexing
 from onward.rules.common import further_output
 from onward.rules.registry import lookup, make_rule

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from onward.kernels.activations import use_activations
 from onward.kernels.attention import use_attention
-from onward.kernels.channels_last import DOMAIN, put_channels_last
+from onward.kernels.channels_last import put_channels_last
+from onward.kernels.library import DOMAIN
 from onward.kernels.losses import use_cross_entropy
 from onward.kernels.row_sums import use_row_sums
 from onward.kernels.updates import fuse_updates

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from onward.build import Names
-from onward.kernels.channels_last import DOMAIN
+from onward.kernels.library import DOMAIN
 from onward.model import Model
 from onward.shapes import dims
 from onward.standard import is_standard

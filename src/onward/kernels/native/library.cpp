@@ -147,21 +147,18 @@ Tensor<float> Call::output(size_t index, std::vector<Index> sizes) const {
   return {static_cast<float*>(data), std::move(sizes)};
 }
 
-Index Attributes::integer(const char* name, Index otherwise) const {
-  int64_t value = 0;
-  Status* status = IntAttribute::of(api_)(info_, name, &value);
+template <class Entry, class T>
+T Attributes::one(const char* name, T otherwise) const {
+  T value{};
+  Status* status = Entry::of(api_)(info_, name, &value);
   if (status == nullptr) return value;
   ReleaseStatus::of(api_)(status);
   return otherwise;
 }
 
-float Attributes::number(const char* name, float otherwise) const {
-  float value = 0;
-  Status* status = FloatAttribute::of(api_)(info_, name, &value);
-  if (status == nullptr) return value;
-  ReleaseStatus::of(api_)(status);
-  return otherwise;
-}
+Index Attributes::integer(const char* name, Index otherwise) const { return one<IntAttribute>(name, otherwise); }
+
+float Attributes::number(const char* name, float otherwise) const { return one<FloatAttribute>(name, otherwise); }
 
 std::vector<Index> Attributes::integers(const char* name, std::vector<Index> otherwise) const {
   size_t count = 0;

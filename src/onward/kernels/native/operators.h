@@ -40,6 +40,9 @@ class Attributes {
   std::vector<Index> integers(const char* name, std::vector<Index> otherwise) const;
 
  private:
+  template <class Entry, class T>
+  T one(const char* name, T otherwise) const;
+
   Api* api_;
   const KernelInfo* info_;
 };
