@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
@@ -10,8 +11,11 @@ import onward
 from models import digits_mlp
 from native_kernels import needs_kernels, run_kernel
 from onward.engines import start
+from onward.kernels import update_in_place
 from onward.kernels.updates import OPERATORS
+from onward.lowering.contract import contract_of
 from onward.lowering.step import Manner, lower_for_engine
+from onward.model.state import states as states_of
 from optimizer_tables import KERAS, OPTAX, TORCH
 
 pytestmark = needs_kernels
@@ -98,14 +102,10 @@ def assert_same_steps(model):
     """Some steps with kernels and without leave the same state."""
     nodes = lower_for_engine(model, manner=Manner(kernels=True)).graph.all_nodes()
     made = [node for node in nodes if node.op_type == "Elementwise"]
-    rng = np.random.default_rng(0)
-    batches = [
-        {"image": rng.standard_normal((8, 64)).astype(np.float32), "labels": rng.integers(0, 10, 8)} for _ in range(4)
-    ]
     states = []
     for kernels in (True, False):
         with start(model, kernels=kernels, threads=2) as engine:
-            for batch in batches:
+            for batch in digits_batches(4):
                 engine.step(batch)
             states.append(engine.state())
     for name, wanted in states[1].items():
@@ -129,3 +129,75 @@ def test_steps_are_the_same_with_and_without(name, settings, recipe):
 def test_all_optimizers_are_the_same_with_and_without(variant, name, settings):
     optimizer = {"name": name, "variant": variant, **{k: v for k, v in settings.items() if k != "maximize"}}
     assert assert_same_steps(onward.prepare(digits_mlp(33), loss="cross_entropy", optimizer=optimizer))
+
+
+# ---- in place --------------------------------------------------------------------------------------------------------
+
+
+def digits_batches(count):
+    rng = np.random.default_rng(0)
+    return [
+        {"image": rng.standard_normal((8, 64)).astype(np.float32), "labels": rng.integers(0, 10, 8)}
+        for _ in range(count)
+    ]
+
+
+def updated_in_place(model):
+    made = lower_for_engine(model, manner=Manner(kernels=True))
+    contract = contract_of(made)
+    return update_in_place(made, contract.update, contract.loss)
+
+
+@pytest.mark.parametrize(("name", "settings", "recipe"), [*_FEW, ("lamb", {}, {})])
+def test_state_in_place_is_to_the_bit_what_it_is_in_two_places(name, settings, recipe, monkeypatch):
+    model = onward.prepare(
+        digits_mlp(33), loss="cross_entropy", optimizer={"name": name, **settings}, freeze="fc1.bias", **recipe
+    )
+    tensors = {state.name for state in states_of(model) if state.value.const_value.size > 1}
+    read_again = ("accum/",) if name != "lamb" else ("/exp_avg",)  # by what else the new value goes into
+    assert updated_in_place(model) == {name for name in tensors if not any(part in name for part in read_again)}
+    states = []
+    for in_place in (True, False):
+        if not in_place:
+            monkeypatch.setattr("onward.engines.onnxruntime.update_in_place", lambda *_: set())
+        with start(model, threads=2) as engine:
+            for batch in digits_batches(4):
+                engine.step(batch)
+            states.append(engine.state())
+    for key, wanted in states[1].items():
+        np.testing.assert_array_equal(states[0][key], wanted, err_msg=key)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"accumulate": 2}])
+def test_a_loss_that_is_not_finite_leaves_all_as_it_was_in_place(recipe):
+    with start(onward.prepare(digits_mlp(33), loss="cross_entropy", optimizer="adamw", **recipe)) as engine:
+        good, bad = digits_batches(2)
+        engine.step(good)
+        before = engine.state()
+        bad["image"][3, 5] = np.nan
+        assert np.isnan(engine.step(bad)["loss"])
+        for name, array in engine.state().items():
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+        engine.step(good)
+        assert all(np.isfinite(array).all() for array in engine.state().values())
+
+
+def test_what_another_update_reads_is_not_written_in_place():
+    """Two parameters that each other's update reads, as in no optimizer of ours: in place one would see the other's."""
+    text = """
+    <ir_version: 10, opset_import: ["": 21, "onward.kernels": 1]>
+    step (float[4] a, float[4] b, float[4] c, float[4] g)
+    => (float loss, float[4] new_a, float[4] new_b, float[4] new_c) {
+        loss = ReduceSum<keepdims=0>(g)
+        h = Mul(a, g)
+        new_a, new_b = onward.kernels.Elementwise<program=[1, 0, 1, 0], results=[2], numbers=0, tensors=2>(a, b, b, h)
+        new_c = onward.kernels.Elementwise<program=[1, 0, 1, 0], results=[2], numbers=0, tensors=2>(c, h)
+    }"""
+    model = onward.load(onnx.parser.parse_model(text))
+    update = {name: f"new_{name}" for name in "abc"}
+    assert update_in_place(model, update, "loss") == {"a", "c"}
+    *others, ready, first, second = model.graph
+    assert [node.op_type for node in others] == ["ReduceSum", "Mul"]
+    assert first.inputs[-1] is second.inputs[-1] is ready.outputs[0]
+    assert {value.name for value in ready.inputs} == {"loss", "h"}
+    assert update_in_place(model, update, None) == set()

@@ -1,7 +1,8 @@
 """Training on stock ONNX Runtime, as one plain graph per step.
 
 The state lives in two sets of buffers on the device. A step reads one set and writes the other, and they change places:
-a buffer that is bound as input and output at once may be overwritten while other nodes still read it.
+a buffer that is bound as input and output at once may be overwritten while other nodes still read it. Where native
+kernels make the updates, and come last, one buffer is in both sets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
 from onward.engines.segmented_session import SegmentedSession
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
-from onward.kernels import library
+from onward.kernels import library, update_in_place
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
@@ -30,6 +31,7 @@ from onward.lowering.sharing import Share
 from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
+from onward.model.storage.open_files import let_go
 from onward.model.walk import graphs_of
 from onward.options import Parallel
 from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
@@ -91,12 +93,16 @@ class OnnxRuntime(Engine):
             )
         self._metrics: list[str] = contract.metrics
         self.loss = contract.loss or self.loss
+        in_place = self._write_in_place(made)
         self._step = self._session(made)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
         self._read = {name: self._buffer(value, fill=True) for name, value in self._carried.items()}
+        let_go()  # of files that state was copied from
         bindings: dict[str, str] = contract.update
-        written = {s.name: self._buffer(s.value) for s in self.states() if s.name in bindings}
+        written = {
+            s.name: self._buffer(s.value) for s in self.states() if s.name in bindings and s.name not in in_place
+        }
         self._write = {**self._read, **written}
         turns = [(self._read, self._write), (self._write, self._read)]
         self._bound = [self._binding(self._step, bindings, *turn) for turn in turns] if self._step else []
@@ -166,6 +172,12 @@ class OnnxRuntime(Engine):
         self._bound.clear()
         self._read.clear()
         self._write.clear()
+
+    def _write_in_place(self, step: Model) -> set[str]:
+        """The state that needs no second buffer: none where a step may be stopped in its midst, or is cut."""
+        if self._library is None or self.group.size > 1 or _loops(step):
+            return set()
+        return update_in_place(step, contract_of(step).update, self.loss)
 
     def _session(self, model: Model) -> Any:
         """None for what computes nothing, which ONNX Runtime does not load."""

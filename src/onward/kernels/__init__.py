@@ -4,8 +4,9 @@ Nothing native is ever written into a file: they are chosen when an engine is st
 the plain graph runs. See docs/decisions/0045-native-kernels.md.
 """
 
+from onward.kernels.in_place import update_in_place
 from onward.kernels.library import DOMAIN, library
 from onward.kernels.rules import find_rule
 from onward.kernels.selection import can_use_kernels, finish_with_kernels, use_kernels
 
-__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "finish_with_kernels", "library", "use_kernels"]
+__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "finish_with_kernels", "library", "update_in_place", "use_kernels"]

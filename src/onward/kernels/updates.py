@@ -21,6 +21,7 @@ from onward.standard import is_standard
 
 OPERATORS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Sqrt", "Neg", "Abs", "Sign", "Where")
 """In the order of native/programs.h."""
+ELEMENTWISE = "Elementwise"
 _FEWEST = 1 << 20
 """Numbers that are worth a node of their own: one node for all would keep all gradients in memory."""
 
@@ -164,7 +165,7 @@ def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Name
     results = [value for program in programs for value in program.results]
     node = ir.Node(
         DOMAIN,
-        "Elementwise",
+        ELEMENTWISE,
         [*numbers, *(value for program in programs for value in program.tensors)],
         [
             ir.AttrInt64s("program", attributes.program),
@@ -173,7 +174,7 @@ def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Name
             ir.AttrInt64("tensors", attributes.tensors),
         ],
         num_outputs=len(results),
-        name=names.fresh("Elementwise"),
+        name=names.fresh(ELEMENTWISE),
     )
     last.append(node)
     for old, new in zip(results, node.outputs, strict=True):

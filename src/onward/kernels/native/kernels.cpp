@@ -16,7 +16,7 @@ namespace onward {
 namespace ONWARD_ISA {
 
 std::vector<Operator> operators() {
-  const Port number, sizes{kInt64}, maybe{kFloat, kOptional}, many{kFloat, kVariadic};
+  const Port number, sizes{kInt64}, maybe{kFloat, kOptional}, many{kFloat, kVariadic}, anything{kUndefined, kVariadic};
   return {
       {"Conv", {number, number, maybe}, {number}, make_kernel<Conv>},
       {"ConvInputGradient", {number, number, sizes}, {number}, make_kernel<ConvInputGradient>},
@@ -61,6 +61,7 @@ std::vector<Operator> operators() {
       {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},
       {"LookupGradient", {sizes, number, sizes}, {number}, make_kernel<LookupGradient>},
       {"Elementwise", {many}, {many}, make_kernel<Elementwise>},
+      {"Ready", {number, anything}, {number}, make_kernel<Ready>},
   };
 }
 

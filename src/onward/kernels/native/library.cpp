@@ -76,7 +76,7 @@ Registered* registered(Operator row) {
   op->output_presence = [](const CustomOp* op, size_t i) -> int { return port(of(op).row.outputs, i).presence; };
   op->input_memory = [](const CustomOp*, size_t) { return 0; };
   op->least_inputs = [](const CustomOp*) { return 1; };
-  op->same_inputs = [](const CustomOp*) { return 1; };
+  op->same_inputs = [](const CustomOp* op) { return of(op).row.inputs.back().type != kUndefined ? 1 : 0; };
   op->least_outputs = [](const CustomOp*) { return 1; };
   op->same_outputs = [](const CustomOp*) { return 1; };
   op->first_version = [](const CustomOp*) { return 1; };

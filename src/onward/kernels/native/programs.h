@@ -2,6 +2,7 @@
 // is computed block by block, each operator on a block that is cached, in the order and the rounding of the operators.
 #pragma once
 #include <array>
+#include <limits>
 
 #include "vectors.h"
 
@@ -53,8 +54,23 @@ Step find_step(Index operation, bool a, bool b, std::integer_sequence<int, opera
   return kAll[operation](a, b);
 }
 
-// Inputs: `numbers`, then the `tensors` of each item. Outputs: those of each item. The program has four integers for
-// each operator: which one, and its operands, in the order of numbers, tensors, and what operators gave before.
+inline bool is_finite(const Tensor<const float>& x) {
+  return std::all_of(x.data, x.data + x.size(), [](float number) { return std::isfinite(number); });
+}
+
+// A number that is there once all inputs are, for those that must wait for them; finite if the first one, the loss, is.
+struct Ready : Kernel {
+  explicit Ready(const Attributes&) {}
+
+  void compute(const Call& call) const override {
+    const auto loss = call.input(0);
+    *call.output(0, {}).data = is_finite(loss) ? 0 : std::numeric_limits<float>::quiet_NaN();
+  }
+};
+
+// Inputs: `numbers`, then the `tensors` of each item, then, if it is `guarded`, a number: nothing is written unless it is
+// finite. Outputs: those of each item. The program has four integers for each operator: which one, and its operands, in
+// the order of numbers, tensors, and what operators gave before.
 struct Elementwise : Kernel {
   struct Instruction {
     Index operation;
@@ -63,7 +79,7 @@ struct Elementwise : Kernel {
 
   explicit Elementwise(const Attributes& attributes)
       : numbers(attributes.integer("numbers", 0)), tensors(attributes.integer("tensors", 0)),
-        results(attributes.integers("results", {})) {
+        is_guarded(attributes.integer("guarded", 0) != 0), results(attributes.integers("results", {})) {
     const auto program = attributes.integers("program", {});
     require(numbers >= 0 && tensors > 0 && program.size() % 4 == 0, "a program has tensors, and four integers a step");
     Index known = numbers + tensors;
@@ -85,7 +101,7 @@ struct Elementwise : Kernel {
 
   void compute(const Call& call) const override {
     const size_t per_item = static_cast<size_t>(tensors), made = results.size();
-    const size_t first = static_cast<size_t>(numbers), given = call.input_count();
+    const size_t first = static_cast<size_t>(numbers), given = call.input_count() - is_guarded;
     const size_t count = given < first ? 0 : (given - first) / per_item;
     require(given == first + count * per_item && call.output_count() == count * made, "inputs and outputs do not fit");
     std::vector<const float*> inputs, values;
@@ -115,6 +131,7 @@ struct Elementwise : Kernel {
       items.push_back({blocks, size, inputs.data() + item * per_item, outputs.data() + item * made});
       blocks += ceiling(size, kBlock);
     }
+    if (is_guarded && !is_finite(call.input(given))) return;
     split(call, blocks, 16, [&](Index begin, Index end) { run(items, values, begin, end); });
   }
 
@@ -159,6 +176,7 @@ struct Elementwise : Kernel {
   }
 
   Index numbers, tensors;
+  bool is_guarded;
   std::vector<Index> results;
   std::vector<Instruction> instructions;
 };
