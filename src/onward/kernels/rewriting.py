@@ -55,9 +55,10 @@ def only_made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
 
 def with_gradient(graph: ir.Graph) -> Container[ir.Value | None]:
     """What depends on variables of a Gradient, by more than its shape and type."""
-    reached: set[ir.Value | None] = {
-        visible(scope)[x] for node, scope in gradients_in(graph) for x in strings(node, "xs")
-    }
+    reached: set[ir.Value | None] = set()
+    for node, scope in gradients_in(graph):
+        known = visible(scope)
+        reached.update(known[x] for x in strings(node, "xs"))
     for node in graph:
         read = node.inputs[:1] if node.op_type == "CastLike" else read_by(node)
         if any(value in reached for value in read):
