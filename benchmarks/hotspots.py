@@ -24,13 +24,13 @@ HERE = Path(__file__).parent
 WARM = 2
 
 
-def profiled(workload: Workload, folder: Path, steps: int, threads: int) -> list[dict[str, Any]]:
+def profiled(workload: Workload, folder: Path, steps: int, threads: int, kernels: bool) -> list[dict[str, Any]]:
     """The events of so many steps, after some that warm up."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
-    step = LoweredStep(workload, folder, options)
+    step = LoweredStep(workload, folder, options, kernels=kernels)
     for _ in range(WARM + steps):
         step()
     events = json.loads(Path(step.session.end_profiling()).read_text())
@@ -71,13 +71,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--steps", type=int, help="30, or 5 of a model in its real size")
     parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="of the plain graph")
     given = parser.parse_args()
     steps = given.steps or (30 if given.workload in SMALL else 5)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "workloads.on_torch.export", given.workload, folder], cwd=HERE, check=True
         )
-        report(profiled(WORKLOADS[given.workload], Path(folder), steps, given.threads), given.rows)
+        events = profiled(WORKLOADS[given.workload], Path(folder), steps, given.threads, given.kernels)
+        report(events, given.rows)
 
 
 if __name__ == "__main__":

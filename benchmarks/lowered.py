@@ -9,16 +9,24 @@ import onnxruntime as ort
 from workloads import Workload
 from workloads.on_onward import training_model
 
-import onward
+from onward.kernels import library
 from onward.lowering.contract import contract_of
+from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.step import Manner, lower_for_engine
 
 
 class LoweredStep:
-    """The step of a workload as it is lowered now. Each call trains on the next batch, and returns the loss."""
+    """The step of a workload as it is lowered now. Each call trains on the next batch, and returns the loss.
 
-    def __init__(self, workload: Workload, folder: Path, options: ort.SessionOptions):
+    Native kernels are in it unless they are turned off, as for engines.
+    """
+
+    def __init__(self, workload: Workload, folder: Path, options: ort.SessionOptions, *, kernels: bool = True):
         model = training_model(workload, folder)
-        lowered = onward.lower(model)
+        native = library().path if kernels else None
+        lowered = for_onnxruntime(lower_for_engine(model, manner=Manner(kernels=native is not None)))
+        if native is not None:
+            options.register_custom_ops_library(str(native))
         contract = contract_of(lowered)
         proto = lowered.to_proto()
         for node in proto.graph.node:

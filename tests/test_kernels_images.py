@@ -70,6 +70,8 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "by channel, strides": ((2, 9, 10), (5, 5), (32, 32), {**PLAIN, "group": 32, "strides": [2, 2]}),
     "by channel, one-sided": ((1, 6, 7), (5, 5), (18, 18), {**PLAIN, "group": 18, "pads": [0, 4, 3, 1]}),
     "by channel, large": ((1, 9, 9), (7, 3), (5, 5), {**PLAIN, "group": 5, "dilations": [1, 2]}),
+    "pixels of few channels": ((2, 11, 12), (5, 3), (2, 3), {**PLAIN, "pads": [0, 2, 2, 1]}),
+    "pixels of few channels, strides": ((2, 9, 17), (5, 5), (5, 4), {**PLAIN, "pads": [0] * 4, "strides": [1, 2]}),
     "many pixels": ((4, 40, 40), (3, 3), (16, 16), PLAIN),
 }
 

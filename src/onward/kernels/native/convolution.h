@@ -44,16 +44,18 @@ struct Gathering {
   const float* source;
   Index source_height, source_width, source_channels;
   Index step[2];  // from a pixel of the grid to the next, in the source
-  std::vector<std::pair<Index, Index>> offsets;
+  std::vector<std::pair<Index, Index>> offsets;  // of the taps
+  Index across;  // taps that are read at once, each following the one before; without leaving the image
   float* target;
   Index target_height, target_width, target_channels;
   Index target_step[2], target_first[2];
   Index count, height, width;  // of the grid
-  Index groups, length;  // floats in a row
+  Index groups, length;  // floats in a tap
   Index columns;  // of a group
   const float* bias;
 
   Index pixels() const { return count * height * width; }
+  Index runs() const { return static_cast<Index>(offsets.size()) / across; }
 };
 
 class Gatherer {
@@ -65,32 +67,36 @@ class Gatherer {
     for (Index group = 0; group < g_.groups; group++)
       for (size_t i = 0; i < packed_.tiles.size(); i++) {
         const Tile& tile = packed_.tiles[i];
-        const Index numbers = tile.width() * packed_.length, taps = static_cast<Index>(g_.offsets.size());
-        const Index at_once = std::max<Index>(1, std::min<Index>(kCached / std::max<Index>(numbers, 1), kMostTaps));
+        const Index numbers = tile.width() * g_.across * g_.length;
+        const Index at_once = std::max<Index>(1, std::min<Index>(kCached / std::max<Index>(numbers, 1), kMostRuns));
         const float* weights =
             packed_.data + group * Packed::size(g_.columns, packed_.taps, packed_.length) + packed_.offset(i);
-        for (Index tap = 0; tap < taps; tap += at_once)
+        for (Index run = 0; run < g_.runs(); run += at_once)
           for (Index pixel = first; pixel < last; pixel += rows_of(tile.vectors))
-            pixels(group, tile, weights + tap * numbers, tap, std::min(at_once, taps - tap), pixel, last);
+            pixels(group, tile, weights + run * numbers, run, std::min(at_once, g_.runs() - run), pixel, last);
       }
   }
 
  private:
   static constexpr Index kCached = 1 << 16;  // floats
-  static constexpr Index kMostTaps = 32;
+  static constexpr Index kMostRuns = 32;
 
-  void pixels(Index group, const Tile& tile, const float* weights, Index tap, Index taps, Index first,
+  void pixels(Index group, const Tile& tile, const float* weights, Index begin, Index count, Index first,
               Index last) const {
     const int rows = rows_of(tile.vectors);
-    const float* from[kMostTaps * kMostRows];
+    const Index length = g_.across * g_.length;
+    Run runs[kMostRuns];
+    bool is_read[kMostRuns] = {};
     float* to[kMostRows];
     Index x = first % g_.width, y = first / g_.width % g_.height, n = first / (g_.width * g_.height);
     for (int m = 0; m < rows; m++) {
       const float* image = g_.source + n * g_.source_height * g_.source_width * g_.source_channels + group * g_.length;
-      for (Index i = 0; i < taps; i++) {
-        const Index h = y * g_.step[0] + g_.offsets[tap + i].first, w = x * g_.step[1] + g_.offsets[tap + i].second;
+      for (Index i = 0; i < count; i++) {
+        const auto& offset = g_.offsets[static_cast<size_t>((begin + i) * g_.across)];
+        const Index h = y * g_.step[0] + offset.first, w = x * g_.step[1] + offset.second;
         const bool inside = h >= 0 && h < g_.source_height && w >= 0 && w < g_.source_width;
-        from[i * rows + m] = inside ? image + (h * g_.source_width + w) * g_.source_channels : zeros_;
+        runs[i].rows[m] = inside ? image + (h * g_.source_width + w) * g_.source_channels : zeros_;
+        is_read[i] |= inside;
       }
       const Index row = (n * g_.target_height + y * g_.target_step[0] + g_.target_first[0]) * g_.target_width;
       to[m] = g_.target + (row + x * g_.target_step[1] + g_.target_first[1]) * g_.target_channels +
@@ -99,9 +105,15 @@ class Gatherer {
       if (++x == g_.width) x = 0, ++y;
       if (y == g_.height) y = 0, ++n;
     }
+    Index found = 0;
+    for (Index i = 0; i < count; i++) {
+      if (!is_read[i]) continue;
+      if (found < i) runs[found] = runs[i];
+      runs[found++].weights = weights + i * tile.width() * length;
+    }
     const float* bias = g_.bias == nullptr ? nullptr : g_.bias + group * g_.columns + tile.first;
-    multiply_rows_of(tile.vectors)(from, taps, g_.length, weights, to, std::min<Index>(rows, last - first), tile.count,
-                                   tap > 0, bias);
+    multiply_rows_of(tile.vectors)(runs, found, length, to, std::min<Index>(rows, last - first), tile.count, begin > 0,
+                                   bias);
   }
 
   const Gathering& g_;
@@ -111,14 +123,14 @@ class Gatherer {
 
 constexpr Index kPixelsOfTask = 96;
 
-// `at(group, tap, k, column)` is a weight; taps of the packed weights may be fewer and longer than those asked for.
+// `at(group, tap, k, column)` is a weight.
 template <class At>
-void gather_products(const Call& call, const Gathering& g, Index taps, Index length, const At& at) {
-  if (g.pixels() == 0 || g.columns == 0) return;
-  const Index size = Packed::size(g.columns, taps, length);
-  Packed packed{tiles_of(g.columns), taps, length, scratch(0, size * g.groups + g.length)};
+void gather_each(const Call& call, const Gathering& g, const At& at) {
+  const Index taps = static_cast<Index>(g.offsets.size()), size = Packed::size(g.columns, taps, g.length);
+  const Index row = g.across * g.length;
+  Packed packed{tiles_of(g.columns), taps, g.length, scratch(0, size * g.groups + row)};
   float* zeros = packed.data + size * g.groups;
-  std::fill(zeros, zeros + g.length, 0.f);
+  std::fill(zeros, zeros + row, 0.f);
   const Index tiles = static_cast<Index>(packed.tiles.size());
   call.parallel(tiles * g.groups, [&](Index i) {
     const Index group = i / tiles;
@@ -127,10 +139,40 @@ void gather_products(const Call& call, const Gathering& g, Index taps, Index len
     pack(own, static_cast<size_t>(i % tiles),
          [&](Index tap, Index k, Index column) { return at(group, tap, k, column); });
   });
-  packed.taps = static_cast<Index>(g.offsets.size());
-  packed.length = g.length;
   const Gatherer gatherer(g, packed, zeros);
   split(call, g.pixels(), kPixelsOfTask, [&](Index first, Index last) { gatherer.run(first, last); });
+}
+
+// How many pixels of a line fit into a vector, where they are few columns each: they read nearly the same taps.
+inline Index pixels_together(const Gathering& g) {
+  if (g.groups > 1 || g.columns != g.target_channels || g.target_step[1] > 1) return 1;
+  Index count = kLanes / g.columns;
+  while (count > 1 && g.width % count != 0) count--;
+  return std::max<Index>(count, 1);
+}
+
+template <class At>
+void gather_products(const Call& call, const Gathering& g, const At& at) {
+  if (g.pixels() == 0 || g.columns == 0) return;
+  const Index together = pixels_together(g);
+  Gathering wide = g;
+  wide.offsets.clear();
+  for (const auto& [down, right] : g.offsets)
+    for (Index i = 0; i < together; i++) wide.offsets.emplace_back(down, right + i * g.step[1]);
+  std::sort(wide.offsets.begin(), wide.offsets.end());
+  wide.offsets.erase(std::unique(wide.offsets.begin(), wide.offsets.end()), wide.offsets.end());
+  if (4 * wide.offsets.size() > 3 * g.offsets.size() * static_cast<size_t>(together)) return gather_each(call, g, at);
+  if (g.across > 1) wide.across = static_cast<Index>(wide.offsets.size()) / g.runs();
+  wide.step[1] *= together, wide.target_step[1] *= together, wide.width /= together, wide.columns *= together;
+  std::vector<float> bias;
+  for (Index i = 0; g.bias != nullptr && i < together; i++) bias.insert(bias.end(), g.bias, g.bias + g.columns);
+  if (g.bias != nullptr) wide.bias = bias.data();
+  gather_each(call, wide, [&](Index group, Index tap, Index k, Index column) {
+    auto offset = wide.offsets[static_cast<size_t>(tap)];
+    offset.second -= column / g.columns * g.step[1];
+    const auto found = std::find(g.offsets.begin(), g.offsets.end(), offset);
+    return found == g.offsets.end() ? 0.f : at(group, found - g.offsets.begin(), k, column % g.columns);
+  });
 }
 
 // Images with few channels have short rows: with a border of zeros, the taps of a row of the kernel are one long row.
@@ -180,16 +222,15 @@ inline void convolve(const Call& call, Window w, Image x, const Image& y, const 
   if (is_by_channel(w, x, y)) return convolve_by_channel(call, w, x, y, image, weights, bias, out);
   const Index taps = w.taps(), inputs = x.channels / w.groups, outputs = y.channels / w.groups;
   Gathering g{};
-  g.length = inputs;
-  const bool is_short = has_short_rows(w, x.channels);
-  if (is_short) {
+  g.length = inputs, g.across = 1;
+  if (has_short_rows(w, x.channels)) {
     image = add_border(call, w, x, image);
     x = with_border(w, x);
     w = without_pads(w);
-    g.length = inputs * w.kernel[1];
+    g.across = w.kernel[1];
   }
   for (Index h = 0; h < w.kernel[0]; h++)
-    for (Index v = 0; v < (is_short ? 1 : w.kernel[1]); v++)
+    for (Index v = 0; v < w.kernel[1]; v++)
       g.offsets.emplace_back(h * w.dilations[0] - w.pads[0], v * w.dilations[1] - w.pads[1]);
   g.source = image, g.source_height = x.height, g.source_width = x.width, g.source_channels = x.channels;
   g.step[0] = w.strides[0], g.step[1] = w.strides[1];
@@ -197,7 +238,7 @@ inline void convolve(const Call& call, Window w, Image x, const Image& y, const 
   g.target_step[0] = g.target_step[1] = 1;
   g.count = y.count, g.height = y.height, g.width = y.width;
   g.groups = w.groups, g.columns = outputs, g.bias = bias;
-  gather_products(call, g, taps, inputs, [=](Index group, Index tap, Index c, Index o) {
+  gather_products(call, g, [=](Index group, Index tap, Index c, Index o) {
     return weights[((group * outputs + o) * inputs + c) * taps + tap];
   });
 }
@@ -225,7 +266,7 @@ inline void image_gradient(const Call& call, const Window& w, const Image& x, co
       g.target_first[0] = kind_h, g.target_first[1] = kind_w;
       g.count = x.count;
       g.height = ceiling(x.height - kind_h, w.strides[0]), g.width = ceiling(x.width - kind_w, w.strides[1]);
-      g.groups = w.groups, g.length = outputs, g.columns = inputs;
+      g.groups = w.groups, g.length = outputs, g.across = 1, g.columns = inputs;
       if (reached.empty()) {  // no output has seen them
         for (Index i = 0; i < g.pixels(); i++) {
           const Index row = i / g.width, n = row / g.height, h = row % g.height * w.strides[0] + kind_h;
@@ -235,8 +276,7 @@ inline void image_gradient(const Call& call, const Window& w, const Image& x, co
         }
         continue;
       }
-      const Index count = static_cast<Index>(reached.size());
-      gather_products(call, g, count, outputs, [=, &reached](Index group, Index tap, Index o, Index c) {
+      gather_products(call, g, [=, &reached](Index group, Index tap, Index o, Index c) {
         return weights[((group * outputs + o) * inputs + c) * taps + reached[static_cast<size_t>(tap)]];
       });
     }

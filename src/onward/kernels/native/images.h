@@ -40,6 +40,8 @@ struct ChannelsLast : Kernel {  // [N, C, H, W] -> [N, H, W, C]
   }
 };
 
+inline VI is_larger(V a, V than) { return (a > than) | (a != a); }  // so that NaN stays
+
 struct MaxPool : Kernel {
   explicit MaxPool(const Attributes& a) : window(a) {}
   void compute(const Call& call) const override {
@@ -49,14 +51,16 @@ struct MaxPool : Kernel {
     auto out = call.output(0, {y.count, y.height, y.width, y.channels});
     split(call, y.count * y.height, 4, [&](Index first, Index last) {
       for (Index line = first; line < last; line++)
-        for (Index v = 0; v < y.width; v++) {
-          float* to = out.data + (line * y.width + v) * y.channels;
-          std::fill(to, to + y.channels, -INFINITY);
-          each_tap(window, image, line / y.height, line % y.height, v, [&](Index at) {
-            const float* from = x.data + at;
-            for (Index c = 0; c < y.channels; c++) to[c] = to[c] >= from[c] ? to[c] : from[c];  // NaN stays
-          });
-        }
+        for (Index v = 0; v < y.width; v++)
+          for (Index c = 0; c < y.channels; c += kLanes) {
+            const Index lanes = std::min<Index>(kLanes, y.channels - c);
+            V most = all(-INFINITY);
+            each_tap(window, image, line / y.height, line % y.height, v, [&](Index at) {
+              const V here = get(x.data + at + c, lanes);
+              most = choose(is_larger(here, most), here, most);
+            });
+            put(out.data + (line * y.width + v) * y.channels + c, most, lanes);
+          }
     });
   }
   Window window;
@@ -72,34 +76,29 @@ struct MaxPoolGradient : Kernel {  // dy, x
             "a gradient of a pool does not fit its image");
     auto dx = call.output(0, x.sizes);
     call.parallel(image.count, [&](Index n) {  // windows of one image overlap
-      const Index size = image.height * image.width * image.channels, channels = image.channels;
+      const Index size = image.height * image.width * image.channels;
       std::fill(dx.data + n * size, dx.data + (n + 1) * size, 0.f);
-      std::vector<float> most(static_cast<size_t>(channels));
-      std::vector<int> where(static_cast<size_t>(channels));
       for (Index line = 0; line < y.height; line++)
-        for (Index v = 0; v < y.width; v++) {
-          Index base = -1;
-          each_tap(window, image, n, line, v, [&](Index at) {
-            const float* from = x.data + at;
-            if (base < 0) {
-              base = at;
-              for (Index c = 0; c < channels; c++) most[static_cast<size_t>(c)] = from[c], where[static_cast<size_t>(c)] = 0;
-              return;
-            }
-            const int distance = static_cast<int>(at - base);
-            float* __restrict m = most.data();
-            int* __restrict w = where.data();
-            for (Index c = 0; c < channels; c++) {
-              const bool larger = !(m[c] >= from[c]);
-              m[c] = larger ? from[c] : m[c];
-              w[c] = larger ? distance : w[c];
-            }
-          });
-          if (base < 0) continue;
-          const float* from = dy.data + ((n * y.height + line) * y.width + v) * channels;
-          float* to = dx.data + base;
-          for (Index c = 0; c < channels; c++) to[where[static_cast<size_t>(c)] + c] += from[c];
-        }
+        for (Index v = 0; v < y.width; v++)
+          for (Index c = 0; c < image.channels; c += kLanes) {
+            const Index lanes = std::min<Index>(kLanes, image.channels - c);
+            const V given = get(dy.data + ((n * y.height + line) * y.width + v) * image.channels + c, lanes);
+            V most = all(-INFINITY), where = V{};  // the first of the largest
+            float tap = 0;
+            each_tap(window, image, n, line, v, [&](Index at) {
+              const V here = get(x.data + at + c, lanes);
+              const VI larger = is_larger(here, most);
+              most = choose(larger, here, most);
+              where = choose(larger, all(tap), where);
+              tap++;
+            });
+            tap = 0;
+            each_tap(window, image, n, line, v, [&](Index at) {
+              float* to = dx.data + at + c;
+              put(to, get(to, lanes) + choose(where == all(tap), given, V{}), lanes);
+              tap++;
+            });
+          }
     });
   }
   Window window;

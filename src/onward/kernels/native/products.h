@@ -56,24 +56,30 @@ void pack(const Packed& packed, size_t tile, const At& at) {
     }
 }
 
-// out[m][:] = (adds ? out[m][:] : bias) + sum over runs and k of rows[run][m][k] * weights[run][k][:]
+// Rows of numbers, and the weights that they are multiplied with.
+struct Run {
+  const float* rows[kMostRows];
+  const float* weights;
+};
+
+// out[m][:] = (adds ? out[m][:] : bias) + sum over runs and k of rows[m][k] * weights[k][:]
 template <int vectors>
-void multiply_rows(const float* const* rows, Index runs, Index length, const float* weights, float* const* out,
-                   Index valid, Index columns, bool adds, const float* bias) {
+void multiply_rows(const Run* runs, Index count, Index length, float* const* out, Index valid, Index columns, bool adds,
+                   const float* bias) {
   constexpr int kRows = rows_of(vectors);
-  const bool is_full = columns == vectors * kLanes;
-  float part[vectors * kLanes];  // of a row that is not full
+  const Index lanes = columns - (vectors - 1) * kLanes;  // of the last vector
   V sums[kRows][vectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; m++) {
     const float* from = adds ? out[m] : bias;
-    if (from != nullptr && !is_full) from = std::copy(from, from + columns, part) - columns;
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) sums[m][v] = from == nullptr ? V{} : load(from + v * kLanes);
+    for (int v = 0; v < vectors; v++)
+      sums[m][v] = from == nullptr ? V{} : get(from + v * kLanes, v + 1 < vectors ? kLanes : lanes);
   }
-  for (Index run = 0; run < runs; run++, rows += kRows) {
+  for (const Run* run = runs; run < runs + count; run++) {
     const float* row[kRows];
-    for (int m = 0; m < kRows; m++) row[m] = rows[m];
+    for (int m = 0; m < kRows; m++) row[m] = run->rows[m];
+    const float* weights = run->weights;
     for (Index k = 0; k < length; k++, weights += vectors * kLanes) {
       V w[vectors];
 #pragma GCC unroll 4
@@ -89,15 +95,12 @@ void multiply_rows(const float* const* rows, Index runs, Index length, const flo
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; m++) {
     if (m >= valid) break;
-    float* to = is_full ? out[m] : part;
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) store(to + v * kLanes, sums[m][v]);
-    if (!is_full) std::copy(part, part + columns, out[m]);
+    for (int v = 0; v < vectors; v++) put(out[m] + v * kLanes, sums[m][v], v + 1 < vectors ? kLanes : lanes);
   }
 }
 
-using MultiplyRows = void (*)(const float* const*, Index, Index, const float*, float* const*, Index, Index, bool,
-                              const float*);
+using MultiplyRows = void (*)(const Run*, Index, Index, float* const*, Index, Index, bool, const float*);
 
 inline MultiplyRows multiply_rows_of(int vectors) {
   static constexpr MultiplyRows kAll[] = {multiply_rows<1>, multiply_rows<2>,

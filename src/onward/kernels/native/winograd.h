@@ -131,14 +131,13 @@ void convolve_tiles(const Call& call, const Image& x, const Image& y, Index top,
       for (const Tile& tile : tiles) {
         const Index step = rows_of(tile.vectors);
         for (Index t = 0; t < count; t += step) {
-          const float* rows[kMostRows];
+          Run run{{}, kernels + p * inputs * outputs + tile.first * inputs};
           float* to[kMostRows];
           for (Index m = 0; m < step; m++) {
             const Index row = p * count + std::min(t + m, count - 1);
-            rows[m] = changed + row * inputs, to[m] = products + row * outputs + tile.first;
+            run.rows[m] = changed + row * inputs, to[m] = products + row * outputs + tile.first;
           }
-          multiply_rows_of(tile.vectors)(rows, 1, inputs, kernels + p * inputs * outputs + tile.first * inputs, to,
-                                         std::min(step, count - t), tile.count, false, nullptr);
+          multiply_rows_of(tile.vectors)(&run, 1, inputs, to, std::min(step, count - t), tile.count, false, nullptr);
         }
       }
     for (Index t = 0; t < count; t++) {
