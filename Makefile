@@ -51,6 +51,7 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/parallel.py
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/passes.py --kernels
 
 grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and schedule in every framework, for the documentation
 	$(BIN)/python tests/conversion_grid.py

@@ -1,7 +1,8 @@
-"""What each way to make lowered steps faster is worth: `python benchmarks/passes.py`, or `... lenet resnet`.
+"""What each way to make steps faster is worth: `python benchmarks/passes.py`, or `... lenet resnet`.
 
 A step is lowered as it is, and again without one of them at a time; all run in turns, in one process, on one thread,
-and what counts is the least processor time of a step. So other work on the machine disturbs little.
+and what counts is the least processor time of a step. So other work on the machine disturbs little. There are two
+tables: of the plain graph, and, with `--kernels`, of native kernels, also in models that people fine-tune.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +23,12 @@ from common import fill_in, keep
 from workloads import SMALL, WORKLOADS, Workload
 
 from lowered import LoweredStep
+from onward.kernels import rules
 
 HERE = Path(__file__).parent
 ROUNDS = 15
+VARIED = ["mlp_adam", "lenet", "resnet", "gpt", "resnet18", "mobilenet", "vit", "distilbert", "gru", "lora"]
+"""What each kernel is looked for in."""
 TOLERANCE = 1e-3
 
 
@@ -35,26 +40,54 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-PASSES: dict[str, tuple[str, Any]] = {
-    "weights of convolutions row by row": ("onward.rules.convolution._pays_by_row", _never),
-    "weights of convolutions in pieces of the batch": ("onward.rules.convolution.MOST_PIECES", 1),
-    "factors of channels go to weights": ("onward.rules.convolution._without_factor", lambda op, dy, w: (dy, None)),
-    "inputs of convolutions by convolution": ("onward.rules.windows._is_wide", _never),
-    "pools that tile by MaxUnpool": ("onward.rules.pooling._tiles", _never),
-    "casts settled": ("onward.lowering.optimize.settle_casts", _nothing),
-    "equal nodes shared": ("onward.lowering.optimize.share_equal_nodes", _nothing),
-    "results last": ("onward.lowering.step.put_results_last", _nothing),
+Switch = Callable[[], AbstractContextManager[Any]]
+"""What turns something off as long as it lasts."""
+
+
+def _off(name: str, replacement: Any = _nothing) -> Switch:
+    return lambda: mock.patch(name, replacement)
+
+
+def _no_rules(*operators: str) -> Switch:
+    """Derivatives of some operators as the plain graph has them."""
+    others = {key: rule for key, rule in rules._RULES.items() if key[1] not in operators}
+    return lambda: mock.patch.object(rules, "_RULES", others)
+
+
+PASSES: dict[str, Switch] = {
+    "weights of convolutions row by row": _off("onward.rules.convolution._pays_by_row", _never),
+    "weights of convolutions in pieces of the batch": _off("onward.rules.convolution.MOST_PIECES", 1),
+    "factors of channels go to weights": _off("onward.rules.convolution._without_factor", lambda op, dy, w: (dy, None)),
+    "inputs of convolutions by convolution": _off("onward.rules.windows._is_wide", _never),
+    "pools that tile by MaxUnpool": _off("onward.rules.pooling._tiles", _never),
+    "casts settled": _off("onward.lowering.optimize.settle_casts"),
+    "equal nodes shared": _off("onward.lowering.optimize.share_equal_nodes"),
+    "results last": _off("onward.lowering.step.put_results_last"),
 }
-"""Each with what switches it off: a name in Onward, and what stands in for it."""
+KERNELS: dict[str, Switch] = {
+    "convolutions, BatchNormalization and pools, channels last": _off("onward.kernels.selection.put_channels_last"),
+    "attention without scores": _off("onward.kernels.selection.use_attention"),
+    "activations in one pass": _off("onward.kernels.selection.use_activations"),
+    "gradients of activations": _no_rules(
+        "Relu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Gelu", "GeluOfTanh", "Swish"
+    ),
+    "gradients of LayerNormalization": _no_rules("LayerNormalization"),
+    "gradients of softmax": _no_rules("Softmax", "LogSoftmax"),
+    "cross entropy": _off("onward.kernels.selection.use_cross_entropy"),
+    "gradients of embeddings": _no_rules("Gather"),
+    "gradients of weights and biases": _off("onward.kernels.selection.use_row_sums"),
+    "updates in one pass": _off("onward.kernels.selection.fuse_updates"),
+}
+"""Each with what switches it off."""
 
 
-def measured(workload: Workload, folder: Path, rounds: int) -> dict[str, float]:
-    """The seconds of a step: `""` as it is, the others without one pass, except those that change nothing for it."""
+def measured(workload: Workload, folder: Path, rounds: int, kernels: bool) -> dict[str, float]:
+    """The seconds of a step: `""` as it is, the others without one way, except those that change nothing for it."""
     subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
-    steps = {"": _step(workload, folder)}
-    for title, (name, replacement) in PASSES.items():
-        with mock.patch(name, replacement):
-            step = _step(workload, folder)
+    steps = {"": _step(workload, folder, kernels)}
+    for title, off in (KERNELS if kernels else PASSES).items():
+        with off():
+            step = _step(workload, folder, kernels)
         if step.content != steps[""].content:
             steps[title] = step
     _compare(steps)
@@ -66,11 +99,11 @@ def measured(workload: Workload, folder: Path, rounds: int) -> dict[str, float]:
     return least
 
 
-def _step(workload: Workload, folder: Path) -> LoweredStep:
+def _step(workload: Workload, folder: Path, kernels: bool) -> LoweredStep:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return LoweredStep(workload, folder, options)
+    return LoweredStep(workload, folder, options, kernels=kernels)
 
 
 def _compare(steps: dict[str, LoweredStep]) -> None:
@@ -86,14 +119,14 @@ def _processor_time(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
+def table(results: dict[str, dict[str, float]], ways: Iterable[str]) -> str:
     """By how much a step would be slower without."""
     titles = [WORKLOADS[name].title.split(", ") for name in results]
     lines = [
         "| slower without | " + " | ".join(f"{model}, {optimizer}" for model, *_, optimizer in titles) + " |",
         "|---" * (len(results) + 1) + "|",
     ]
-    for title in PASSES:
+    for title in ways:
         cells = [_slower(times[title], times[""]) if title in times else "" for times in results.values()]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -106,18 +139,21 @@ def _slower(without: float, as_it_is: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; else the small ones"
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; else the usual ones"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--kernels", action="store_true", help="what native kernels are worth")
     given = parser.parse_args()
+    name, ways, usual = ("kernels", KERNELS, VARIED) if given.kernels else ("passes", PASSES, list(SMALL))
     results = {}
-    for name in given.workloads or SMALL:
+    for workload in given.workloads or usual:
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = measured(WORKLOADS[name], Path(folder), given.rounds)
-        print(table({name: results[name]}), end="\n\n", flush=True)
-    if set(results) == set(SMALL):
-        keep({"passes": results})
-        fill_in("passes", table(results))
+            rounds = given.rounds if workload in SMALL else min(given.rounds, 3)
+            results[workload] = measured(WORKLOADS[workload], Path(folder), rounds, given.kernels)
+        print(table({workload: results[workload]}, ways), end="\n\n", flush=True)
+    if set(results) == set(usual):
+        keep({name: results})
+        fill_in(name, table(results, ways))
 
 
 if __name__ == "__main__":
