@@ -12,6 +12,7 @@ from onward.kernels.channels_last import TO_FIRST
 from onward.kernels.library import DOMAIN
 from onward.rules import NoGradient, Rewrite, Rule, indexing
 from onward.rules.common import further_output
+from onward.rules.normalization import without_masked_rows
 from onward.rules.registry import lookup, make_rule
 from onward.shapes import dims
 from onward.standard import domain_of
@@ -157,7 +158,7 @@ def _is_over_last_axis(node: ir.Node) -> bool:
 
 @_native("Softmax", domain="", when=_is_over_last_axis)
 def softmax(op, dy, x, *, y):
-    return op.node(DOMAIN, "SoftmaxGradient", dy, y)
+    return op.node(DOMAIN, "SoftmaxGradient", dy, without_masked_rows(op, y))
 
 
 @_native("LogSoftmax", domain="", when=_is_over_last_axis)

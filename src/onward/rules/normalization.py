@@ -14,11 +14,15 @@ from onward.shapes import dims
 
 @gradient("Softmax")
 def softmax(op, dy, x, *, y, axis):
-    """dX = Y (dY - sum(dY Y)). Where the graph looks for rows that are masked altogether, and so NaN, these get 0."""
-    if _is_guarded(y.value):
-        y = op.Where(op.IsNaN(y), 0, y)
+    """dX = Y (dY - sum(dY Y))."""
+    y = without_masked_rows(op, y)
     weighted = dy * y
     return weighted - y * op.ReduceSum(weighted, [axis], keepdims=1)
+
+
+def without_masked_rows(op, y):
+    """A softmax in which rows that are masked altogether, and so NaN, are 0, where the graph looks for such rows."""
+    return op.Where(op.IsNaN(y), 0, y) if _is_guarded(y.value) else y
 
 
 def _is_guarded(y):

@@ -1,0 +1,92 @@
+"""Gradients with native kernels and without, of every case of the table of derivatives that has a use for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import gradcheck
+import onward
+from native_kernels import needs_kernels
+from onward.differentiate.gradients import lower_gradients
+from onward.errors import UnsupportedError
+from onward.kernels import DOMAIN, find_rule, finish_with_kernels, library, use_kernels
+from onward.lowering.runtime import for_onnxruntime
+from onward.model import load
+from onward.standard import OLDEST_OPSET
+from onward.transform.opset import of_one_opset
+from onward.transform.sessions import open_session
+from onward.transform.unused import remove_unused
+from representatives import chosen
+from rule_tables import ALL, without_onnxruntime
+
+pytestmark = needs_kernels
+ON_ONNXRUNTIME = [name for name in ALL if not without_onnxruntime(name)]
+QUICK = {"normalization_softmax_of_masked_rows", "test_attention_23_boolmask_fullymasked_row_nan_robustness_expanded"}
+
+
+def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str]) -> onnx.ModelProto:
+    """The model with its outputs, weighted at random and added up, as a loss, and the gradients as outputs."""
+    made = onnx.ModelProto.FromString(proto.SerializeToString())
+    graph, rng = made.graph, np.random.default_rng(0)
+    parts = []
+    for i, (name, value) in enumerate(gradcheck.evaluate(proto, inputs).items()):
+        if name not in gradcheck.float_outputs(proto):
+            continue
+        weights = gradcheck.direction(rng, value).astype(np.float32)
+        graph.initializer.append(numpy_helper.from_array(np.asarray(weights), f"weights{i}"))
+        graph.node.append(helper.make_node("Mul", [name, f"weights{i}"], [f"weighted{i}"]))
+        graph.node.append(helper.make_node("ReduceSum", [f"weighted{i}"], [f"part{i}"], keepdims=0))
+        parts.append(f"part{i}")
+    graph.node.append(helper.make_node("Sum", parts, ["total"]))
+    gradients = [f"gradient{i}" for i in range(len(xs))]
+    graph.node.append(
+        helper.make_node(
+            "Gradient", xs, gradients, domain="ai.onnx.preview.training", xs=xs, y="total", name="Gradient"
+        )
+    )
+    made.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
+    graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("total", *gradients))
+    return made
+
+
+def lowered(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
+    model = of_one_opset(load(proto), OLDEST_OPSET).copy()
+    if kernels:
+        use_kernels(model)
+        model = lower_gradients(model, find=find_rule)
+        finish_with_kernels(model)
+    else:
+        model = lower_gradients(model)
+    remove_unused(model.graph)
+    return for_onnxruntime(model)
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype in (np.float32, np.int64, np.int32, np.bool_)
+
+
+@pytest.mark.parametrize("name", chosen(ON_ONNXRUNTIME, QUICK))
+def test_kernels_agree_with_the_plain_graph(name: str) -> None:
+    proto, inputs = ALL[name]
+    xs = gradcheck.differentiable(proto, inputs)
+    results = gradcheck.evaluate(proto, inputs)
+    floats = [results[y] for y in gradcheck.float_outputs(proto)]
+    if not xs or not floats or not all(map(is_plain, (*inputs.values(), *floats))):
+        pytest.skip("kernels compute in float32")
+    given = with_gradient(proto, inputs, xs)
+    made = lowered(given, kernels=True)
+    if not any(node.domain == DOMAIN for node in made.graph.all_nodes()):
+        pytest.skip("no use for a kernel")
+    try:
+        expected = open_session(lowered(given, kernels=False), threads=2).run(None, inputs)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    found = open_session(made, threads=2, library=library().path).run(None, inputs)
+    for one, other in zip(found, expected, strict=True):
+        size = max(1.0, float(np.abs(other[np.isfinite(other)]).max(initial=0)))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6 * size)
