@@ -12,7 +12,7 @@ epoch, from where it was begun, is made once more, up to that step; then it stop
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -138,10 +138,9 @@ class _WholeRun:
             goes_on = op.Or(goes_on, self._is_new)
         carried = [*self._updated.values(), *self._best.values(), *at.values(), np.int64(-1), stopped]
         body = op.subgraph(self._epoch, [*loop_inputs(), *self._carried()], "epoch")
-        names = ["made", *self._metrics, "rows", *self._of_epoch()]
-        results = op.Loop(None, goes_on, *carried, body=body, outputs=len(carried) + len(names))
-        after, collected = results[: len(carried)], dict(zip(names, results[len(carried) :], strict=True))
-        return self._finish(after, collected)
+        count = 2 + len(self._metrics) + len(self._of_epoch())
+        results = op.Loop(None, goes_on, *carried, body=body, outputs=len(carried) + count)
+        return self._finish(results[: len(carried)], results[len(carried) :])
 
     @property
     def _drops(self) -> bool:
@@ -169,18 +168,15 @@ class _WholeRun:
             ends, reason = op.Or(ends, is_early), op.Where(is_early, np.int64(EARLY), reason)
         return op.Not(ends), reason
 
-    def _finish(self, after: Sequence[Expr], collected: Mapping[str, Expr]) -> Model:
+    def _finish(self, after: Sequence[Expr], collected: Sequence[Expr]) -> Model:
         op, contract = self._op, self._said
         inputs = [*self._updated.values(), *self._best.values(), *self._position.values()]
+        rows, of_epochs = collected[: 1 + len(self._metrics)], collected[1 + len(self._metrics) :]
+        op.names.release(self._metrics)
+        metrics = list(self._flattened(rows, self._metrics, "made"))
+        named = ["epoch/number" if name == "epoch" else f"epoch/{name}" for name in self._of_epoch()]
+        epochs = dict(zip(self._of_epoch(), self._flattened(of_epochs, named, "measured"), strict=True))
         update = {}
-        metrics, epochs = [], {}
-        flat = {mask: op.Reshape(collected[mask], [-1]) for mask in ("made", "rows")}
-        for name in self._metrics:
-            op.names.release([name])
-            metrics.append(self._output(op.Compress(collected[name], flat["made"]), name, ["made"]))
-        for name in self._of_epoch():
-            wanted = "epoch/number" if name == "epoch" else f"epoch/{name}"
-            epochs[name] = self._output(op.Compress(collected[name], flat["rows"]), wanted, ["measured"])
         for given, new in zip(inputs, after, strict=False):
             update[given.name or ""] = self._output(new.like(given), f"{given.name}/new", given.shape or ())
         stopped = self._output(after[-1], "run/stopped", [])
@@ -206,6 +202,13 @@ class _WholeRun:
             stopped=stopped,
         ).write_to(made)
         return made
+
+    def _flattened(self, collected: Sequence[Expr], names: Sequence[str], axis: str) -> Iterator[str]:
+        """Outputs of what iterations gave, one after the other: where the first of them is true."""
+        is_there, *values = collected
+        there = self._op.Reshape(is_there, [-1])
+        for value, name in zip(values, names, strict=True):
+            yield self._output(self._op.Compress(value, there), name, [axis])
 
     def _output(self, result: Expr, name: str, shape: Sequence[int | str | ir.SymbolicDim | None]) -> str:
         result = result.named(name)
