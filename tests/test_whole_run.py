@@ -10,7 +10,9 @@ import pytest
 
 import onward
 from models import digits_mlp, small_cnn, small_transformer
-from runs import RECIPE, digits
+from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
+from onward.training.data import Noise
+from runs import RECIPE, digits, gan_example
 from whole_runs import EARLY, FINISHED, NOT_FINITE, WholeRun, check_same, trained
 
 CE = {"loss": "cross_entropy"}
@@ -54,3 +56,137 @@ def test_it_is_what_train_does(name: str, tmp_path: Path) -> None:
     pieces = whole.in_pieces(data, 3, 4, validation=held_out, seed=5)
     for output, array in results.outputs.items():
         np.testing.assert_array_equal(array, pieces.outputs[output], err_msg=output)
+
+
+def test_a_gan_takes_turns_with_the_noise_it_is_given(tmp_path: Path) -> None:
+    gan = gan_example()
+    training = gan.prepared(gan.exported())
+    data, size = {"digit": gan.digits()["digit"][:70]}, 16
+    noise = Noise({"z": "normal"}, {v.name or "": v for v in training.inputs}, 3)
+    per_epoch = range(4)  # of five batches, four make the two rounds of an epoch
+    drawn = [noise(epoch, batch, size)["z"] for epoch in range(2) for batch in per_epoch]
+    whole = WholeRun(training, batch_size=size, noise="z")
+    results = whole(data | {"z": np.stack(drawn)}, 2, seed=3)
+    run = trained(training, data, tmp_path, batch_size=size, epochs=2, seed=3, noise={"z": "normal"})
+    check_same(whole, results, run)
+    assert whole.contract["noise"] == ["z"] and whole.position(results)["step"] == 4
+
+
+# ---- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def test_it_stops_early_and_stays_so(tmp_path: Path) -> None:
+    training = onward.prepare(digits_mlp(8), **CE, optimizer="sgd:lr=3")  # which is too much
+    data, held_out = digits(40), digits(20, seed=1)
+    options = {"batch_size": 16, "patience": 2, "monitor": "loss"}
+    whole = WholeRun(training, validation=True, **options)
+    results = whole(data, 50, validation=held_out)
+    check_same(whole, results, trained(training, data, tmp_path, validation=held_out, epochs=50, **options))
+    assert results.outputs["run/stopped"] == EARLY and 2 <= whole.position(results)["epoch"] < 50
+    again = whole(data, 50, validation=held_out, carried=results.carried)
+    assert again.outputs["run/stopped"] == EARLY and not again.outputs["loss"].size
+    for name, array in again.carried.items():
+        np.testing.assert_array_equal(array, results.carried[name])
+
+
+def test_a_loss_that_is_not_finite_is_not_learned_from(tmp_path: Path) -> None:
+    training = onward.prepare(digits_mlp(8), **CE, optimizer="sgd:lr=1e18")
+    data = digits(80)
+    whole = WholeRun(training, batch_size=8)
+    results = whole(data, 3)
+    with pytest.raises(onward.errors.TrainingError, match="the loss of step"):
+        trained(training, data, tmp_path, batch_size=8, epochs=3)
+    check_same(whole, results, onward.Run(tmp_path / "run"))
+    assert results.outputs["run/stopped"] == NOT_FINITE and np.isfinite(results.outputs["loss"]).all()
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"last": "drop"}, {"last": "pad"}, {"shuffle": False}], ids=str)
+def test_batches_are_those_of_train(options: dict[str, Any], tmp_path: Path) -> None:
+    training, data = onward.prepare(digits_mlp(8), **RECIPE), digits(45)
+    whole = WholeRun(training, batch_size=16, **options)
+    check_same(whole, whole(data, 2), trained(training, data, tmp_path, batch_size=16, epochs=2, **options))
+
+
+@pytest.mark.parametrize("last", ["keep", "pad"])
+def test_a_model_for_one_size_of_batch(last: str, tmp_path: Path) -> None:
+    """What does not fill a batch is left out of training, and of validation data nothing is."""
+    proto = digits_mlp(8)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 16
+    training, data, held_out = onward.prepare(proto, **RECIPE), digits(40), digits(37, seed=1)
+    whole = WholeRun(training, validation=True, last=last)
+    run = trained(training, data, tmp_path, validation=held_out, epochs=2, last=last)
+    check_same(whole, whole(data, 2, validation=held_out), run)
+
+
+def test_amounts_are_measured_within_rounding(tmp_path: Path) -> None:
+    training = onward.prepare(digits_mlp(8), loss="mse", optimizer="adam:lr=1e-2")
+    data, held_out = ({"image": of["image"], "target": of["image"][:, :10]} for of in (digits(40), digits(21, seed=1)))
+    whole = WholeRun(training, validation=True, batch_size=16, metrics=["mae", "rmse"])
+    results = whole(data, 3, validation=held_out)
+    run = trained(training, data, tmp_path, validation=held_out, epochs=3, batch_size=16, metrics=["mae", "rmse"])
+    measured = [event for event in run.log if event["event"] == "validation"]
+    for name in ("mae", "rmse"):
+        found = results.outputs[f"epoch/validation/{name}"]
+        np.testing.assert_allclose(found, [event[name] for event in measured], rtol=1e-14)
+    assert results.outputs["epoch/validation/loss"].tolist() == [event["loss"] for event in measured]
+
+
+def test_decisions_and_ignored_labels_count_as_they_do_in_train(tmp_path: Path) -> None:
+    data, held_out = digits(40), digits(21, seed=1)
+    held_out["labels"][::4] = -100
+    training = onward.prepare(digits_mlp(8), loss="cross_entropy:ignore_index=-100")
+    whole = WholeRun(training, validation=True, batch_size=16)
+    run = trained(training, data, tmp_path / "a", validation=held_out, epochs=2, batch_size=16)
+    check_same(whole, whole(data, 2, validation=held_out), run)
+    data, held_out = (
+        {"image": of["image"], "target": (of["image"][:, :10] > 0).astype(np.float32)} for of in (data, held_out)
+    )
+    training = onward.prepare(digits_mlp(8), loss="bce_with_logits")
+    whole = WholeRun(training, validation=True, batch_size=16)
+    run = trained(training, data, tmp_path / "b", validation=held_out, epochs=2, batch_size=16)
+    check_same(whole, whole(data, 2, validation=held_out), run)
+
+
+# ---- elsewhere -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["numpy", "torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow"))],
+)
+def test_every_engine_runs_it(engine: str) -> None:
+    if engine != "numpy":
+        pytest.importorskip(engine)
+    make, data, held_out, options = CASES["mlp"]
+    training = make()
+    on_runtime = WholeRun(training, validation=True, **options)(data, 2, validation=held_out)
+
+    def compute(model: onward.Model) -> Any:
+        return onward.engines.function(model, engine=engine)
+
+    elsewhere = WholeRun(training, compute, validation=True, **options)(data, 2, validation=held_out)
+    for name, array in on_runtime.outputs.items():
+        np.testing.assert_allclose(elsewhere.outputs[name], array, atol=1e-5, err_msg=name)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    training = onward.prepare(digits_mlp(8), **RECIPE)
+    with pytest.raises(RecipeError, match="`batch_size` is for the part `run` alone"):
+        onward.lower(training, batch_size=4)
+    with pytest.raises(UnsupportedError, match="`f1` is not measured within a graph"):
+        onward.lower(training, part="run", validation=True, metrics="f1")
+    with pytest.raises(UnknownNameError, match="there is no input `z` that could be noise"):
+        onward.lower(training, part="run", noise="z")
+    with pytest.raises(RecipeError, match="`patience` waits for better results"):
+        onward.lower(training, part="run", patience=2)
+    proto = digits_mlp(8)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 16
+    with pytest.raises(DataError, match="takes batches of 16, not of 8"):
+        onward.lower(onward.prepare(proto, **RECIPE), part="run", batch_size=8)

@@ -23,6 +23,8 @@ class Columns:
         scope: str,
     ):
         self._size = size
+        self.inputs: dict[str, str] = {}
+        """Input of a batch -> the input of the graph that it is taken from."""
         self._columns: dict[str, ir.Value] = {}
         self._noise: dict[str, ir.Value] = {}
         for name, value in wanted.items():
@@ -35,13 +37,9 @@ class Columns:
                 given.shape = None if kept is None else ir.Shape([f"{scope}rows", *kept])
                 self._columns[name] = given
             graph.inputs.append(given)
+            self.inputs[name] = given.name or ""
         if not self._columns:
             raise UnsupportedError("no input of the step takes data, so that there are no rows to go through")
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        """Input of a batch -> the input of the graph that it is taken from."""
-        return {name: value.name or "" for name, value in {**self._columns, **self._noise}.items()}
 
     @property
     def noise(self) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
-from onward.errors import DataError, UnsupportedError
+from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.embed import Embedding
 from onward.lowering.fed_batches import Columns, check_noise, fixed_size
@@ -34,6 +34,7 @@ from onward.standard import IR_VERSION
 
 _INT, _DOUBLE, _BOOL = ir.DataType.INT64, ir.DataType.DOUBLE, ir.DataType.BOOL
 _USUAL_BATCH = 32
+_OF_VALIDATION = ("patience", "metrics", "monitor")
 
 SETTINGS = ("epochs", "steps", "seed")
 """What each call is told: how many epochs there are in all, how many steps to make at most (below 0: any number)."""
@@ -47,6 +48,13 @@ FINISHED, MORE, EARLY, NOT_FINITE = range(4)
 
 def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptions) -> Model:
     """The part `run`."""
+    if not options.validation and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
+        raise RecipeError(
+            f"`{useless[0]}` waits for better results on validation data, and there are none"
+            if useless[0] == "patience"
+            else f"`{useless[0]}` is measured on validation data, and there are none",
+            hint="add `validation=True` (`--validation`)",
+        )
     step = lower_for_engine(model, steps, "step", manner)
     evaluation = lower_for_engine(model, steps, "evaluation", manner) if options.validation else None
     one = as_one_step(model, steps)
