@@ -32,7 +32,8 @@ CASES: dict[str, Any] = {
     ),
     "cnn with batch norm, dropout and augmentation": (
         lambda: onward.prepare(small_cnn(4), **CE, optimizer="momentum:lr=0.05", augment="flip crop:padding=1"),
-        digits(70, flat=False), digits(33, flat=False, seed=1), {"batch_size": 20, "metrics": ["accuracy", "top_k:k=3"]},
+        digits(70, flat=False), digits(33, flat=False, seed=1),
+        {"batch_size": 20, "metrics": ["accuracy", "top_k:k=3"]},
     ),
     "gpt": (
         lambda: onward.prepare(
@@ -61,15 +62,16 @@ def test_it_is_what_train_does(name: str, tmp_path: Path) -> None:
 def test_a_gan_takes_turns_with_the_noise_it_is_given(tmp_path: Path) -> None:
     gan = gan_example()
     training = gan.prepared(gan.exported())
-    data, size = {"digit": gan.digits()["digit"][:70]}, 16
+    data, held_out, size = {"digit": gan.digits()["digit"][:70]}, {"digit": gan.digits()["digit"][-40:]}, 16
     noise = Noise({"z": "normal"}, {v.name or "": v for v in training.inputs}, 3)
-    per_epoch = range(4)  # of five batches, four make the two rounds of an epoch
-    drawn = [noise(epoch, batch, size)["z"] for epoch in range(2) for batch in per_epoch]
-    whole = WholeRun(training, batch_size=size, noise="z")
-    results = whole(data | {"z": np.stack(drawn)}, 2, seed=3)
-    run = trained(training, data, tmp_path, batch_size=size, epochs=2, seed=3, noise={"z": "normal"})
-    check_same(whole, results, run)
-    assert whole.contract["noise"] == ["z"] and whole.position(results)["step"] == 4
+    taken = range(4)  # of five batches, four make the two rounds of an epoch
+    drawn = np.stack([noise(epoch, batch, size)["z"] for epoch in range(2) for batch in taken])
+    to_validate = np.stack([noise(0, batch, size)["z"] for batch in range(3)])
+    whole = WholeRun(training, batch_size=size, noise="z", validation=True)
+    results = whole(data | {"z": drawn}, 2, seed=3, validation=held_out | {"z": to_validate})
+    options: dict[str, Any] = {"noise": {"z": "normal"}, "validation": held_out}
+    check_same(whole, results, trained(training, data, tmp_path, batch_size=size, epochs=2, seed=3, **options))
+    assert whole.contract["noise"] == ["z", "validation/z"] and whole.position(results)["step"] == 4
 
 
 # ---- how it ends -----------------------------------------------------------------------------------------------------

@@ -74,10 +74,10 @@ def _option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-def _as_in(kind: type, name: str, panel: str) -> Any:
-    """An option that is declared elsewhere, and is the same here."""
+def _as_in(kind: type, name: str, panel: str, **said: str) -> Any:
+    """An option that is declared elsewhere, and is the same here but for what is `said` of it."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
-    return dataclasses.field(default=declared.default, metadata={**declared.metadata, "panel": panel})
+    return dataclasses.field(default=declared.default, metadata={**declared.metadata, "panel": panel, **said})
 
 
 def options_of(kind: type) -> Iterator[Option]:
@@ -447,7 +447,9 @@ class TrainOptions(RunOptions, RecipeOptions):
 class WholeRunOptions:
     """What is settled when entire training becomes one ONNX model. All else is told to it when it runs."""
 
-    batch_size: BatchSize | None = _as_in(RunOptions, "batch_size", _WHOLE)
+    batch_size: BatchSize | None = _as_in(
+        RunOptions, "batch_size", _WHOLE, text="samples in a batch; 32 unless given, or as many as the model is for"
+    )
     last: Last = _as_in(RunOptions, "last", _WHOLE)
     shuffle: bool = _as_in(RunOptions, "shuffle", _WHOLE)
     noise: Sequence[str] | str = _option(
@@ -463,7 +465,13 @@ class WholeRunOptions:
         None,
         "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
     )
-    metrics: Sequence[str] | str | None = _as_in(RunOptions, "metrics", _WHOLE)
+    metrics: Sequence[str] | str | None = _as_in(
+        RunOptions,
+        "metrics",
+        _WHOLE,
+        text="measured on validation data: `accuracy`, `top_k:k=5`, `mae`, `rmse`, `perplexity`; what suits the loss "
+        "unless given",
+    )
     monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
     patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)
 

@@ -14,14 +14,11 @@ from typing import Any
 from onward.differentiate.recompute import Choice
 from onward.errors import RecipeError
 from onward.lowering.rounds import Steps
+from onward.lowering.run import lower_run
 from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.step import Manner, lower_for_engine
-from onward.lowering.whole_run import lower_run
+from onward.lowering.step import RUN, Manner, lower_for_engine
 from onward.model import Model, Source, load
 from onward.options import WholeRunOptions, taking
-
-RUN = "run"
-"""The part that is entire training."""
 
 
 @dataclasses.dataclass(frozen=True)

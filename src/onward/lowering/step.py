@@ -62,7 +62,8 @@ def lower_for_engine(
 ) -> Model:
     """A part, in the operator set that the model has, for any engine."""
     if part is not None and part not in _OF_ENGINES:
-        raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
+        known = (*PARTS, RUN)
+        raise UnknownNameError(f"there is no part `{part}`", hint=near(part, known) or f"parts: {', '.join(known)}")
     model = check_signatures(load(source))
     check_gradients_of(model)
     part = part or default_part(model)
@@ -217,6 +218,8 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "state": _state,
     "inference": _inference,
 }
+RUN = "run"
+"""The part that is entire training, made of others: see run/."""
 _OF_ENGINES = {**PARTS, "forward": _forward}
 """And what is of use to engines alone: `gradients` without them."""
 

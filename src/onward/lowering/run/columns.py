@@ -10,8 +10,16 @@ from onward.build import Builder, Expr
 from onward.errors import UnknownNameError, UnsupportedError, near
 
 
+def scalar(name: str, dtype: ir.DataType) -> ir.Value:
+    """A single number, as an input."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]))
+
+
 class Columns:
-    """Data as inputs of a graph: of each input of a batch all samples, or noise for each of the batches."""
+    """Data as inputs of a graph: of each input of a batch all samples, or noise for each of the batches.
+
+    They are called as the inputs of a batch are, after a `scope` if there is one.
+    """
 
     def __init__(
         self,
@@ -22,13 +30,13 @@ class Columns:
         size: int,
         scope: str,
     ):
-        self._size = size
+        self.size = size
         self.inputs: dict[str, str] = {}
         """Input of a batch -> the input of the graph that it is taken from."""
         self._columns: dict[str, ir.Value] = {}
         self._noise: dict[str, ir.Value] = {}
         for name, value in wanted.items():
-            given = ir.Value(name=op.names.fresh(scope + name), type=value.type)
+            given = ir.Value(name=op.names.fresh(scope + name) if scope else name, type=value.type)
             kept = _sample_shape(value)
             if name in noise:
                 given.shape = None if kept is None else ir.Shape([f"{scope}batches", size, *kept])
@@ -54,7 +62,7 @@ class Columns:
     def batches(self, op: Builder, *, drop: bool = False) -> Expr:
         """How many batches they make."""
         rows = self.rows(op)
-        return rows / self._size if drop else (rows + (self._size - 1)) / self._size
+        return rows / self.size if drop else (rows + (self.size - 1)) / self.size
 
     def take(self, op: Builder, rows: Expr, number: Expr, within: Expr) -> dict[str, Expr]:
         """A batch: these rows, and `within` the noise of batch `number` the same ones of that."""

@@ -14,10 +14,10 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
-from onward.lowering.embed import Embedding
-from onward.lowering.fed_batches import Columns
-from onward.lowering.measuring import graph_metrics, perplexity
-from onward.lowering.shuffle import loop_inputs
+from onward.lowering.run.columns import Columns
+from onward.lowering.run.embed import Embedding
+from onward.lowering.run.metrics import graph_metrics, perplexity
+from onward.lowering.run.shuffle import loop_inputs
 from onward.model import Model
 from onward.recipe.measures import OF_LOSS, Measures
 
@@ -27,20 +27,10 @@ _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 class Validation:
     """What is measured after every epoch, and how it is judged."""
 
-    def __init__(
-        self,
-        graph: ir.Graph,
-        op: Builder,
-        evaluation: Model,
-        measures: Measures,
-        noise: Collection[str],
-        size: int,
-        is_fixed: bool,
-        averages: Mapping[str, str],
-    ):
+    def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str], *, is_fixed: bool):
         self._model, self._said = evaluation, contract_of(evaluation)
         self._measures, self._metrics = measures, graph_metrics(measures)
-        self._size, self._is_fixed, self._averages = size, is_fixed, averages
+        self._averages, self._is_fixed = averages, is_fixed
         if self._said.loss is None:
             raise UnsupportedError(
                 "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
@@ -50,12 +40,12 @@ class Validation:
             raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
         inputs = {value.name or "": value for value in evaluation.graph.inputs}
         self._wanted = {name: inputs[name] for name in self._said.batch}
-        self.data = Columns(graph, op, self._wanted, noise, size, "validation/")
-
-    @property
-    def state(self) -> list[str]:
+        self.inputs = {name: inputs[name] for name in self._said.state}
         """The state that a model has for those who use it."""
-        return self._said.state
+
+    def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int) -> None:
+        """Add inputs for the data."""
+        self.data = Columns(graph, op, self._wanted, noise, size, "validation/")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,12 +71,12 @@ class Validation:
         self, op: Builder, embed: Embedding, is_wanted: Expr, state: Mapping[str, Expr]
     ) -> tuple[dict[str, Expr], dict[str, Expr]]:
         """The state as it is evaluated, with averages where training keeps such, and the results if they are wanted."""
-        seen = {name: self._averaged(op, name, state) for name in self.state}
+        seen = {name: self._averaged(op, name, state) for name in self.inputs}
         rows = self.data.rows(op)
         batches = self.data.batches(op)
         trips = batches
         if self._is_fixed:
-            trips = trips + op.Cast(op.Not(op.Equal(batches * self._size, rows)), to=_INT)
+            trips = trips + op.Cast(op.Not(op.Equal(batches * self.data.size, rows)), to=_INT)
         trips = op.Where(is_wanted, trips, op.scalar(0, trips))
 
         def add(op: Builder, number: Expr, goes_on: Expr, total: Expr, latest: Expr, *sums: Expr) -> list[Expr]:
@@ -118,14 +108,14 @@ class Validation:
 
     def _batch(self, op: Builder, rows: Expr, batches: Expr, number: Expr) -> tuple[dict[str, Expr], Expr]:
         """A batch, and how many of its samples count."""
-        begin, end = number * self._size, (number + 1) * self._size
-        samples = op.Max(op.Min(op.Sub(rows, begin), np.int64(self._size)), np.int64(0))
+        begin, end = number * self.data.size, (number + 1) * self.data.size
+        samples = op.Max(op.Min(op.Sub(rows, begin), np.int64(self.data.size)), np.int64(0))
         if not self._is_fixed:
             taken = op.Range(begin, op.Min(end, rows), 1)
         else:
             taken = op.Min(op.Range(begin, end, 1), op.Sub(rows, 1))
         at = op.Min(number, op.Sub(batches, 1))
-        return self.data.take(op, taken, at, taken - at * self._size), samples
+        return self.data.take(op, taken, at, taken - at * self.data.size), samples
 
     def _sums(
         self, op: Builder, loss: Expr, total: Expr, latest: Expr, rows: Expr, batches: Expr, number: Expr, samples: Expr
@@ -134,9 +124,9 @@ class Validation:
         if not self._is_fixed:
             return total + latest, loss * op.Cast(samples, to=_DOUBLE)
         of_copies = op.Not(number < batches)
-        missing = op.Cast(op.Mul(batches, self._size) - rows, to=_DOUBLE)
+        missing = op.Cast(op.Mul(batches, self.data.size) - rows, to=_DOUBLE)
         without = latest - loss * missing
-        return op.Where(of_copies, total, total + latest), op.Where(of_copies, without, loss * float(self._size))
+        return op.Where(of_copies, total, total + latest), op.Where(of_copies, without, loss * float(self.data.size))
 
     def _count(
         self, op: Builder, results: Mapping[str, Expr], batch: Mapping[str, Expr], samples: Expr, sums: tuple[Expr, ...]
