@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 
 import onward
+from commands import run as command
 from models import digits_mlp, small_cnn, small_transformer
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.training.data import Noise
@@ -192,3 +197,61 @@ def test_what_is_refused() -> None:
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 16
     with pytest.raises(DataError, match="takes batches of 16, not of 8"):
         onward.lower(onward.prepare(proto, **RECIPE), part="run", batch_size=8)
+
+
+# ---- the command line, and other languages ---------------------------------------------------------------------------
+
+
+def test_the_command_writes_it_with_its_contract(tmp_path: Path) -> None:
+    onward.prepare(digits_mlp(8), **RECIPE).save(tmp_path / "training.onnx")
+    options = [
+        "--validation",
+        "--batch-size",
+        "8",
+        "--last",
+        "drop",
+        "--no-shuffle",
+        "--patience",
+        "3",
+        "--metric",
+        "top_k:k=2",
+    ]
+    command("lower", str(tmp_path / "training.onnx"), "--part", "run", *options, "-o", str(tmp_path / "train.onnx"))
+    written = onward.load(tmp_path / "train.onnx")
+    settled = {"batch_size": 8, "last": "drop", "shuffle": False, "patience": 3, "metrics": ["top_k:k=2"]}
+    made = onward.lower(tmp_path / "training.onnx", part="run", validation=True, **settled)  # type: ignore[arg-type]
+    assert written.to_proto() == made.to_proto()
+    assert json.loads((tmp_path / "train.json").read_text()) == json.loads(written.metadata["train.lowered"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm")
+def test_the_javascript_of_the_page_trains_in_webassembly(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "whole-training.md").read_text()
+    (program,) = re.findall(r"```javascript\n(.*?)```", page, re.DOTALL)
+    training = onward.prepare(small_cnn(4), **RECIPE, augment="flip", ema=0.9)
+    data, held_out = digits(70, flat=False), digits(33, flat=False, seed=1)
+    whole = WholeRun(training, validation=True, batch_size=16)
+    whole.model.save(tmp_path / "train.onnx")
+    onward.lower(training, part="state").save(tmp_path / "state.onnx")
+    (tmp_path / "train.json").write_text(json.dumps(whole.contract))
+    (tmp_path / "data.mjs").write_text(_as_javascript(data | {f"validation/{k}": v for k, v in held_out.items()}))
+    (tmp_path / "train.mjs").write_text(program)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+
+    def run(*words: str) -> str:
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300).stdout
+
+    run("npm", "install", "onnxruntime-web", "--no-audit", "--no-fund")
+    printed = [line.split() for line in run("node", "train.mjs").splitlines()]
+    losses = np.array([float(number) for _, *numbers in printed for number in numbers])
+    np.testing.assert_allclose(losses, whole(data, 10, validation=held_out).outputs["loss"], atol=1e-5)
+
+
+def _as_javascript(arrays: dict[str, np.ndarray]) -> str:
+    def tensor(array: np.ndarray) -> str:
+        numbers = [f"{number}n" if array.dtype == np.int64 else str(number) for number in array.ravel().tolist()]
+        return f'new ort.Tensor("{array.dtype}", [{", ".join(numbers)}], {list(array.shape)})'
+
+    lines = [f'  "{name}": {tensor(array)},' for name, array in arrays.items()]
+    return "\n".join(['import * as ort from "onnxruntime-web";', "export const data = {", *lines, "};", ""])
