@@ -18,7 +18,7 @@ from models import digits_mlp, small_cnn, small_transformer
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.training.data import Noise
 from runs import RECIPE, digits, gan_example
-from whole_runs import EARLY, FINISHED, NOT_FINITE, WholeRun, check_same, trained
+from whole_runs import EARLY, FINISHED, NOT_FINITE, Results, WholeRun, check_same, trained
 
 CE = {"loss": "cross_entropy"}
 
@@ -136,10 +136,27 @@ def test_amounts_are_measured_within_rounding(tmp_path: Path) -> None:
     results = whole(data, 3, validation=held_out)
     run = trained(training, data, tmp_path, validation=held_out, epochs=3, batch_size=16, metrics=["mae", "rmse"])
     measured = [event for event in run.log if event["event"] == "validation"]
-    for name in ("mae", "rmse"):
+    _check_close(results, measured, "mae", "rmse")
+    assert results.outputs["epoch/validation/loss"].tolist() == [event["loss"] for event in measured]
+
+
+def _check_close(results: Results, measured: list[dict[str, Any]], *names: str) -> None:
+    for name in names:
         found = results.outputs[f"epoch/validation/{name}"]
         np.testing.assert_allclose(found, [event[name] for event in measured], rtol=1e-14)
-    assert results.outputs["epoch/validation/loss"].tolist() == [event["loss"] for event in measured]
+
+
+def test_means_over_classes_are_measured_within_rounding(tmp_path: Path) -> None:
+    training, names = (
+        onward.prepare(digits_mlp(8), loss="cross_entropy:ignore_index=-100"),
+        ["precision", "recall", "f1"],
+    )
+    data, held_out = digits(40), digits(70, seed=1)
+    held_out["labels"][::4] = -100
+    whole = WholeRun(training, validation=True, batch_size=16, metrics=names)
+    run = trained(training, data, tmp_path, validation=held_out, epochs=3, batch_size=16, metrics=names)
+    measured = [event for event in run.log if event["event"] == "validation"]
+    _check_close(whole(data, 3, validation=held_out), measured, *names)
 
 
 def test_decisions_and_ignored_labels_count_as_they_do_in_train(tmp_path: Path) -> None:
@@ -152,9 +169,9 @@ def test_decisions_and_ignored_labels_count_as_they_do_in_train(tmp_path: Path) 
     data, held_out = (
         {"image": of["image"], "target": (of["image"][:, :10] > 0).astype(np.float32)} for of in (data, held_out)
     )
-    training = onward.prepare(digits_mlp(8), loss="bce_with_logits")
-    whole = WholeRun(training, validation=True, batch_size=16)
-    run = trained(training, data, tmp_path / "b", validation=held_out, epochs=2, batch_size=16)
+    training, names = onward.prepare(digits_mlp(8), loss="bce_with_logits"), ["accuracy", "f1"]
+    whole = WholeRun(training, validation=True, batch_size=16, metrics=names)
+    run = trained(training, data, tmp_path / "b", validation=held_out, epochs=2, batch_size=16, metrics=names)
     check_same(whole, whole(data, 2, validation=held_out), run)
 
 
@@ -187,8 +204,8 @@ def test_what_is_refused() -> None:
     training = onward.prepare(digits_mlp(8), **RECIPE)
     with pytest.raises(RecipeError, match="`batch_size` is for the part `run` alone"):
         onward.lower(training, batch_size=4)
-    with pytest.raises(UnsupportedError, match="`f1` is not measured within a graph"):
-        onward.lower(training, part="run", validation=True, metrics="f1")
+    with pytest.raises(UnsupportedError, match="`auc` is not measured within a graph"):
+        onward.lower(training, part="run", validation=True, metrics="auc")
     with pytest.raises(UnknownNameError, match="there is no input `z` that could be noise"):
         onward.lower(training, part="run", noise="z")
     with pytest.raises(RecipeError, match="`patience` waits for better results"):

@@ -469,8 +469,7 @@ class WholeRunOptions:
         RunOptions,
         "metrics",
         _WHOLE,
-        text="measured on validation data: `accuracy`, `top_k:k=5`, `mae`, `rmse`, `perplexity`; what suits the loss "
-        "unless given",
+        text="measured on validation data: `accuracy`, `top_k:k=5`, `f1` ...; what suits the loss unless given",
     )
     monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
     patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)

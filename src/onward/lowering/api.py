@@ -38,10 +38,6 @@ def lower(
 
         onward.lower("training.onnx").save("step.onnx")
 
-    - `source`: a training model, or any other for `"inference"`
-    - `step`, `recompute`: see below
-    - `part`: what it computes
-
     The parts:
 
     - `"step"`: (batch, state) -> (metrics, new state)
@@ -66,8 +62,9 @@ def lower(
 
     It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
 
-    For the part `"run"` alone:
-
+    - `source`: a training model, or any other for `"inference"`
+    - `step`, `recompute`: see above
+    - `part`: what it computes. What follows is for the part `"run"` alone
     """
     if part == RUN:
         return for_onnxruntime(lower_run(load(source), step, Manner(recompute), WholeRunOptions(**settled)))

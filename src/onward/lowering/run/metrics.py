@@ -1,13 +1,15 @@
 """Metrics of predictions in a graph: what recipe/metrics.py adds up batch by batch, in operators of the standard.
 
-Those of classes count, and are the same to the last bit; sums of amounts may differ in it, as their order does.
+Those of classes count, and are the same to the last bit, but for a mean over several classes; sums of amounts may
+differ in it, too, as their order does.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
@@ -15,24 +17,37 @@ from onward.errors import UnsupportedError
 from onward.recipe.measures import OF_LOSS, Measures
 from onward.recipe.spec import parse
 
+_INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _LARGE = 700
 """The loss from which on its exponential is called infinite."""
 
 
-class GraphMetric(Protocol):
-    """A metric that is carried from batch to batch as a part and a whole."""
+class GraphMetric(ABC):
+    """A metric that is carried from batch to batch as sums. `output` is what it measures."""
 
-    kind: ir.DataType
-    """The type of both."""
+    def __init__(self, measures: Measures, output: ir.Value):
+        self._measures = measures
+        if output.shape is None:
+            raise UnsupportedError(
+                f"the number of axes of `{output.name}` is not known, so that nobody can tell what it has to be",
+                hint='declare its shape: `onward.transform.declare(model, {"logits": ["N", 10]})`',
+            )
+        self._shape = list(output.shape)
 
-    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        """What a batch adds to both."""
+    def start(self) -> list[np.ndarray]:
+        """The sums before the first batch."""
+        return [np.zeros((), np.int64), np.zeros((), np.int64)]
 
-    def result(self, op: Builder, part: Expr, whole: Expr) -> Expr:
+    @abstractmethod
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        """What a batch adds to them."""
+
+    @abstractmethod
+    def result(self, op: Builder, *sums: Expr) -> Expr:
         """The metric, in float64."""
 
 
-def graph_metrics(measures: Measures) -> dict[str, GraphMetric]:
+def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[str, GraphMetric]:
     """What is measured beside the loss and what follows from it."""
     found: dict[str, GraphMetric] = {}
     for name in measures.names:
@@ -43,7 +58,9 @@ def graph_metrics(measures: Measures) -> dict[str, GraphMetric]:
             raise UnsupportedError(
                 f"`{name}` is not measured within a graph", hint=f"there are {', '.join((*_METRICS, OF_LOSS))}"
             )
-        found[name] = _METRICS[spec.name](measures, **spec.options)
+        if measures.output not in outputs:
+            raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
+        found[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
     return found
 
 
@@ -55,98 +72,133 @@ def perplexity(op: Builder, loss: Expr) -> Expr:
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-class _Accuracy:
-    kind = ir.DataType.INT64
+class _OfClasses(GraphMetric):
+    """Scores and labels, as recipe/metrics.py has them: with a threshold, and of one score, decisions."""
 
-    def __init__(self, measures: Measures):
-        self._measures = measures
+    @property
+    def _are_decisions(self) -> bool:
+        return self._measures.threshold is not None or len(self._shape) < 2 or self._shape[1] == 1
 
-    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        if self._are_decisions(predictions):
+    def _choose(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
+        """What was chosen, and what is right, as numbers of classes in a row; of what does not count, -1."""
+        if self._are_decisions:
             threshold = self._measures.threshold or 0.0
-            chosen, right = (op.Reshape(each, [-1]) for each in (predictions > threshold, targets > 0.5))
-            return _count(op, op.Equal(chosen, right)), op.Size(chosen)
-        scores, labels = self._classes(op, predictions, targets)
-        is_right = self._is_right(op, scores, labels)
-        return _count(op, op.And(is_right, labels >= 0)), _count(op, labels >= 0)
-
-    def result(self, op: Builder, part: Expr, whole: Expr) -> Expr:
-        both = (op.Cast(each, to=ir.DataType.DOUBLE) for each in (part, whole))
-        result: Expr = op.Div(*both)
-        return result
-
-    def _is_right(self, op: Builder, scores: Expr, labels: Expr) -> Expr:
-        chosen = op.ArgMax(scores, axis=1, keepdims=0)
-        result: Expr = op.Equal(chosen, labels)
-        return result
-
-    def _are_decisions(self, predictions: Expr) -> bool:
-        shape = _known_shape(predictions)
-        return self._measures.threshold is not None or len(shape) < 2 or shape[1] == 1
+            chosen, right = (op.Cast(truths, to=_INT) for truths in (predictions > threshold, targets > 0.5))
+        else:
+            scores, right = self._classes(op, predictions, targets)
+            chosen = op.ArgMax(scores, axis=1, keepdims=0)
+        return op.Reshape(chosen, [-1]), op.Reshape(right, [-1])
 
     def _classes(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        """Scores with classes along the second axis, and the number of one for each; of what does not count, -1."""
-        rank, axis = len(_known_shape(predictions)), self._measures.axis
+        """Scores with classes along the second axis, and the number of one for each."""
+        rank, axis = len(self._shape), self._measures.axis
         if axis != 1:
             order = [i for i in range(rank) if i != axis % rank]
             order.insert(1, axis % rank)
             predictions = op.Transpose(predictions, perm=order)
-        if len(_known_shape(targets)) == rank:
+        if targets.value.shape is not None and len(targets.value.shape) == rank:
             return predictions, op.ArgMax(targets, axis=1, keepdims=0)
-        labels = op.Cast(targets, to=ir.DataType.INT64)
+        labels = op.Cast(targets, to=_INT)
         if self._measures.are_classes and self._measures.ignored is not None:
             labels = op.Where(op.Equal(labels, self._measures.ignored), op.scalar(-1, labels), labels)
         return predictions, labels
 
 
-class _TopK(_Accuracy):
-    def __init__(self, measures: Measures, k: int = 5):
-        super().__init__(measures)
-        self._k = int(k)
+class _Accuracy(_OfClasses):
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        chosen, right = self._choose(op, predictions, targets)
+        return _count(op, op.And(op.Equal(chosen, right), right >= 0)), _count(op, right >= 0)
 
-    def _are_decisions(self, predictions: Expr) -> bool:
-        if super()._are_decisions(predictions):
-            raise UnsupportedError("`top_k` is of classes, and the outputs of this model are decisions")
-        return False
-
-    def _is_right(self, op: Builder, scores: Expr, labels: Expr) -> Expr:
-        own = op.GatherElements(scores, op.Unsqueeze(op.Max(labels, 0), [1]), axis=1)
-        above = op.ReduceSum(op.Cast(scores > own, to=ir.DataType.INT64), [1], keepdims=0)
-        result: Expr = above < self._k
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        result: Expr = op.Div(*(op.Cast(each, to=_DOUBLE) for each in sums))
         return result
 
 
-def _count(op: Builder, truths: Expr) -> Expr:
-    result: Expr = op.ReduceSum(op.Cast(truths, to=ir.DataType.INT64), keepdims=0)
+class _TopK(_Accuracy):
+    def __init__(self, measures: Measures, output: ir.Value, k: int = 5):
+        super().__init__(measures, output)
+        self._k = int(k)
+        if self._are_decisions:
+            raise UnsupportedError("`top_k` is of classes, and the outputs of this model are decisions")
+
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        scores, labels = self._classes(op, predictions, targets)
+        own = op.GatherElements(scores, op.Unsqueeze(op.Max(labels, 0), [1]), axis=1)
+        above = op.ReduceSum(op.Cast(scores > own, to=_INT), [1], keepdims=0)
+        return _count(op, op.And(above < self._k, labels >= 0)), _count(op, labels >= 0)
+
+
+class _Confusion(_OfClasses):
+    """How many of each class were chosen rightly, were chosen, and are right."""
+
+    def __init__(self, measures: Measures, output: ir.Value):
+        super().__init__(measures, output)
+        classes = 2 if self._are_decisions else self._shape[measures.axis]
+        if not isinstance(classes, int):
+            raise UnsupportedError(
+                f"the number of classes of `{output.name}` is not known, so that they are not counted"
+            )
+        self._count = classes
+
+    def start(self) -> list[np.ndarray]:
+        return [np.zeros(self._count, np.int64) for _ in range(3)]
+
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        classes = np.arange(self._count)
+        chosen, right = (op.Unsqueeze(each, [1]) for each in self._choose(op, predictions, targets))
+        is_chosen, is_right = op.And(op.Equal(chosen, classes), right >= 0), op.Equal(right, classes)
+        return [_count(op, truths, [0]) for truths in (op.And(is_chosen, is_right), is_chosen, is_right)]
+
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        hits, chosen, right = (op.Cast(each, to=_DOUBLE) for each in sums)
+        part, whole = self._share(hits, chosen, right)
+        shares = op.Where(whole > 0, part / whole, op.scalar(0, whole))
+        if self._count == 2:
+            result: Expr = op.Gather(shares, np.int64(1))
+            return result
+        present = _count(op, chosen + right > 0)
+        return op.ReduceSum(shares, keepdims=0) / op.Cast(present, to=_DOUBLE)
+
+    @abstractmethod
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]: ...
+
+
+class _Precision(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits, chosen
+
+
+class _Recall(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits, right
+
+
+class _F1(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits * 2, chosen + right
+
+
+def _count(op: Builder, truths: Expr, axes: Sequence[int] | None = None) -> Expr:
+    result: Expr = op.ReduceSum(op.Cast(truths, to=_INT), axes, keepdims=0)
     return result
-
-
-def _known_shape(value: Expr) -> Sequence[object]:
-    if value.value.shape is None:
-        raise UnsupportedError(
-            f"the number of axes of `{value.name}` is not known, so that it is not clear what its classes are",
-            hint="declare the shape of the output: `onward infer`",
-        )
-    return list(value.value.shape)
 
 
 # ---- amounts ---------------------------------------------------------------------------------------------------------
 
 
-class _MAE:
-    kind = ir.DataType.DOUBLE
+class _MAE(GraphMetric):
+    def start(self) -> list[np.ndarray]:
+        return [np.zeros(()), np.zeros(())]
 
-    def __init__(self, measures: Measures):
-        pass
-
-    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        wanted = op.Cast(targets, to=ir.DataType.DOUBLE)
-        difference = op.Reshape(op.Cast(predictions, to=ir.DataType.DOUBLE), op.Shape(wanted)) - wanted
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        wanted = op.Cast(targets, to=_DOUBLE)
+        difference = op.Reshape(op.Cast(predictions, to=_DOUBLE), op.Shape(wanted)) - wanted
         total = op.ReduceSum(self._of_each(op, difference), keepdims=0)
-        return total, op.Cast(op.Size(difference), to=ir.DataType.DOUBLE)
+        return total, op.Cast(op.Size(difference), to=_DOUBLE)
 
-    def result(self, op: Builder, part: Expr, whole: Expr) -> Expr:
-        return part / whole
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        total, count = sums
+        return total / count
 
     def _of_each(self, op: Builder, difference: Expr) -> Expr:
         result: Expr = op.Abs(difference)
@@ -154,12 +206,20 @@ class _MAE:
 
 
 class _RMSE(_MAE):
-    def result(self, op: Builder, part: Expr, whole: Expr) -> Expr:
-        result: Expr = op.Sqrt(part / whole)
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        result: Expr = op.Sqrt(super().result(op, *sums))
         return result
 
     def _of_each(self, op: Builder, difference: Expr) -> Expr:
         return difference * difference
 
 
-_METRICS: Mapping[str, Callable[..., GraphMetric]] = {"accuracy": _Accuracy, "top_k": _TopK, "mae": _MAE, "rmse": _RMSE}
+_METRICS: Mapping[str, Callable[..., GraphMetric]] = {
+    "accuracy": _Accuracy,
+    "top_k": _TopK,
+    "precision": _Precision,
+    "recall": _Recall,
+    "f1": _F1,
+    "mae": _MAE,
+    "rmse": _RMSE,
+}

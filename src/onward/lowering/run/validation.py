@@ -29,15 +29,14 @@ class Validation:
 
     def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str], *, is_fixed: bool):
         self._model, self._said = evaluation, contract_of(evaluation)
-        self._measures, self._metrics = measures, graph_metrics(measures)
+        self._measures = measures
+        self._metrics = graph_metrics(measures, {v.name or "": v for v in evaluation.graph.outputs})
         self._averages, self._is_fixed = averages, is_fixed
         if self._said.loss is None:
             raise UnsupportedError(
                 "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
                 hint="lower it without validation data",
             )
-        if self._metrics and measures.output not in self._said.outputs:
-            raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
         inputs = {value.name or "": value for value in evaluation.graph.inputs}
         self._wanted = {name: inputs[name] for name in self._said.batch}
         self.inputs = {name: inputs[name] for name in self._said.state}
@@ -88,14 +87,16 @@ class Validation:
             return [goes_on, *self._sums(op, loss, total, latest, rows, batches, number, samples),
                     *self._count(op, results, batch, samples, sums)]  # fmt: skip
 
-        kinds = [_DOUBLE, _DOUBLE, *(metric.kind for metric in self._metrics.values() for _ in range(2))]
-        carried = [ir.Value(name="sum", type=ir.TensorType(kind), shape=ir.Shape([])) for kind in kinds]
+        zero = np.zeros(())
+        start = [zero, zero, *(each for metric in self._metrics.values() for each in metric.start())]
+        carried = [ir.Value(name="sum", type=_type(each), shape=ir.Shape(each.shape)) for each in start]
         body = op.subgraph(add, [*loop_inputs(), *carried], "evaluation")
-        start = [op.constant(np.zeros((), kind.numpy())) for kind in kinds]
-        total, latest, *sums = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(kinds))
+        total, latest, *sums = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(start))
         loss = (total + latest) / op.Cast(rows, to=_DOUBLE)
-        pairs = zip(self._metrics.items(), sums[::2], sums[1::2], strict=True)
-        found = {"loss": loss} | {name: metric.result(op, part, whole) for (name, metric), part, whole in pairs}
+        rest = iter(sums)
+        found = {"loss": loss} | {
+            name: metric.result(op, *(next(rest) for _ in metric.start())) for name, metric in self._metrics.items()
+        }
         if OF_LOSS in self.names:
             found[OF_LOSS] = perplexity(op, loss)
         return seen, {name: found[name] for name in self.names}
@@ -146,3 +147,7 @@ class Validation:
                 value.value.shape = None if shape is None else ir.Shape([None, *list(shape)[1:]])
         added = [part for metric in self._metrics.values() for part in metric.parts(op, predictions, targets)]
         return [old + new for old, new in zip(sums, added, strict=True)]
+
+
+def _type(array: np.ndarray) -> ir.TensorType:
+    return ir.TensorType(ir.DataType.from_numpy(array.dtype))
