@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import onward
 from commands import run as command
 from models import digits_mlp, small_cnn, small_transformer
+from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
+from onward.lowering.run.shuffle import shuffled_rows
 from onward.training.data import Noise
+from onward.training.data.order import Order
 from runs import RECIPE, digits, gan_example
 from whole_runs import EARLY, FINISHED, NOT_FINITE, Results, WholeRun, check_same, trained
 
@@ -108,6 +112,21 @@ def test_a_loss_that_is_not_finite_is_not_learned_from(tmp_path: Path) -> None:
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "numpy"])
+def test_the_order_of_samples_is_that_of_train(engine: str) -> None:
+    names, integer = ("count", "seed", "epoch"), ir.TensorType(ir.DataType.INT64)
+    given = [ir.Value(name=name, type=integer, shape=ir.Shape([1] * (name != "count"))) for name in names]
+    graph = ir.Graph(given, [], nodes=[], opset_imports={"": 21}, name="order")
+    op = Builder(graph, opset=21, names=Names(names))
+    graph.outputs.append(shuffled_rows(op, *map(op, given)).value)
+    compute = onward.engines.function(onward.Model(ir.Model(graph, ir_version=10)), engine=engine)
+    for count in (1, 2, 3, 15, 16, 17, 1000, 12345):
+        for seed, epoch in ((0, 0), (7, 1), (2**53, 12), (2**64 - 1, 3)):
+            numbers = {"seed": np.array([seed], np.uint64).view(np.int64), "epoch": np.array([epoch])}
+            (rows,) = compute({"count": np.array(count), **numbers}).values()
+            np.testing.assert_array_equal(rows, Order(count, seed, epoch)(np.arange(count)))
 
 
 @pytest.mark.parametrize("options", [{"last": "drop"}, {"last": "pad"}, {"shuffle": False}], ids=str)

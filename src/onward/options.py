@@ -465,12 +465,7 @@ class WholeRunOptions:
         None,
         "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
     )
-    metrics: Sequence[str] | str | None = _as_in(
-        RunOptions,
-        "metrics",
-        _WHOLE,
-        text="measured on validation data: `accuracy`, `top_k:k=5`, `f1` ...; what suits the loss unless given",
-    )
+    metrics: Sequence[str] | str | None = _as_in(RunOptions, "metrics", _WHOLE)
     monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
     patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)
 

@@ -58,7 +58,7 @@ def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[s
             raise UnsupportedError(
                 f"`{name}` is not measured within a graph", hint=f"there are {', '.join((*_METRICS, OF_LOSS))}"
             )
-        if measures.output not in outputs:
+        if measures.output is None or measures.output not in outputs:
             raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
         found[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
     return found
@@ -135,16 +135,14 @@ class _Confusion(_OfClasses):
         super().__init__(measures, output)
         classes = 2 if self._are_decisions else self._shape[measures.axis]
         if not isinstance(classes, int):
-            raise UnsupportedError(
-                f"the number of classes of `{output.name}` is not known, so that they are not counted"
-            )
-        self._count = classes
+            raise UnsupportedError(f"the number of classes of `{output.name}` is not known, so that none are counted")
+        self._number = classes
 
     def start(self) -> list[np.ndarray]:
-        return [np.zeros(self._count, np.int64) for _ in range(3)]
+        return [np.zeros(self._number, np.int64) for _ in range(3)]
 
     def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
-        classes = np.arange(self._count)
+        classes = np.arange(self._number)
         chosen, right = (op.Unsqueeze(each, [1]) for each in self._choose(op, predictions, targets))
         is_chosen, is_right = op.And(op.Equal(chosen, classes), right >= 0), op.Equal(right, classes)
         return [_count(op, truths, [0]) for truths in (op.And(is_chosen, is_right), is_chosen, is_right)]
@@ -153,7 +151,7 @@ class _Confusion(_OfClasses):
         hits, chosen, right = (op.Cast(each, to=_DOUBLE) for each in sums)
         part, whole = self._share(hits, chosen, right)
         shares = op.Where(whole > 0, part / whole, op.scalar(0, whole))
-        if self._count == 2:
+        if self._number == 2:
             result: Expr = op.Gather(shares, np.int64(1))
             return result
         present = _count(op, chosen + right > 0)
