@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -192,6 +193,21 @@ def test_decisions_and_ignored_labels_count_as_they_do_in_train(tmp_path: Path) 
     whole = WholeRun(training, validation=True, batch_size=16, metrics=names)
     run = trained(training, data, tmp_path / "b", validation=held_out, epochs=2, batch_size=16, metrics=names)
     check_same(whole, whole(data, 2, validation=held_out), run)
+
+
+def test_classes_along_the_last_axis(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]>
+      bigrams (int64[N, T] tokens) => (float[N, T, 32] logits) { logits = Gather(table, tokens) }"""
+    proto = onnx.parser.parse_model(text)
+    table = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    training = onward.prepare(proto, loss="cross_entropy:axis=-1", optimizer="adam:lr=0.5")
+    options = {"batch_size": 8, "metrics": ["accuracy", "top_k:k=3"]}
+    data, held_out = ({"tokens": of["tokens"], "labels": (of["tokens"] + 1) % 32} for of in (tokens(30), tokens(9)))
+    whole = WholeRun(training, validation=True, **options)
+    results = whole(data, 3, validation=held_out)
+    check_same(whole, results, trained(training, data, tmp_path, validation=held_out, epochs=3, **options))
+    assert whole.position(results)["best"] > 0.5
 
 
 # ---- elsewhere -------------------------------------------------------------------------------------------------------

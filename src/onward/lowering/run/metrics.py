@@ -77,7 +77,7 @@ class _OfClasses(GraphMetric):
 
     @property
     def _are_decisions(self) -> bool:
-        return self._measures.threshold is not None or len(self._shape) < 2 or self._shape[1] == 1
+        return self._measures.threshold is not None or len(self._shape) < 2 or self._shape[self._measures.axis] == 1
 
     def _choose(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
         """What was chosen, and what is right, as numbers of classes in a row; of what does not count, -1."""

@@ -38,7 +38,7 @@ class StepLoop:
 
     def __init__(self, step: Model, batches: int, options: WholeRunOptions):
         self._step, self._said = step, contract_of(step)
-        self._batches_each, self._options = batches, options
+        self.batches, self._options = batches, options
         if self._said.loss is None:
             raise UnsupportedError("nothing says what is minimised: the step has no `Gradient` that leads to a loss")
         self.loss = self._said.loss
@@ -112,9 +112,9 @@ class StepLoop:
         """What step `number` of those that are left takes, and how many samples that is."""
         found: dict[str, Expr] = {}
         samples = op.constant(np.int64(0))
-        first = (number + at["batch"]) * self._batches_each
-        made = (number + at["step"] - at["start"]) * self._batches_each
-        for run in range(self._batches_each):
+        first = (number + at["batch"]) * self.batches
+        made = (number + at["step"] - at["start"]) * self.batches
+        for run in range(self.batches):
             begin = op.Unsqueeze((first + run) * data.size, [0])
             rows = op.Slice(order, begin, begin + data.size, [0])
             within = op.Range(0, op.Size(rows), 1)

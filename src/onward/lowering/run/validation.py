@@ -27,11 +27,11 @@ _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 class Validation:
     """What is measured after every epoch, and how it is judged."""
 
-    def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str], *, is_fixed: bool):
+    def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str]):
         self._model, self._said = evaluation, contract_of(evaluation)
         self._measures = measures
         self._metrics = graph_metrics(measures, {v.name or "": v for v in evaluation.graph.outputs})
-        self._averages, self._is_fixed = averages, is_fixed
+        self._averages = averages
         if self._said.loss is None:
             raise UnsupportedError(
                 "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
@@ -42,8 +42,9 @@ class Validation:
         self.inputs = {name: inputs[name] for name in self._said.state}
         """The state that a model has for those who use it."""
 
-    def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int) -> None:
-        """Add inputs for the data."""
+    def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int, *, is_fixed: bool) -> None:
+        """Add inputs for the data, which come in batches of a size; that may be the only one that there can be."""
+        self._is_fixed = is_fixed
         self.data = Columns(graph, op, self._wanted, noise, size, "validation/")
 
     @property

@@ -12,15 +12,16 @@ epoch, from where it was begun, is made once more, up to that step; then it stop
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
-from onward.errors import DataError, RecipeError
+from onward.errors import RecipeError
 from onward.lowering.contract import Contract
 from onward.lowering.rounds import Steps, as_one_step
-from onward.lowering.run.columns import Columns, check_noise, fixed_size, scalar
+from onward.lowering.run.columns import Columns, batch_size, check_noise, fixed_size, scalar
 from onward.lowering.run.embed import Embedding
 from onward.lowering.run.shuffle import loop_inputs
 from onward.lowering.run.steps import StepLoop
@@ -33,7 +34,6 @@ from onward.recipe.measures import chosen_metrics, measures_of
 from onward.standard import IR_VERSION
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
-_USUAL_BATCH = 32
 _OF_VALIDATION = ("patience", "metrics", "monitor")
 
 SETTINGS = ("epochs", "steps", "seed")
@@ -56,57 +56,55 @@ def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptio
             hint="add `validation=True` (`--validation`)",
         )
     step = lower_for_engine(model, steps, "step", manner)
-    evaluation = lower_for_engine(model, steps, "evaluation", manner) if options.validation else None
     one = as_one_step(model, steps)
     averages = {s.parameter: s.name for s in states(one.model, one.index) if s.role == "ema" and s.parameter}
-    steps_of_epoch = StepLoop(step, one.batches, options)
-    return _WholeRun(step.opset, model, steps_of_epoch, evaluation, one.batches, averages, options).build()
+    loop = StepLoop(step, one.batches, options)
+    if not options.validation:
+        return _WholeRun(loop, options, step.opset).build()
+    measures = measures_of(model, chosen_metrics(model, options.metrics, options.monitor), options.monitor)
+    evaluation = lower_for_engine(model, steps, "evaluation", manner)
+    return _WholeRun(loop, options, step.opset, Validation(evaluation, measures, averages)).build()
+
+
+class _Piece(NamedTuple):
+    """The part of an epoch that was made; nothing of it counts, if a loss is not finite."""
+
+    state: dict[str, Expr]
+    sums: dict[str, Expr]
+    """The sum of the losses of the samples in the epoch so far, and their number."""
+    failed: Expr
+    found: Expr
+    """How many steps were made, the one that failed among them,"""
+    made: Expr
+    """and how many count."""
+    reached: Expr
+    """How many of the epoch are done."""
+    rows: list[Expr]
+    """Of each step of the epoch, whether it counts here, and its metrics."""
 
 
 class _WholeRun:
-    def __init__(
-        self,
-        opset: int,
-        model: Model,
-        steps: StepLoop,
-        evaluation: Model | None,
-        batches: int,
-        averages: Mapping[str, str],
-        options: WholeRunOptions,
-    ):
-        self._steps, self._options, self._batches_each = steps, options, batches
+    def __init__(self, steps: StepLoop, options: WholeRunOptions, opset: int, validation: Validation | None = None):
+        self._steps, self._options, self._validation = steps, options, validation
         self._graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="training")
         self._op = Builder(self._graph, opset=opset, names=Names([*steps.inputs, *steps.metrics]))
         self._embed = Embedding(self._graph)
         self._fixed = fixed_size(list(steps.of_a_batch.values()))
-        size = self._batch_size()
+        size = batch_size(options.batch_size, self._fixed)
         noise = (options.noise,) if isinstance(options.noise, str) else options.noise
         check_noise(noise, steps.of_a_batch)
         self._data = Columns(self._graph, self._op, steps.of_a_batch, noise, size, "")
-        self._validation = None
-        if evaluation is not None:
-            measures = measures_of(model, chosen_metrics(model, options.metrics, options.monitor), options.monitor)
-            self._validation = Validation(evaluation, measures, averages, is_fixed=self._fixed is not None)
-            self._validation.take_data(self._graph, self._op, noise, size)
+        if validation is not None:
+            validation.take_data(self._graph, self._op, noise, size, is_fixed=self._fixed is not None)
         self._settings = {name: self._input(scalar(f"run/{name}", _INT)) for name in SETTINGS}
-        also = self._validation.inputs if self._validation is not None else {}
-        read = {name: steps.inputs[name] for name in steps.state} | also
+        seen = validation.inputs if validation is not None else {}
+        read = {name: steps.inputs[name] for name in steps.state} | seen
         self._state = {name: self._input(value, name) for name, value in read.items()}
-        kept = POSITION if self._validation is None else POSITION | JUDGEMENT
+        kept = POSITION if validation is None else POSITION | JUDGEMENT
         self._position = {name: self._input(scalar(f"run/{name}", kind)) for name, kind in kept.items()}
         self._updated = {name: value for name, value in self._state.items() if name in steps.update}
-        self._best = {
-            n: self._input(v, self._op.names.fresh(f"best/{n}")) for n, v in also.items() if n in steps.update
-        }
-
-    def _batch_size(self) -> int:
-        wanted = self._options.batch_size
-        if self._fixed is not None and wanted not in (None, self._fixed):
-            raise DataError(
-                f"the model takes batches of {self._fixed}, not of {wanted}",
-                hint=f"use `batch_size={self._fixed}` (`--batch-size {self._fixed}`)",
-            )
-        return wanted or self._fixed or _USUAL_BATCH
+        fresh = self._op.names.fresh
+        self._best = {n: self._input(v, fresh(f"best/{n}")) for n, v in seen.items() if n in steps.update}
 
     def _input(self, value: ir.Value, name: str | None = None) -> ir.Value:
         """An input like a value, under its name or a fresh one."""
@@ -120,7 +118,7 @@ class _WholeRun:
         op, at = self._op, {name: self._op(value) for name, value in self._position.items()}
         steps = op(self._settings["steps"])
         self._end = op.Where(steps < 0, op.scalar(np.iinfo(np.int64).max, steps), at["step"] + steps).value
-        self._per_epoch = (self._data.batches(op, drop=self._drops) / self._batches_each).value
+        self._per_epoch = (self._data.batches(op, drop=self._drops) / self._steps.batches).value
         self._is_new = op.Equal(at["step"] + at["epoch"] + at["batch"], 0).value
         goes_on, stopped = self._outlook(op, at)
         if self._validation is not None:
@@ -213,57 +211,71 @@ class _WholeRun:
         best = {name: next(given) for name in self._best}
         at = {name: next(given) for name in self._position}
         allowed = next(given)
+        is_again = op.Not(allowed < 0)
         is_first = op.And(op.Equal(iteration, 0), self._is_new) if self._validation is not None else op.constant(False)
+        piece = self._train(op, state, at, allowed, is_first)
+        is_whole = op.And(piece.reached >= self._per_epoch, op.Not(is_first))
+        ended = op.And(is_whole, op.Not(op.Or(piece.failed, is_again)))
+        now = _moved_on(op, at | piece.sums, piece, ended)
+        is_row, of_epoch = ended, [now["epoch"], piece.sums["losses"] / op.Cast(piece.sums["counted"], to=_DOUBLE)]
+        if self._validation is not None:
+            is_row = op.Or(ended, is_first)
+            best, results = self._judge(op, self._validation, piece.state, best, now, is_row, is_first)
+            of_epoch += results
+        more, reason = self._outlook(op, now)
+        is_over = op.And(is_again, op.Not(piece.failed))
+        return [
+            op.And(more, op.Not(is_over)),
+            *piece.state.values(), *best.values(), *(now[name] for name in self._position),
+            op.Where(piece.failed, piece.found - 1, allowed), op.Where(is_over, np.int64(NOT_FINITE), reason),
+            *piece.rows, is_row, *of_epoch,
+        ]  # fmt: skip
 
+    def _train(
+        self, op: Builder, state: Mapping[str, Expr], at: Mapping[str, Expr], allowed: Expr, is_first: Expr
+    ) -> _Piece:
+        """The steps that are left of an epoch, up to where they may go."""
         left = op.Min(op(self._per_epoch) - at["batch"], op(self._end) - at["step"])
         left = op.Where(allowed < 0, left, op.Min(left, allowed))
         trips = op.Where(is_first, op.scalar(0, left), left)
         outside = {"seed": op(self._settings["seed"]), "start": op(self._position["step"])}
         known = {name: op(value) for name, value in self._state.items()}
-        new, sums, is_finite, metrics = self._steps.make(op, self._embed, self._data, trips, at | outside, known, state)
-
+        new, sums, is_finite, metrics = self._steps.make(
+            op, self._embed, self._data, trips, {**at, **outside}, known, state
+        )
         failed = op.Not(is_finite)
         found = op.Squeeze(op.Shape(metrics[self._steps.loss]), [0])
         made = op.Where(failed, op.scalar(0, found), found)
-        state = _either(op, failed, state, new)
-        at = at | {name: op.Where(failed, at[name], value) for name, value in sums.items()}
-        batch = at["batch"] + made
-        is_again = op.Not(allowed < 0)
-        is_whole = batch >= self._per_epoch
-        ended = op.And(op.And(is_whole, op.Not(is_first)), op.Not(op.Or(failed, is_again)))
-        rows = [self._row(op, value, at["batch"], found) for value in metrics.values()]
-        now = {
-            "epoch": at["epoch"] + op.Cast(ended, to=_INT),
-            "batch": op.Where(ended, op.scalar(0, batch), batch),
-            "step": at["step"] + made,
-            "losses": op.Where(ended, op.scalar(0, at["losses"]), at["losses"]),
-            "counted": op.Where(ended, op.scalar(0, at["counted"]), at["counted"]),
-        }
-        of_epoch = [now["epoch"], at["losses"] / op.Cast(at["counted"], to=_DOUBLE)]
-        is_row = ended
-        if self._validation is not None:
-            is_row = op.Or(ended, is_first)
-            seen, results = self._validation.measure(op, self._embed, is_row, known | state)
-            of_epoch += results.values()
-            value = results[self._validation.monitor]
-            is_better = op.And(is_row, self._validation.is_better(op, value, at["best"], is_first))
-            best = _either(op, is_better, {name: seen[name] for name in best}, best)
-            now |= {
-                "best": op.Where(is_better, value, op.Where(is_first, self._validation.worst(op), at["best"])),
-                "best_epoch": op.Where(is_better, now["epoch"], at["best_epoch"]),
-                "since_best": op.Where(is_better, np.int64(0), at["since_best"] + op.Cast(ended, to=_INT)),
-            }
-        more, reason = self._outlook(op, now)
-        is_over = op.And(is_again, op.Not(failed))
-        reason = op.Where(is_over, np.int64(NOT_FINITE), reason)
-        allowed = op.Where(failed, found - 1, allowed)
+        reached = at["batch"] + made
         places = op.Range(0, self._per_epoch, 1)
-        mask = op.And(places >= at["batch"], places < batch)
-        return [
-            op.And(more, op.Not(is_over)),
-            *state.values(), *best.values(), *(now[name] for name in self._position), allowed, reason,
-            mask, *rows, is_row, *of_epoch,
-        ]  # fmt: skip
+        is_there = op.And(places >= at["batch"], places < reached)
+        return _Piece(
+            _either(op, failed, state, new),
+            {name: op.Where(failed, at[name], value) for name, value in sums.items()},
+            failed, found, made, reached,
+            [is_there, *(self._row(op, value, at["batch"], found) for value in metrics.values())],
+        )  # fmt: skip
+
+    def _judge(
+        self,
+        op: Builder,
+        validation: Validation,
+        state: Mapping[str, Expr],
+        best: Mapping[str, Expr],
+        now: dict[str, Expr],
+        is_wanted: Expr,
+        is_first: Expr,
+    ) -> tuple[dict[str, Expr], list[Expr]]:
+        """The best state by now, and what was measured; `now` says where the run stands, of the best, too."""
+        known = {name: op(value) for name, value in self._state.items()} | dict(state)
+        seen, results = validation.measure(op, self._embed, is_wanted, known)
+        value = results[validation.monitor]
+        is_better = op.And(is_wanted, validation.is_better(op, value, now["best"], is_first))
+        waited = op.Cast(op.And(is_wanted, op.Not(is_first)), to=_INT)
+        now["best"] = op.Where(is_better, value, op.Where(is_first, validation.worst(op), now["best"]))
+        now["best_epoch"] = op.Where(is_better, now["epoch"], now["best_epoch"])
+        now["since_best"] = op.Where(is_better, np.int64(0), now["since_best"] + waited)
+        return _either(op, is_better, {name: seen[name] for name in best}, best), list(results.values())
 
     def _row(self, op: Builder, values: Expr, before: Expr, found: Expr) -> Expr:
         """What steps of an epoch gave, in a row that has a place for each step of it."""
@@ -273,6 +285,17 @@ class _WholeRun:
         first, last = (op.ConstantOfShape(op.Unsqueeze(size, [0]), value=zero) for size in sizes)
         result: Expr = op.Concat(first, values, last, axis=0)
         return result
+
+
+def _moved_on(op: Builder, at: Mapping[str, Expr], piece: _Piece, ended: Expr) -> dict[str, Expr]:
+    """Where a run stands after a piece; at the beginning of the next epoch, if that is where this one ended."""
+    reset = {"batch": piece.reached, "losses": at["losses"], "counted": at["counted"]}
+    return {
+        **at,
+        **{name: op.Where(ended, op.scalar(0, value), value) for name, value in reset.items()},
+        "epoch": at["epoch"] + op.Cast(ended, to=_INT),
+        "step": at["step"] + piece.made,
+    }
 
 
 def _either(op: Builder, condition: Expr, first: Mapping[str, Expr], second: Mapping[str, Expr]) -> dict[str, Expr]:
