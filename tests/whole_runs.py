@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 
 import onward
+from onward.lowering.rounds import as_one_step
 from onward.training.run import Run
 from runs import QUIET
 
@@ -109,16 +110,13 @@ def check_same(whole: WholeRun, results: Results, run: Run) -> None:
     place = whole.position(results)
     found = {name: value for name, value in run.progress.items() if name in place}
     assert {name: place[name] for name in found} == found
+    origins = as_one_step(model).origins
     for name in set(said["state"]) - {*said["position"].values(), *said["best"]}:
-        step = 1 if name.endswith("_1") or name not in _known(model) else 0
-        np.testing.assert_array_equal(results.carried[name], model.array(name, step), err_msg=name)
+        step, own = origins.get(name, (0, name))
+        np.testing.assert_array_equal(results.carried[name], model.array(own, step), err_msg=name)
     if said["best"]:
         best = [event["step"] for event in events["save"] if event.get("best")][-1]
         numbers = {event["step"]: event["epoch"] for event in events["validation"]}
         assert place["best_epoch"] == numbers[best]
         for name, of in said["best"].items():
             np.testing.assert_array_equal(results.carried[name], run.best.array(of), err_msg=of)
-
-
-def _known(model: onward.Model) -> set[str]:
-    return {*model.graph.initializers, *model.step().algorithm.initializers}
