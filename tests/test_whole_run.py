@@ -110,6 +110,10 @@ def test_a_loss_that_is_not_finite_is_not_learned_from(tmp_path: Path) -> None:
         trained(training, data, tmp_path, batch_size=8, epochs=3)
     check_same(whole, results, onward.Run(tmp_path / "run"))
     assert results.outputs["run/stopped"] == NOT_FINITE and np.isfinite(results.outputs["loss"]).all()
+    assert results.outputs["loss"].size > 1  # so that there are steps to be made again
+    pieces = whole.in_pieces(data, 3, 2)
+    for name, array in results.outputs.items():
+        np.testing.assert_array_equal(pieces.outputs[name], array, err_msg=name)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
