@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ def digits(count: int = 96, *, flat: bool = True, seed: int = 0) -> Arrays:
     images = np.random.default_rng(seed).normal(size=(count, 64)).astype(np.float32)
     labels = images[:, :10].argmax(1)
     return {"image": images if flat else images.reshape(-1, 1, 8, 8), "labels": labels}
+
+
+def gan_example() -> Any:
+    """The example of a GAN, as a module."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    spec = importlib.util.spec_from_file_location("gan", Path(__file__).parents[1] / "examples" / "gan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def filled(folder: Path) -> Path:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from models import digits_mlp, small_transformer
 from onward.errors import RecipeError
+from onward.recipe.metrics import make
 from onward.training.api import train
-from onward.training.metrics import make
 from runs import QUIET, RECIPE, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")

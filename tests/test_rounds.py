@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -19,21 +18,12 @@ from onward.engines import start
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.training.api import resume, train
 from onward.training.run import Run
-from runs import QUIET
-
-GAN = Path(__file__).parents[1] / "examples" / "gan.py"
+from runs import QUIET, gan_example
 
 
 @pytest.fixture(scope="module")
 def gan() -> Any:
-    """The example, as a module."""
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    spec = importlib.util.spec_from_file_location("gan", GAN)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return gan_example()
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ _R = TypeVar("_R")
 
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
 _FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
-_MACHINES = "The machines"
-_PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
+_MACHINES, _WHOLE = "The machines", "The part `run`"
+_PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
+BatchSize = Annotated[int, Range(least=1, most=2**31 - 1)]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
 Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline", "deepspeed"]
 
@@ -71,6 +72,12 @@ def _option(
     if isinstance(default, Mapping):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
+
+
+def _as_in(kind: type, name: str, panel: str, **said: str) -> Any:
+    """An option that is declared elsewhere, and is the same here but for what is `said` of it."""
+    (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    return dataclasses.field(default=declared.default, metadata={**declared.metadata, "panel": panel, **said})
 
 
 def options_of(kind: type) -> Iterator[Option]:
@@ -272,7 +279,7 @@ class FeedOptions:
         "an input that is no data but random: `z=normal`, `z=uniform:low=-1`",
         repeated=True,
     )
-    batch_size: Annotated[int, Range(least=1, most=2**31 - 1)] | None = _option(
+    batch_size: BatchSize | None = _option(
         None,
         _DATA,
         "N",
@@ -431,6 +438,36 @@ class TrainOptions(RunOptions, RecipeOptions):
     run: str | os.PathLike[str] | None = _option(
         None, _RUN, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
     )
+
+
+# ---- whole runs as ONNX ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeRunOptions:
+    """What is settled when entire training becomes one ONNX model. All else is told to it when it runs."""
+
+    batch_size: BatchSize | None = _as_in(
+        RunOptions, "batch_size", _WHOLE, text="samples in a batch; 32 unless given, or as many as the model is for"
+    )
+    last: Last = _as_in(RunOptions, "last", _WHOLE)
+    shuffle: bool = _as_in(RunOptions, "shuffle", _WHOLE)
+    noise: Sequence[str] | str = _option(
+        (),
+        _WHOLE,
+        "INPUT",
+        "an input that takes no rows of the data but numbers for each batch, such as the noise of a GAN",
+        repeated=True,
+    )
+    validation: bool = _option(
+        False,
+        _WHOLE,
+        None,
+        "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
+    )
+    metrics: Sequence[str] | str | None = _as_in(RunOptions, "metrics", _WHOLE)
+    monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
+    patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from onward.cli.catalogue import Catalogue, print_catalogue
 from onward.cli.console import print_json, print_rows, remark
 from onward.cli.files import Target, refuse_to_overwrite, target, working
 from onward.cli.options import floats_matching, option, parameters_for, recomputation, select_given
-from onward.options import StepOptions
+from onward.options import StepOptions, WholeRunOptions
 
 if TYPE_CHECKING:
     from onward import Model
     from onward.inspect import Summary
 
-Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference"]
+Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference", "run"]
 
 _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
 """What `onward show` tells about a step, and what is said otherwise here or goes without saying."""
@@ -151,6 +151,8 @@ def grad(
     "onward lower training.onnx --all lowered/ --recompute 2",
     "onward lower gan.onnx --steps discriminator:2,generator",
     "onward lower model.onnx --part inference",
+    "onward lower training.onnx --part run --validation --batch-size 64 --patience 5 -o train.onnx",
+    parameters=parameters_for(WholeRunOptions),
 )
 def lower(
     model: options.Model,
@@ -159,12 +161,12 @@ def lower(
         option(
             "--part",
             "PART",
-            "`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state` or `inference`; unless given "
+            "`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state`, `inference` or `run`; unless given "
             "`step`, or `inference` of a model without training.",
         ),
     ] = None,
     everything: Annotated[
-        Path | None, option("--all", "FOLDER", "Write all parts into a folder, as `step.onnx` etc.")
+        Path | None, option("--all", "FOLDER", "Write all parts but `run` into a folder, as `step.onnx` etc.")
     ] = None,
     steps: Annotated[
         str | None,
@@ -180,15 +182,20 @@ def lower(
     data: options.Data = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
+    **given: Any,
 ) -> None:
     """Turn a training model into plain ONNX, which any runtime executes.
 
     A step takes a batch and the state, and gives metrics and the new state. Which output replaces which input says the
     metadata `train.lowered`, and the .json file beside the model for runtimes that do not show metadata. The part
     `inference` is the model itself, with Gradient and optimizer operators of its main graph written out.
+
+    The part `run` is entire training: it takes whole data, a number of epochs, a seed and the state, and gives the new
+    state, the best one and the metrics of all steps and epochs, as `onward train` computes them.
     """
     if everything is not None and (part or output):
         raise Misuse(f"`--all` and `{'--part' if part else '--output'}` do not go together", "leave one of them out")
+    settled = select_given(WholeRunOptions, given)
     import onward
     from onward.lowering.step import default_part
 
@@ -208,7 +215,7 @@ def lower(
     written = []
     for name, place in places.items():
         with working(f"lowering {model}", model):
-            made = onward.lower(source, steps, part=name, recompute=recomputation(recompute))
+            made = onward.lower(source, steps, part=name, recompute=recomputation(recompute), **settled)
         written.append(_write(made, place))
     if as_json:
         print_json(written if everything is not None else written[0])

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.engines.framework_engine import array_function
 from onward.inspect.summary_fields import Group
 from onward.inspect.values import computing_node
-from onward.lowering.step import lower
+from onward.lowering import lower
 from onward.model import Model, Step
 from onward.model.core import values
 from onward.model.state import PARAMETER_KEY, SLOT_KEY

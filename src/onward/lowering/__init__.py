@@ -1,5 +1,5 @@
 """From training models to plain ONNX."""
 
-from onward.lowering.step import lower
+from onward.lowering.api import lower
 
 __all__ = ["lower"]

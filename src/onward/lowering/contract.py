@@ -36,6 +36,20 @@ class Contract:
     """Which of them is minimised."""
     outputs: list[str] = field(default_factory=list)
     """Outputs of the inference model."""
+    validation: dict[str, str] = field(default_factory=dict)
+    """Input of validation data -> the input of a batch that it is for."""
+    noise: list[str] = field(default_factory=list)
+    """Which inputs are no rows of the data, but numbers for each batch."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What is told each time -> its input: `epochs`, `steps`, `seed`."""
+    position: dict[str, str] = field(default_factory=dict)
+    """Where the run stands -> its input, which is among the state."""
+    best: dict[str, str] = field(default_factory=dict)
+    """Input that holds the best value so far, which is among the state -> the state that it is of."""
+    epochs: dict[str, str] = field(default_factory=dict)
+    """What is known of each epoch -> its output."""
+    stopped: str | None = None
+    """The output that says why it stopped."""
 
     def to_json(self) -> dict[str, Any]:
         """The contract as the file has it, every key included."""

@@ -1,10 +1,4 @@
-"""From a training model to plain ONNX: what any runtime can execute, driven by a loop of a few lines.
-
-    step = onward.lower("training.onnx")          # inputs: a batch and the state; outputs: metrics and the new state
-    step.save("step.onnx")
-
-Which output replaces which input says the metadata of the file, as JSON: see contract.py.
-"""
+"""The parts of a training model as plain ONNX, which any runtime can execute, driven by a loop of a few lines."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from onward.arguments import checked
 from onward.build import DOMAIN, Builder, Names
 from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
@@ -31,7 +24,6 @@ from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
-from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.sharing import Share, is_all_reduce, share_step
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
@@ -62,56 +54,16 @@ class Manner(NamedTuple):
     """Whether native kernels may compute parts of it."""
 
 
-@checked()
-def lower(
-    source: Source,
-    step: Steps = None,
-    *,
-    part: str | None = None,
-    recompute: Choice = None,
-) -> Model:
-    """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
-
-        onward.lower("training.onnx").save("step.onnx")
-
-    - `source`: a training model, or any other for `"inference"`
-    - `step`, `recompute`: see below
-    - `part`: what it computes
-
-    The parts:
-
-    - `"step"`: (batch, state) -> (metrics, new state)
-    - `"evaluation"`: (batch, state) -> (the metrics and outputs of the model, as inference computes them)
-    - `"gradients"`: (batch, state) -> (metrics, a gradient per parameter, the state that the forward pass changes)
-    - `"apply"`: (gradients, state) -> (metrics, the rest of the new state)
-    - `"initialization"`: () -> the state to start from
-    - `"state"`: () -> the state as it is in the file
-    - `"inference"`: what the main graph computes, from its own inputs and weights, which stay as they are
-
-    Unless one is named it is the step, or `"inference"` of a model without any. Operators that are not of the standard
-    are refused, but in `"inference"`: there all stay but training operators and functions.
-
-    Of a model with several steps, `step` is the number or the name of one, or says how often each runs:
-    `"discriminator:2,generator"`. Unless it is given, all run, in their order, as the specification has it, and as
-    often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state, but in
-    `"evaluation"` and `"gradients"`, where each has the state as it is.
-
-    `recompute` names what is computed twice to save memory, as in `onward.gradient`.
-
-    It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
-    """
-    return for_onnxruntime(lower_for_engine(source, step, part, Manner(recompute)))
-
-
 def lower_for_engine(
     source: Source,
     step: Steps = None,
     part: str | None = None,
     manner: Manner = Manner(),  # noqa: B008 (a constant)
 ) -> Model:
-    """The same in the operator set that the model has, for any engine."""
+    """A part, in the operator set that the model has, for any engine."""
     if part is not None and part not in _OF_ENGINES:
-        raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
+        known = (*PARTS, RUN)
+        raise UnknownNameError(f"there is no part `{part}`", hint=near(part, known) or f"parts: {', '.join(known)}")
     model = check_signatures(load(source))
     check_gradients_of(model)
     part = part or default_part(model)
@@ -266,6 +218,8 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "state": _state,
     "inference": _inference,
 }
+RUN = "run"
+"""The part that is entire training, made of others: see run/."""
 _OF_ENGINES = {**PARTS, "forward": _forward}
 """And what is of use to engines alone: `gradients` without them."""
 

@@ -19,15 +19,14 @@ from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, taking
 from onward.recipe import replace_head
+from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
-from onward.training.evaluation import Measures
 from onward.training.feed import open_feed
 from onward.training.folder import Folder, Follower
-from onward.training.labels import Objective, labels_of, objectives
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training
@@ -100,10 +99,10 @@ def train(
         data=data,
         validation=validation,
         batch_size=made.batch_size,
-        metrics=_metrics(training, asked.get("metrics"), wanted.monitor),
+        metrics=chosen_metrics(training, asked.get("metrics"), wanted.monitor),
         seed=wanted.seed if wanted.reset else seed,
     ).spread_over(group)
-    measures = _measures(training, settled)
+    measures = measures_of(training, settled.metrics, settled.monitor)
     folder, at = _folder(run, original, group), Place()
     with folder.begin(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
         feed = open_feed(loaded, settled, made.data)
@@ -160,7 +159,7 @@ def resume(
         with config.start_engine(training) as loaded:
             feed = open_feed(loaded, config)
             folder.configure(config.to_json())
-            measures = _measures(training, config)
+            measures = measures_of(training, config.metrics, config.monitor)
             Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
     group.wait()
     return Run(folder.path)
@@ -199,39 +198,6 @@ def _check(patience: int | None, validation: Any) -> None:
             "`patience` waits for better results on validation data, and there are none",
             hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
         )
-
-
-_SUITABLE = {
-    **dict.fromkeys(("cross_entropy", "nll", "binary_cross_entropy", "bce_with_logits", "hinge"), "accuracy"),
-    **dict.fromkeys(("mse", "l1", "huber", "smooth_l1"), "mae"),
-}
-"""What to measure, where the loss is the only one and nothing else is said."""
-_THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
-"""Losses of decisions, and the outputs above which they mean yes."""
-
-
-def _metrics(training: Model, given: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
-    """What is measured: what is given, or suits the loss, and what is monitored."""
-    losses = objectives(training)
-    if given is None:
-        given = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
-    chosen = (given,) if isinstance(given, str) else tuple(given)
-    return chosen if monitor in (None, "loss", *chosen) else (*chosen, str(monitor))
-
-
-def _measures(training: Model, config: Config) -> Measures:
-    loss = next(iter(objectives(training)), Objective(""))
-    labels = labels_of(training)
-    return Measures(
-        tuple(config.metrics),
-        loss.output,
-        loss.target,
-        config.monitor or (config.metrics[0] if config.metrics else "loss"),
-        axis=loss.axis,
-        threshold=_THRESHOLDS.get(loss.name),
-        are_classes=loss.by_number,
-        ignored=labels.ignored if labels is not None and labels.name == loss.target else None,
-    )
 
 
 def _reset_note(training: Model) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -12,61 +11,10 @@ import numpy as np
 
 from onward.engines import Engine
 from onward.engines.group import Portion
-from onward.errors import RecipeError, UnsupportedError
-from onward.recipe.spec import lookup, parse
+from onward.errors import UnsupportedError
+from onward.recipe.measures import OF_LOSS, Measures
+from onward.recipe.metrics import Metric
 from onward.training.data import Batch
-from onward.training.metrics import METRICS, OF_CLASSES, Metric, make
-
-_OF_LOSS = "perplexity"
-
-
-@dataclasses.dataclass(frozen=True)
-class Measures:
-    """What is measured on validation data, and on which output and input of the model."""
-
-    names: tuple[str, ...] = ()
-    output: str | None = None
-    target: str | None = None
-    monitor: str = "loss"
-    """What decides which model is the best."""
-    axis: int = 1
-    """Along which the output has classes."""
-    threshold: float | None = None
-    """Above which an output means yes, where each is a decision of its own."""
-    are_classes: bool = False
-    """Whether targets are numbers of classes."""
-    ignored: int | None = None
-    """The number that means none of them."""
-
-    def __post_init__(self) -> None:
-        for name in self.names:
-            if name == _OF_LOSS:
-                continue
-            make(name)  # which refuses what there is not
-            if self.are_classes and parse(name).name not in OF_CLASSES:
-                raise RecipeError(
-                    f"`{name}` compares amounts, and the targets of this loss are numbers of classes",
-                    hint=f"for these there are {', '.join(OF_CLASSES)} and {_OF_LOSS}",
-                )
-        lookup("metric to monitor", self.monitor, dict.fromkeys(("loss", *self.names)))
-        if any(name != _OF_LOSS for name in self.names) and (self.output is None or self.target is None):
-            raise RecipeError(
-                f"`{self.names[0]}` compares predictions with targets, and the loss of this model does not say which",
-                hint="only `perplexity` comes from the loss alone",
-            )
-
-    def make(self) -> dict[str, Metric]:
-        return {name: make(name, threshold=self.threshold) for name in self.names if name != _OF_LOSS}
-
-    def countable(self, targets: np.ndarray) -> np.ndarray:
-        """Targets as metrics take them: what is negative does not count."""
-        return np.where(targets == self.ignored, -1, targets) if self.are_classes else targets
-
-    def is_better(self, value: float, best: float | None) -> bool:
-        if best is None or not math.isfinite(value):
-            return math.isfinite(value)
-        metric = METRICS.get(parse(self.monitor).name)
-        return value > best if metric is not None and metric.higher_is_better else value < best
 
 
 def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Measures) -> dict[str, float]:
@@ -95,8 +43,8 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
         metrics[name] = functools.reduce(_merge, of_all)
     loss = total / count if count else math.nan
     found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
-    if _OF_LOSS in measures.names:
-        found[_OF_LOSS] = math.exp(loss) if loss < 700 else math.inf
+    if OF_LOSS in measures.names:
+        found[OF_LOSS] = math.exp(loss) if loss < 700 else math.inf
     return {name: found[name] for name in ("loss", *measures.names)}
 
 

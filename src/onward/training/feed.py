@@ -12,10 +12,11 @@ from onward.engines import Engine
 from onward.errors import DataError, list_names
 from onward.model import Model
 from onward.options import Last
+from onward.recipe.measures import Labels, labels_of
 from onward.training.config import Config
 from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
 from onward.training.data.streams import SizedStream
-from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
+from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
 
 

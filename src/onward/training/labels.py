@@ -1,78 +1,18 @@
-"""Losses of a training model, and labels that are classes: what numbers stand for, and shares of every class."""
+"""Labels that are classes: what numbers stand for, and shares of every class."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from onward.errors import DataError, UnsupportedError
-from onward.model import Model
-from onward.recipe.losses import LOSSES
+from onward.recipe.measures import Labels
 from onward.training.data import Binding, Dataset, Stream, with_classes
 from onward.training.data.samples import Samples
 
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """One loss: what it compares, and how."""
-
-    name: str
-    """In full: `cross_entropy`, not `ce`."""
-    output: str | None = None
-    target: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def axis(self) -> int:
-        """Along which the output has classes."""
-        return int(self.options.get("axis", 1))
-
-    @property
-    def by_number(self) -> bool:
-        """Whether targets are numbers of classes."""
-        return self.name == "nll" or (self.name == "cross_entropy" and "target" not in self.options)
-
-
-def objectives(training: Model) -> list[Objective]:
-    """The losses of all steps, as far as the model says which they are."""
-    return [
-        Objective(
-            LOSSES[fact["name"]].name if fact.get("name") in LOSSES else str(fact.get("name")),
-            fact.get("output"),
-            next(iter(fact.get("inputs") or ()), None),
-            fact.get("options") or {},
-        )
-        for step in training.steps
-        for fact in step.fact("train.loss") or []
-    ]
-
-
 _FEW = 1_000_000
 """Rows that are split with the same share of every class by themselves; of more, chance does not make a difference."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Labels:
-    """An input that holds classes by number."""
-
-    name: str
-    count: int
-    ignored: int | None
-    """The number that means none."""
-
-
-def labels_of(training: Model) -> Labels | None:
-    shapes = {value.name: value.shape for value in training.graph.outputs}
-    for loss in objectives(training):
-        shape = shapes.get(loss.output)
-        if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
-            continue
-        if isinstance(count := shape[loss.axis], int):
-            return Labels(loss.target, count, loss.options.get("ignore_index", -100))
-    return None
 
 
 def check_classes(classes: tuple[str, ...] | None, labels: Labels) -> None:

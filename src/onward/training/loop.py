@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from onward.engines import Engine
 from onward.errors import DataError, Error, TrainingError, WriteError
+from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
 from onward.training.data import Batch, Batches
-from onward.training.evaluation import Measures, evaluate, samples_in, using_averages
+from onward.training.evaluation import evaluate, samples_in, using_averages
 from onward.training.feed import Feed
 from onward.training.folder import Folder
 from onward.training.interruption import Interruption

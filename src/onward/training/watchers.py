@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
-from onward.training.evaluation import Measures
 from onward.training.folder import Folder
 from onward.training.log import Log, NoLog
 from onward.training.run import BEST, Place

@@ -1,0 +1,223 @@
+"""Metrics of predictions in a graph: what recipe/metrics.py adds up batch by batch, in operators of the standard.
+
+Those of classes count, and are the same to the last bit, but for a mean over several classes; sums of amounts may
+differ in it, too, as their order does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import UnsupportedError
+from onward.recipe.measures import OF_LOSS, Measures
+from onward.recipe.spec import parse
+
+_INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
+_LARGE = 700
+"""The loss from which on its exponential is called infinite."""
+
+
+class GraphMetric(ABC):
+    """A metric that is carried from batch to batch as sums. `output` is what it measures."""
+
+    def __init__(self, measures: Measures, output: ir.Value):
+        self._measures = measures
+        if output.shape is None:
+            raise UnsupportedError(
+                f"the number of axes of `{output.name}` is not known, so that nobody can tell what it has to be",
+                hint='declare its shape: `onward.transform.declare(model, {"logits": ["N", 10]})`',
+            )
+        self._shape = list(output.shape)
+
+    def start(self) -> list[np.ndarray]:
+        """The sums before the first batch."""
+        return [np.zeros((), np.int64), np.zeros((), np.int64)]
+
+    @abstractmethod
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        """What a batch adds to them."""
+
+    @abstractmethod
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        """The metric, in float64."""
+
+
+def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[str, GraphMetric]:
+    """What is measured beside the loss and what follows from it."""
+    found: dict[str, GraphMetric] = {}
+    for name in measures.names:
+        spec = parse(name)
+        if spec.name == OF_LOSS:
+            continue
+        if spec.name not in _METRICS:
+            raise UnsupportedError(
+                f"`{name}` is not measured within a graph", hint=f"there are {', '.join((*_METRICS, OF_LOSS))}"
+            )
+        if measures.output is None or measures.output not in outputs:
+            raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
+        found[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
+    return found
+
+
+def perplexity(op: Builder, loss: Expr) -> Expr:
+    result: Expr = op.Where(loss < _LARGE, op.Exp(loss), op.scalar(float("inf"), loss))
+    return result
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+class _OfClasses(GraphMetric):
+    """Scores and labels, as recipe/metrics.py has them: with a threshold, and of one score, decisions."""
+
+    @property
+    def _are_decisions(self) -> bool:
+        return self._measures.threshold is not None or len(self._shape) < 2 or self._shape[self._measures.axis] == 1
+
+    def _choose(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
+        """What was chosen, and what is right, as numbers of classes in a row; of what does not count, -1."""
+        if self._are_decisions:
+            threshold = self._measures.threshold or 0.0
+            chosen, right = (op.Cast(truths, to=_INT) for truths in (predictions > threshold, targets > 0.5))
+        else:
+            scores, right = self._classes(op, predictions, targets)
+            chosen = op.ArgMax(scores, axis=1, keepdims=0)
+        return op.Reshape(chosen, [-1]), op.Reshape(right, [-1])
+
+    def _classes(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
+        """Scores with classes along the second axis, and the number of one for each."""
+        rank, axis = len(self._shape), self._measures.axis
+        if axis != 1:
+            order = [i for i in range(rank) if i != axis % rank]
+            order.insert(1, axis % rank)
+            predictions = op.Transpose(predictions, perm=order)
+        if targets.value.shape is not None and len(targets.value.shape) == rank:
+            return predictions, op.ArgMax(targets, axis=1, keepdims=0)
+        labels = op.Cast(targets, to=_INT)
+        if self._measures.are_classes and self._measures.ignored is not None:
+            labels = op.Where(op.Equal(labels, self._measures.ignored), op.scalar(-1, labels), labels)
+        return predictions, labels
+
+
+class _Accuracy(_OfClasses):
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        chosen, right = self._choose(op, predictions, targets)
+        return _count(op, op.And(op.Equal(chosen, right), right >= 0)), _count(op, right >= 0)
+
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        result: Expr = op.Div(*(op.Cast(each, to=_DOUBLE) for each in sums))
+        return result
+
+
+class _TopK(_Accuracy):
+    def __init__(self, measures: Measures, output: ir.Value, k: int = 5):
+        super().__init__(measures, output)
+        self._k = int(k)
+        if self._are_decisions:
+            raise UnsupportedError("`top_k` is of classes, and the outputs of this model are decisions")
+
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        scores, labels = self._classes(op, predictions, targets)
+        own = op.GatherElements(scores, op.Unsqueeze(op.Max(labels, 0), [1]), axis=1)
+        above = op.ReduceSum(op.Cast(scores > own, to=_INT), [1], keepdims=0)
+        return _count(op, op.And(above < self._k, labels >= 0)), _count(op, labels >= 0)
+
+
+class _Confusion(_OfClasses):
+    """How many of each class were chosen rightly, were chosen, and are right."""
+
+    def __init__(self, measures: Measures, output: ir.Value):
+        super().__init__(measures, output)
+        classes = 2 if self._are_decisions else self._shape[measures.axis]
+        if not isinstance(classes, int):
+            raise UnsupportedError(f"the number of classes of `{output.name}` is not known, so that none are counted")
+        self._number = classes
+
+    def start(self) -> list[np.ndarray]:
+        return [np.zeros(self._number, np.int64) for _ in range(3)]
+
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        classes = np.arange(self._number)
+        chosen, right = (op.Unsqueeze(each, [1]) for each in self._choose(op, predictions, targets))
+        is_chosen, is_right = op.And(op.Equal(chosen, classes), right >= 0), op.Equal(right, classes)
+        return [_count(op, truths, [0]) for truths in (op.And(is_chosen, is_right), is_chosen, is_right)]
+
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        hits, chosen, right = (op.Cast(each, to=_DOUBLE) for each in sums)
+        part, whole = self._share(hits, chosen, right)
+        shares = op.Where(whole > 0, part / whole, op.scalar(0, whole))
+        if self._number == 2:
+            result: Expr = op.Gather(shares, np.int64(1))
+            return result
+        present = _count(op, chosen + right > 0)
+        return op.ReduceSum(shares, keepdims=0) / op.Cast(present, to=_DOUBLE)
+
+    @abstractmethod
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]: ...
+
+
+class _Precision(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits, chosen
+
+
+class _Recall(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits, right
+
+
+class _F1(_Confusion):
+    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
+        return hits * 2, chosen + right
+
+
+def _count(op: Builder, truths: Expr, axes: Sequence[int] | None = None) -> Expr:
+    result: Expr = op.ReduceSum(op.Cast(truths, to=_INT), axes, keepdims=0)
+    return result
+
+
+# ---- amounts ---------------------------------------------------------------------------------------------------------
+
+
+class _MAE(GraphMetric):
+    def start(self) -> list[np.ndarray]:
+        return [np.zeros(()), np.zeros(())]
+
+    def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
+        wanted = op.Cast(targets, to=_DOUBLE)
+        difference = op.Reshape(op.Cast(predictions, to=_DOUBLE), op.Shape(wanted)) - wanted
+        total = op.ReduceSum(self._of_each(op, difference), keepdims=0)
+        return total, op.Cast(op.Size(difference), to=_DOUBLE)
+
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        total, count = sums
+        return total / count
+
+    def _of_each(self, op: Builder, difference: Expr) -> Expr:
+        result: Expr = op.Abs(difference)
+        return result
+
+
+class _RMSE(_MAE):
+    def result(self, op: Builder, *sums: Expr) -> Expr:
+        result: Expr = op.Sqrt(super().result(op, *sums))
+        return result
+
+    def _of_each(self, op: Builder, difference: Expr) -> Expr:
+        return difference * difference
+
+
+_METRICS: Mapping[str, Callable[..., GraphMetric]] = {
+    "accuracy": _Accuracy,
+    "top_k": _TopK,
+    "precision": _Precision,
+    "recall": _Recall,
+    "f1": _F1,
+    "mae": _MAE,
+    "rmse": _RMSE,
+}
