@@ -39,6 +39,7 @@ class Binding:
     dtype: np.dtype | None = None  # None: as it is
     shape: tuple[int, ...] | None = None  # of a sample; None: as it is
     classes: tuple[str, ...] | None = None
+    texts: tuple[str, ...] | None = None  # what numbers stand for, where the input takes text
     note: str = ""  # what a user should know
 
     def __call__(self, batch: Batch) -> np.ndarray:
@@ -48,6 +49,8 @@ class Binding:
             values = values.reshape(len(values), *self.shape)
         if self.dtype is None or self.dtype == values.dtype:
             return values
+        if self.texts is not None:
+            return np.asarray(self.texts, object)[values]
         return values.astype(self.dtype)
 
 
@@ -70,7 +73,9 @@ def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_
     note = ""
     if parts[0].dtype == np.uint8 and is_float(wanted.dtype):
         note = f"`{names[0]}` is given as it is, 0 to 255, not scaled"
-    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note)
+    if wanted.dtype.kind == "O":
+        return Binding(tuple(names), wanted.dtype, shape, texts=parts[0].classes)
+    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note=note)
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -83,10 +88,12 @@ def _converts(column: Column, wanted: np.dtype, is_named: bool) -> bool:
     Whole numbers may become narrower: each batch is checked.
     """
     given = column.dtype
+    if wanted.kind == "O":
+        return given.kind in "UO" or column.classes is not None
     if column.classes is not None:
         return wanted.kind in "iu" or (is_named and is_float(wanted) and len(column.classes) == 2)
-    if given.kind in "US" or wanted.kind == "O":
-        return given.kind in "US" and wanted.kind == "O"
+    if given.kind in "USO":
+        return False
     if is_float(wanted):
         return is_float(given) or given.kind in "iub"
     if wanted.kind in "iu":
