@@ -52,8 +52,8 @@ def tokenize(
     locale: str = "C.UTF-8",
 ) -> Tokens:
     """Texts become numbers by a vocabulary, `by` `words` between spaces or `wordpiece`, filled up to a `length`."""
-    words_of = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
-    if by not in words_of:
+    ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
+    if by not in ways:
         raise RecipeError(f"there is no way to tokenize by `{by}`", hint="by `words` or `wordpiece`")
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
@@ -61,18 +61,14 @@ def tokenize(
     edges = [known.number(token, optional=token in ("[CLS]", "[SEP]")) for token in (begin, end)]
     if length < sum(one is not None for one in edges):
         raise RecipeError(f"a length of {length} has no room for `{begin}` and `{end}`")
-    words, counts = _words(text, lowercase, punctuation, locale)
+    words, counts = words_of(text, lowercase, punctuation, locale)
     is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
-    pieces = words_of[by](words, is_word, known, known.number(unknown))
+    pieces = ways[by](words, is_word, known, known.number(unknown))
     return _packed(pieces, length, known.number(pad), *edges)
 
 
-def count_words(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
+def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
     """The words of texts, [N, L], filled up with empty ones, and how many there are in each."""
-    return _words(text, lowercase, punctuation, locale)
-
-
-def _words(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
     op = text.op
     if lowercase:
         text = op.StringNormalizer(text, case_change_action="LOWER", is_case_sensitive=0, locale=locale)
