@@ -28,19 +28,8 @@ _ANY_PICTURE = (None, None, 3)
 """What a picture is unless it is said: of any size, red, green and blue last."""
 
 
-@checked()
-def pipeline(operations: Any, model: Source | None = None) -> Model:
-    """What happens to data before a model, as a model of its own.
-
-        onward.pipeline("decode | resize:256 | center_crop:224 | scale | normalize:imagenet | channels_first")
-        onward.pipeline("tokenize:wordpiece,vocabulary=vocab.txt,length=128")
-
-    - `operations`: as in `preprocess` of `onward.prepare`, and `decode`
-    - `model`: what it is for, which says names, types and shapes
-
-    It goes before a model by `onward.prepare(model, preprocess=pipeline)` or `onward.join_pipeline`.
-    """
-    target = strip(load(model)) if model is not None else None
+def make_pipeline(operations: Any, target: Model | None = None) -> Model:
+    """A model of its own from data as they are to what comes next, which may be a model without training."""
     if target is None:
         pipe = Pipeline.of(operations)
         return stamp(text_pipeline(pipe) if pipe.is_text else _pictures(pipe, None))

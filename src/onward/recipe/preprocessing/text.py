@@ -54,7 +54,10 @@ def tokenize(
     """Texts become numbers by a vocabulary, `by` `words` between spaces or `wordpiece`, filled up to a `length`."""
     ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
     if by not in ways:
-        raise RecipeError(f"there is no way to tokenize by `{by}`", hint="by `words` or `wordpiece`")
+        raise RecipeError(
+            f"there is no way to tokenize by `{by}`",
+            hint="by `words` or `wordpiece`; for others, such as byte pairs, give data that are numbers already",
+        )
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
     known = Vocabulary.of(vocabulary)
@@ -63,8 +66,15 @@ def tokenize(
         raise RecipeError(f"a length of {length} has no room for `{begin}` and `{end}`")
     words, counts = words_of(text, lowercase, punctuation, locale)
     is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
-    pieces = ways[by](words, is_word, known, known.number(unknown))
-    return _packed(pieces, length, known.number(pad), *edges)
+    pieces = ways[by](words, is_word, known.numbers, _required(known, unknown))
+    return _packed(pieces, length, _required(known, pad), *edges)
+
+
+def _required(known: Vocabulary, token: str) -> int:
+    number = known.number(token)
+    if number is None:
+        raise RecipeError("words that are not known, and the rest of a row, must be some number", hint="name a token")
+    return number
 
 
 def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onward.errors import DataError, RecipeError, near
 
-PAD, UNKNOWN = "[PAD]", "[UNK]"
 
-
-class Vocabulary(Mapping[str, int]):
+class Vocabulary:
     """Tokens and their numbers."""
 
     def __init__(self, numbers: Mapping[str, int], origin: str = "the vocabulary"):
-        self._numbers, self._origin = dict(numbers), origin
-        if not self._numbers:
+        self.numbers, self._origin = dict(numbers), origin
+        if not self.numbers:
             raise DataError(f"{origin} is empty", hint="a vocabulary has a token in each line")
-        if len(set(self._numbers.values())) < len(self._numbers):
+        if len(set(self.numbers.values())) < len(self.numbers):
             raise DataError(f"{origin} gives several tokens the same number")
-        if min(self._numbers.values()) < 0:
+        if min(self.numbers.values()) < 0:
             raise DataError(f"{origin} has negative numbers")
 
     @classmethod
@@ -64,33 +62,22 @@ class Vocabulary(Mapping[str, int]):
         return cls(found, f"`{path}`")
 
     @classmethod
-    def counted(cls, words: Iterable[str], size: int, special: Sequence[str] = (PAD, UNKNOWN)) -> Vocabulary:
+    def counted(cls, counts: Mapping[str, int], size: int, special: Sequence[str]) -> Vocabulary:
         """Of the most frequent words, `size` numbers in all; those as frequent as each other by the alphabet."""
-        counts = Counter(words)
         found = sorted((word for word in counts if word not in special), key=lambda word: (-counts[word], word))
         return cls(_numbered([*special, *found[: max(size - len(special), 0)]], "the vocabulary"))
 
+    def __str__(self) -> str:
+        return "<vocabulary>"
+
     def number(self, token: str | None, optional: bool = False) -> int | None:
         """The number of a token that has a task; None where there is none."""
-        if token is None or (optional and token not in self._numbers):
+        if token is None or (optional and token not in self.numbers):
             return None
-        if token not in self._numbers:
-            hint = near(token, self._numbers) or "name the one that it has: `unknown=...`, `pad=...`"
+        if token not in self.numbers:
+            hint = near(token, self.numbers) or "name the one that it has: `unknown=...`, `pad=...`"
             raise RecipeError(f"{self._origin} has no token `{token}`", hint=hint)
-        return self._numbers[token]
-
-    def lines(self) -> str:
-        """As a file, where numbers are those of lines."""
-        return "".join(f"{token}\n" for token in self._numbers)
-
-    def __getitem__(self, token: str) -> int:
-        return self._numbers[token]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
+        return self.numbers[token]
 
 
 def _numbered(tokens: Sequence[str], origin: str) -> dict[str, int]:
