@@ -75,6 +75,7 @@ def pipeline(
         return
     place = target(Path("pipeline.onnx"), output or Path("pipeline.onnx"), "pipeline", force=force)
     beside = target(Path(source), rest, "rest", force=force) if rest is not None else None
+    other: Model | None = None
     with working(f"making {place.path}", *([Path(source)] if is_file else [])):
         if before is not None:
             made = onward.join_pipeline(source if is_file else _made(source, before, data, mapping), str(before))
@@ -83,7 +84,7 @@ def pipeline(
         else:
             made = _made(source, model, data, mapping)
     _write(made, place, as_json)
-    if beside is not None:
+    if beside is not None and other is not None:
         beside.write(other, _ports(other))
 
 

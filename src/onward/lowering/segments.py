@@ -71,14 +71,13 @@ def cut_after_text(model: Model) -> tuple[Model, Model] | None:
         elif read & of_text:
             of_text.update(node.outputs)
     first, _ = ancestors(of_text)
+    words = {value for value in of_text if value.dtype is ir.DataType.STRING}
     for node in graph:
-        if node not in first and (text := next((value for value in read_by(node) if value in of_text), None)):
-            if text.dtype is ir.DataType.STRING:
-                raise UnsupportedError(
-                    f"ONNX Runtime takes no text beside state in its own memory, and {node.op_type} `{node.name}` needs "
-                    "both",
-                    hint='take another engine: `engine="torch"` (`--engine torch`)',
-                )
+        if node not in first and not words.isdisjoint(read_by(node)):
+            raise UnsupportedError(
+                f"ONNX Runtime takes no text beside state in its own memory, and `{node.name}` needs both",
+                hint='take another engine: `engine="torch"` (`--engine torch`)',
+            )
     for i, value in enumerate(graph.outputs):
         if value in of_text:  # the rest hands on what the model puts out
             handed = ir.node("Identity", [value])

@@ -210,8 +210,8 @@ def _text_of(model: Model) -> str:
     found = [value.name or "" for value in (inputs if len(inputs) == 1 else whole)]
     if len(found) != 1:
         raise RecipeError(
-            f"the model has the inputs {', '.join(f'`{v.name}`' for v in model.inputs)}, and it is not said which takes "
-            "the numbers of text",
+            f"the model has the inputs {', '.join(f'`{v.name}`' for v in model.inputs)}, and it is not said which takes"
+            " the numbers of text",
             hint="write `INPUT=tokenize:...`",
         )
     return found[0]

@@ -55,7 +55,7 @@ def _pictures(pipe: Pipeline, target: ir.Value | None) -> Model:
     start = Picture(op(raw), Form((None,), 0)) if is_file else pipe.start(op, raw, dims, Form.of(dims))
     picture, _ = pipe.through(start)
     made = fitted(picture, target, str(pipe)) if target is not None else picture.x
-    made = (op.Identity(made) if made.value is raw else made).named(target.name if target is not None else "image")
+    made = (op.Identity(made) if made.value is raw else made).named((target and target.name) or "image")
     made.value.shape = ir.Shape([1 if is_file else "N", *picture.form.dims])
     graph.outputs.append(made.value)
     return Model(ir.Model(graph, ir_version=IR_VERSION))

@@ -18,7 +18,9 @@ from onward.errors import RecipeError
 from onward.recipe.preprocessing.vocabulary import Vocabulary
 from onward.recipe.preprocessing.word_pieces import Pieces, split_words
 
-WHITESPACE = "\t\n\x0b\x0c\r\x85\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+WHITESPACE = (
+    "\t\n\x0b\x0c\r\x85\u00a0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+)
 """What Unicode counts as such, but for the space itself."""
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡§«¶·»¿‐‑‒–—―‘’‚“”„†‡•…‰‹›"
 """What stands for itself where `punctuation` is asked for: that of ASCII, and what is common beside it."""
