@@ -126,6 +126,13 @@ class RecipeOptions:
         repeated=True,
         also="an ONNX model or function, or a mapping or list of several",
     )
+    sample_weight: str | Mapping[str, Any] | None = _option(
+        None,
+        _HOW,
+        "COLUMN",
+        "a column by which the loss of each sample is multiplied: an input of the step. The mean is over samples, or "
+        "with `COLUMN:by=weights` the sum is divided by that of the weights",
+    )
     optimizer: Any = _option(
         "adamw",
         _HOW,
