@@ -344,6 +344,12 @@ class RunOptions(FeedOptions):
         also="a mapping or a list",
     )
     validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    folds: Annotated[int, Range(least=2)] | None = _option(
+        None, _DATA, "K", "train K times, each time on all but one of K equal parts of the data, which validates"
+    )
+    fold: Annotated[int, Range(least=1)] | None = _option(
+        None, _DATA, "N", "of these, only the one that the N-th part validates, from 1"
+    )
     stratify: bool | None = _option(
         None,
         _DATA,
