@@ -93,6 +93,16 @@ def test_pieces_are_those_of_tokenizers(seed, tmp_path):
     agree(onward.pipeline(f"tokenize:wordpiece,{options}"), reference, texts(200, seed))
 
 
+@needs("transformers")
+def test_bytes_are_those_of_byt5():
+    from transformers import ByT5Tokenizer
+
+    made = onward.run_pipeline(onward.pipeline("tokenize:bytes,length=24,offset=3,end=1"), {"text": texts(50)})
+    expected = ByT5Tokenizer()(texts(50), padding="max_length", max_length=24, truncation=True)
+    for name, array in made.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
 def test_pixels_are_those_of_pillow(tmp_path):
     from PIL import Image
 
@@ -106,6 +116,20 @@ def test_pixels_are_those_of_pillow(tmp_path):
         for channel, plane in zip(picture.split(), array, strict=True):  # as numbers: bytes are rounded on the way
             expected = np.asarray(channel.convert("F").resize((48, 40), Image.Resampling.BILINEAR))[4:36, 8:40]
             np.testing.assert_allclose(plane, expected, atol=1e-3)
+
+
+def test_proportions_are_kept(tmp_path):
+    """The sizes that torchvision computes."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 71), np.uint8))
+    picture.save(tmp_path / "x.png")
+    made = onward.pipeline("decode:Grayscale | resize:32,keep=true")
+    (array,) = onward.run_pipeline(made, tmp_path / "x.png")["image"]
+    expected = np.asarray(picture.convert("F").resize((32 * 71 // 50, 32), Image.Resampling.BILINEAR))
+    np.testing.assert_allclose(array[..., 0], expected, atol=1e-3)
+    with pytest.raises(RecipeError, match="different sizes, which make no batch"):
+        onward.prepare(small_cnn(), loss="ce", preprocess="resize:8,keep=true center_crop:8")
 
 
 # ---- joined and taken out --------------------------------------------------------------------------------------------

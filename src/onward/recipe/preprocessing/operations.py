@@ -87,21 +87,30 @@ def _of_file(form: Form) -> Form:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def resize(picture: Picture, size: Any) -> Picture:
-    """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller."""
+def resize(picture: Picture, size: Any, keep: bool = False) -> Picture:
+    """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller.
+
+    `keep`: the shorter side becomes `size`, and the other what keeps the proportions.
+    """
     picture.check("resize")
     height, width = size_of("resize", size)
-    made = picture.op.Resize(
+    op, sizes = picture.op, np.asarray([height, width], np.int64)
+    if keep:
+        if height != width:
+            raise RecipeError(f"`resize:size={size}` has two sizes, and `keep` is for that of the shorter side")
+        given = op.Gather(op.Shape(picture.x), np.asarray(picture.form.axes, np.int64))
+        sizes = op.Div(given * height, op.ReduceMin(given, keepdims=0))  # rounded down, as torchvision does
+    made = op.Resize(
         picture.x,
         None,
         None,
-        np.asarray([height, width], np.int64),
+        sizes,
         mode="linear",
         antialias=1,
         exclude_outside=1,  # what is beyond the border has no weight, as everywhere else
         axes=list(picture.form.axes),
     )
-    return _with_form(picture, made, picture.form.sized(height, width))
+    return _with_form(picture, made, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
 
 
 def center_crop(picture: Picture, size: Any) -> Picture:

@@ -93,6 +93,11 @@ class Pipeline:
     def form(self, model: Form) -> Form:
         """The form of the data from which the operations make what the model takes."""
         for spec in reversed(self.specs):
+            if spec.options.get("keep"):
+                raise RecipeError(
+                    f"`{spec}` leaves pictures different sizes, which make no batch",
+                    hint="that is for a pipeline that stands alone: `onward pipeline`",
+                )
             model = OPERATIONS[spec.name].before(model)
         return model
 

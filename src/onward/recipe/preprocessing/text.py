@@ -28,7 +28,7 @@ TEXT_OPSET = 20
 """The first operator set with StringSplit, StringConcat and RegexFullMatch."""
 ML, ML_OPSET = "ai.onnx.ml", 3
 
-Kind = Literal["words", "wordpiece"]
+Kind = Literal["words", "wordpiece", "bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +51,19 @@ def tokenize(
     begin: str | None = "[CLS]",
     end: str | None = "[SEP]",
     longest: int = 100,
+    offset: int = 0,
     locale: str = "C.UTF-8",
 ) -> Tokens:
-    """Texts become numbers by a vocabulary, `by` `words` between spaces or `wordpiece`, filled up to a `length`."""
+    """Texts become numbers: `by` `words` of a vocabulary, its `wordpiece`s, or `bytes`; filled up to a `length`."""
+    if by == "bytes":
+        return _bytes(text, length, offset, (pad, begin, end))
     ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
     if by not in ways:
         raise RecipeError(
             f"there is no way to tokenize by `{by}`",
-            hint="by `words` or `wordpiece`; for others, such as byte pairs, give data that are numbers already",
+            hint="by `words`, `wordpiece` or `bytes`; for others, such as byte pairs, give numbers as data",
         )
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
+    length = checked_length(length)
     known = Vocabulary.of(vocabulary)
     edges = [known.number(token, optional=token in ("[CLS]", "[SEP]")) for token in (begin, end)]
     if length < sum(one is not None for one in edges):
@@ -70,6 +72,20 @@ def tokenize(
     is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
     pieces = ways[by](words, is_word, known.numbers, _required(known, unknown))
     return _packed(pieces, length, _required(known, pad), *edges)
+
+
+def checked_length(length: Any) -> int:
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
+    return length
+
+
+def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
+    """UTF-8, in which there is no 0 but where a text has ended; tokens that have a task are numbers."""
+    pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
+    whole = text.op.Cast(text, to=ir.DataType.INT64)
+    pieces = Pieces(whole + offset, text.op.Greater(whole, np.int64(0)))
+    return _packed(pieces, checked_length(length), pad or 0, begin, end)
 
 
 def _required(known: Vocabulary, token: str) -> int:

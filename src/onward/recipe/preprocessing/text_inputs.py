@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model import Model
 from onward.recipe.preprocessing.pipeline import ROLES, Pipeline
-from onward.recipe.preprocessing.text import ML, ML_OPSET, Tokens, tokenize
+from onward.recipe.preprocessing.text import ML, ML_OPSET, Tokens, checked_length, tokenize
 from onward.standard import COMMON_OPSET, IR_VERSION
 
 _RAW = "text"
@@ -23,7 +26,7 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
     if model is not None:
         roles = {name: "ids", **{other: ROLES[other] for other in inputs if other in ROLES and other != name}}
         options.setdefault("length", _length(inputs[name]))
-    raw = ir.Value(name=_RAW, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+    raw = _raw(options)
     graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML: ML_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
     op.names.fresh(_RAW)
@@ -33,6 +36,14 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
         made.shape = ir.Shape(["N", options["length"]])
         graph.outputs.append(made)
     return Model(ir.Model(graph, ir_version=IR_VERSION))
+
+
+def _raw(options: Mapping[str, Any]) -> ir.Value:
+    """Strings; where bytes are wanted, these: what they are, no operator tells of a string."""
+    if options.get("by") != "bytes":
+        return ir.Value(name=_RAW, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+    shape = ir.Shape(["N", checked_length(options.get("length"))])
+    return ir.Value(name=_RAW, type=ir.TensorType(ir.DataType.UINT8), shape=shape)
 
 
 def _part(tokens: Tokens, role: str) -> Expr:
