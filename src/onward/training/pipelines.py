@@ -13,6 +13,7 @@ from onward import engines
 from onward.arguments import checked
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, load
+from onward.recipe.preprocessing.join import RAW
 from onward.recipe.preprocessing.pipeline import Pipeline, by_input
 from onward.recipe.preprocessing.standalone import make_pipeline, takes_files
 from onward.training.data import Stream, match, open_data
@@ -78,7 +79,8 @@ def _rows(data: Any, model: Model, columns: Mapping[str, str | Sequence[str]]) -
     source = open_data(data, inputs=inputs)
     if isinstance(source, Stream):
         raise UnsupportedError("a pipeline is not run on a stream", hint="call it with each batch")
-    way = match(source.columns, inputs, columns)
+    same = {name: column for name in inputs if (column := name.removesuffix(RAW)) in source.columns}
+    way = match(source.columns, inputs, {**same, **columns})
     names = list(dict.fromkeys(column for binding in way.values() for column in binding.columns))
     for start in range(0, len(source), _ROWS):
         rows = source.take(np.arange(start, min(start + _ROWS, len(source))), names)
