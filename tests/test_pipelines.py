@@ -22,7 +22,7 @@ from models import small_cnn
 from onward.errors import DataError, Error, RecipeError
 from onward.recipe.preprocessing.text import PUNCTUATION, WHITESPACE
 
-ALPHABET = "abcdeé" + "ABCDÉ" + "ßЖж中" + " " * 6 + PUNCTUATION[:6] + "“—…" + WHITESPACE[:3] + "\u3000"
+ALPHABET = "abcdeé" + "ABCDÉ" + "ßЖж中" + " " * 6 + PUNCTUATION[:3] + "-]^\\[_“—…" + WHITESPACE[:3] + "\u3000"
 
 
 def texts(count: int, seed: int = 0) -> list[str]:

@@ -162,7 +162,9 @@ class _Tree:
         start = zeros + roots, zeros - 1, zeros
         body = op.subgraph(extend, inputs)
         _, token, length = op.Loop(np.int64(self.depth), True, *start, outputs=3, body=body)
-        is_good = op.RegexFullMatch(words, pattern=f"[{_class(self.alphabet)}]{{1,{longest}}}")
+        is_known = op.RegexFullMatch(words, pattern=f"[{_class(self.alphabet)}]+")
+        # Not both in one pattern: a large class, repeated, would be more than RE2 has memory for.
+        is_good = op.And(is_known, op.RegexFullMatch(words, pattern=f"(?s).{{1,{longest}}}"))
         is_end = op.Equal(op.Slice(padded, [0], op.Unsqueeze(width + 1, [0]), [1]), np.int64(0))
         length = op.Where(is_end, np.int64(-1), length)
         length = op.Where(op.Unsqueeze(is_good, [1]), length, op.constant(np.int64(0)))
