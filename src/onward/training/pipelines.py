@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onward import engines
 from onward.arguments import checked
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.recipe.preprocessing.join import RAW
-from onward.recipe.preprocessing.pipeline import Pipeline, by_input
+from onward.recipe.preprocessing.pipeline import Pipeline, by_input, form_of
 from onward.recipe.preprocessing.standalone import make_pipeline, takes_files
-from onward.training.data import Stream, match, open_data
+from onward.training.data import Column, Stream, match, open_data
 from onward.training.data.files import files_in
 from onward.training.data.images import SUFFIXES
 from onward.training.vocabularies import is_open, with_vocabulary
@@ -80,11 +81,31 @@ def _rows(data: Any, model: Model, columns: Mapping[str, str | Sequence[str]]) -
     if isinstance(source, Stream):
         raise UnsupportedError("a pipeline is not run on a stream", hint="call it with each batch")
     same = {name: column for name in inputs if (column := name.removesuffix(RAW)) in source.columns}
-    way = match(source.columns, inputs, {**same, **columns})
+    way = match(source.columns, _without_channels(inputs, source.columns, same), {**same, **columns})
     names = list(dict.fromkeys(column for binding in way.values() for column in binding.columns))
     for start in range(0, len(source), _ROWS):
         rows = source.take(np.arange(start, min(start + _ROWS, len(source))), names)
-        yield {name: binding(rows) for name, binding in way.items()}
+        yield {name: _with_channel(binding(rows), inputs[name]) for name, binding in way.items()}
+
+
+def _without_channels(
+    inputs: Mapping[str, ir.Value], columns: Mapping[str, Column], names: Mapping[str, str]
+) -> dict[str, ir.Value]:
+    """Inputs, of which those for grey pictures have no axis for the only channel where the data have none."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        column = columns.get(names.get(name, ""))
+        if value.shape is None or len(value.shape) != 4 or column is None or len(column.shape) != 2:
+            continue
+        if (form := form_of(value)).dims[form.channels] == 1:
+            dims = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
+            found[name] = ir.Value(name=name, type=value.type, shape=ir.Shape([None, *dims]))
+    return found
+
+
+def _with_channel(array: np.ndarray, value: ir.Value) -> np.ndarray:
+    missing = value.shape is not None and len(value.shape) == array.ndim + 1
+    return np.expand_dims(array, form_of(value).channels + 1) if missing else array
 
 
 def _files(data: Any, model: Model) -> Iterator[dict[str, np.ndarray]]:

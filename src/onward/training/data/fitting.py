@@ -130,10 +130,6 @@ def _is_same(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> b
 def _reshape_to(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> tuple[int, ...] | None:
     """The wanted shape, if values in their order can mean only that: one of both is flat, or only ones differ."""
     old = tuple(dim for dim in given if dim is not None)
-    if None in wanted and len(old) == len(given) and 1 not in old and sum(dim != 1 for dim in wanted) == len(old):
-        sizes = iter(old)  # such as 20 by 24 for one channel of any size
-        filled = tuple(1 if dim == 1 else next(sizes) for dim in wanted)
-        return filled if _is_same(filled, wanted) else None
     new = tuple(dim for dim in wanted if dim is not None)
     if len(old) != len(given) or len(new) != len(wanted) or math.prod(old) != math.prod(new):
         return None
