@@ -35,6 +35,7 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "s
     "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
+    "onward train net.onnx --data reviews.csv --loss ce --preprocess tokenize:words,vocabulary=10000,length=64",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
     "onward train net.onnx --data tokens/ --loss ce --engine torch --strategy tensor --nproc 2",

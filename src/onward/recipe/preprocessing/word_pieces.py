@@ -66,8 +66,8 @@ def split_words(words: Expr, is_word: Expr, known: Mapping[str, int], unknown: i
     first = op.Equal(_range(op, op.Squeeze(count)), np.int64(0))
     table = op.Where(first, op.Unsqueeze(whole, [2]), op.Expand(np.int64(-1), shape))  # [N, L, P]
     table = op.ScatterND(table, places, pieces)
-    table = op.Reshape(table, np.asarray([0, -1], np.int64), allowzero=0)
-    listed = op.Reshape(op.And(op.Expand(op.Unsqueeze(is_word, [2]), shape), True), [0, -1])
+    table = op.Reshape(table, [0, -1])
+    listed = op.Reshape(op.Expand(op.Unsqueeze(is_word, [2]), shape), [0, -1])
     return Pieces(table, op.And(op.GreaterOrEqual(table, np.int64(0)), listed))
 
 
