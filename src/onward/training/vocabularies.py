@@ -15,6 +15,7 @@ from onward.errors import DataError, RecipeError
 from onward.model import Model
 from onward.recipe.preprocessing import Pipeline, pipelines
 from onward.recipe.preprocessing.text import tokenize, words_of
+from onward.recipe.preprocessing.text_inputs import TEXT_INPUT
 from onward.recipe.preprocessing.vocabulary import Vocabulary
 from onward.recipe.spec import Spec, options_of
 from onward.standard import COMMON_OPSET, IR_VERSION
@@ -22,8 +23,6 @@ from onward.training.data import Dataset, Stream, match, open_data
 from onward.transform.sessions import open_session
 
 _ROWS = 1024  # that are looked at together
-TEXT = "text"
-"""What the input for text is called."""
 
 
 def in_kinds(given: Mapping[str, Pipeline]) -> tuple[dict[str, Pipeline], dict[str, Pipeline]]:
@@ -74,8 +73,10 @@ def _words(
 ) -> Iterator[Sequence[str]]:
     if isinstance(data, Stream):
         raise DataError("the words of a stream are not counted", hint="give a vocabulary: `vocabulary=vocab.txt`")
-    raw = ir.Value(name=TEXT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
-    binding = match(data.columns, {TEXT: raw}, {TEXT: columns[TEXT]} if TEXT in columns else {})[TEXT]
+    raw = ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+    binding = match(
+        data.columns, {TEXT_INPUT: raw}, {TEXT_INPUT: columns[TEXT_INPUT]} if TEXT_INPUT in columns else {}
+    )[TEXT_INPUT]
     graph = ir.Graph([raw], [], nodes=[], name="words", opset_imports={"": COMMON_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
     words, _ = words_of(op(raw), *(options[name] for name in ("lowercase", "punctuation", "locale")))
@@ -83,4 +84,4 @@ def _words(
     session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)))
     for start in range(0, len(data), _ROWS):
         rows = data.take(np.arange(start, min(start + _ROWS, len(data))), list(binding.columns))
-        yield [word for word in session.run(None, {TEXT: binding(rows)})[0].ravel() if word]
+        yield [word for word in session.run(None, {TEXT_INPUT: binding(rows)})[0].ravel() if word]

@@ -23,8 +23,9 @@ from onward.recipe.assembly import Assembly, take_apart
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines, specs_of
-from onward.recipe.preprocessing.text import ML, TEXT_OPSET
+from onward.recipe.preprocessing.text import TEXT_OPSET
 from onward.recipe.preprocessing.text_inputs import text_pipeline
+from onward.recipe.preprocessing.word_pieces import ML
 from onward.recipe.spec import arguments, lookup
 from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.inline import inline

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.recipe.preprocessing.vocabulary import Vocabulary
-from onward.recipe.preprocessing.word_pieces import Pieces, split_words
+from onward.recipe.preprocessing.word_pieces import Pieces, loop_inputs, split_words
 
 WHITESPACE = (
     "\t\n\x0b\x0c\r\x85\u00a0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
@@ -26,7 +26,6 @@ PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡§«¶·»¿‐‑‒–—�
 """What stands for itself where `punctuation` is asked for: that of ASCII, and what is common beside it."""
 TEXT_OPSET = 20
 """The first operator set with StringSplit, StringConcat and RegexFullMatch."""
-ML, ML_OPSET = "ai.onnx.ml", 3
 
 Kind = Literal["words", "wordpiece", "bytes"]
 
@@ -121,7 +120,7 @@ def _replace(text: Expr, old: str, new: str) -> Expr:
         return going, op.StringConcat(so_far, op.Gather(parts, i, axis=1))
 
     count = op.Squeeze(op.Shape(parts, start=1))
-    joined: Expr = op.Loop(count, True, start, body=op.subgraph(join, _loop_inputs(ir.DataType.STRING)))
+    joined: Expr = op.Loop(count, True, start, body=op.subgraph(join, loop_inputs(ir.DataType.STRING)))
     joined.value.type, joined.value.shape = ir.TensorType(ir.DataType.STRING), text.value.shape
     return joined
 
@@ -161,11 +160,3 @@ def _strings(op: Builder, texts: list[str]) -> Expr:
     constant: Expr = op.node("", "Constant", value_strings=texts)
     constant.value.type, constant.value.shape = ir.TensorType(ir.DataType.STRING), ir.Shape([len(texts)])
     return constant
-
-
-def _loop_inputs(state: ir.DataType) -> list[ir.Value]:
-    return [
-        ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])),
-        ir.Value(name="going", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),
-        ir.Value(name="so_far", type=ir.TensorType(state)),
-    ]

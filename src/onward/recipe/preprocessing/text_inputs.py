@@ -11,10 +11,12 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model import Model
 from onward.recipe.preprocessing.pipeline import ROLES, Pipeline
-from onward.recipe.preprocessing.text import ML, ML_OPSET, Tokens, checked_length, tokenize
+from onward.recipe.preprocessing.text import Tokens, checked_length, tokenize
+from onward.recipe.preprocessing.word_pieces import ML, ML_OPSET
 from onward.standard import COMMON_OPSET, IR_VERSION
 
-_RAW = "text"
+TEXT_INPUT = "text"
+"""What the input for text is called."""
 _USUAL = {"input_ids": "ids", "attention_mask": "mask"}
 
 
@@ -29,7 +31,7 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
     raw = _raw(options)
     graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML: ML_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
-    op.names.fresh(_RAW)
+    op.names.fresh(TEXT_INPUT)
     tokens = tokenize(op(raw), **options)
     for output, role in roles.items():
         made = _as_input(_part(tokens, role), inputs.get(output)).named(output).value
@@ -41,9 +43,9 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
 def _raw(options: Mapping[str, Any]) -> ir.Value:
     """Strings; where bytes are wanted, these: what they are, no operator tells of a string."""
     if options.get("by") != "bytes":
-        return ir.Value(name=_RAW, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+        return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
     shape = ir.Shape(["N", checked_length(options.get("length"))])
-    return ir.Value(name=_RAW, type=ir.TensorType(ir.DataType.UINT8), shape=shape)
+    return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.UINT8), shape=shape)
 
 
 def _part(tokens: Tokens, role: str) -> Expr:

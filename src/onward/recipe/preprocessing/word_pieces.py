@@ -17,7 +17,8 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 
-_ML = "ai.onnx.ml"
+ML, ML_OPSET = "ai.onnx.ml", 3
+"""Where LabelEncoder is, which looks things up."""
 _BLOCK = 16
 """Characters of words that are looked at together, if there are words as long as that."""
 _CONTINUED = "##"
@@ -39,7 +40,7 @@ class Pieces:
 
 def look_up(words: Expr, known: Mapping[str, int], other: int) -> Expr:
     numbers: Expr = words.op.node(
-        _ML,
+        ML,
         "LabelEncoder",
         words,
         keys_strings=list(known),
@@ -89,13 +90,10 @@ def _walk(found: Expr, steps: Expr, unknown: int) -> Expr:
         again = op.Cast(op.ReduceMax(op.Cast(is_moving, to=ir.DataType.INT64), keepdims=0), to=ir.DataType.BOOL)
         return again, there, piece
 
-    inputs = [
-        ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])),
-        ir.Value(name="going", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),
-        ir.Value(name="at", type=ir.TensorType(ir.DataType.INT64)),
-    ]
     trips = op.Squeeze(op.Shape(found, start=1))
-    at, pieces = op.Loop(trips, True, start, outputs=2, body=op.subgraph(move, inputs))  # [P, M, 1]
+    at, pieces = op.Loop(
+        trips, True, start, outputs=2, body=op.subgraph(move, loop_inputs(ir.DataType.INT64))
+    )  # [P, M, 1]
     pieces = op.Squeeze(op.Transpose(pieces, perm=[1, 0, 2]), [2])
     is_stuck = op.Equal(op.GatherElements(steps, at, axis=1), np.int64(0))  # [M, 1]
     first = op.Equal(_range(op, op.Squeeze(op.Shape(pieces, start=1))), np.int64(0))
@@ -154,13 +152,8 @@ class _Tree:
             is_token = op.And(op.GreaterOrEqual(ended, np.int64(0)), op.GreaterOrEqual(node, np.int64(0)))
             return going, node, op.Where(is_token, ended, token), op.Where(is_token, i + 1, length)
 
-        inputs = [
-            ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])),
-            ir.Value(name="going", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),
-            *(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64)) for name in ("node", "token", "length")),
-        ]
         start = zeros + roots, zeros - 1, zeros
-        body = op.subgraph(extend, inputs)
+        body = op.subgraph(extend, loop_inputs(*[ir.DataType.INT64] * 3))
         _, token, length = op.Loop(np.int64(self.depth), True, *start, outputs=3, body=body)
         is_known = op.RegexFullMatch(words, pattern=f"[{_class(self.alphabet)}]+")
         # Not both in one pattern: a large class, repeated, would be more than RE2 has memory for.
@@ -175,7 +168,7 @@ class _Tree:
         count = len(self.alphabet) + 1
         where = op.Where(op.Less(node, np.int64(0)), np.int64(-1), node * count + character)
         there: Expr = op.node(
-            _ML,
+            ML,
             "LabelEncoder",
             where,
             keys_int64s=[node * count + number for node, number in self.edges],
@@ -240,6 +233,15 @@ def _class(characters: Sequence[str]) -> str:
 def _escaped(code: int) -> str:
     character = chr(code)
     return re.escape(character) if character.isascii() and not character.isalnum() else character
+
+
+def loop_inputs(*state: ir.DataType) -> list[ir.Value]:
+    """What the body of a Loop takes: its turn, whether it goes on, and so many values that are carried along."""
+    return [
+        ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])),
+        ir.Value(name="going", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),
+        *(ir.Value(name="state", type=ir.TensorType(dtype)) for dtype in state),
+    ]
 
 
 def _range(op: Builder, count: Expr) -> Expr:
