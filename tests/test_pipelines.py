@@ -261,6 +261,10 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
         "tokenize:bpe,vocabulary=w.txt,length=3": "no way to tokenize by `bpe`",
         "tokenize:words,vocabulary=w.txt,length=0": "the length `0`",
         "tokenize:words,vocabulary=w.txt,length=3 scale": "stands alone",
+        "tokenize:bytes,length=3,lowercase=true": "bytes are taken as they are",
+        "tokenize:bytes,length=3,end=stop": "`stop` is no number",
+        "tokenize:words,vocabulary=w.txt,length=3,lowercase=yes": "`lowercase` of `tokenize` is `yes`",
+        "tokenize:words,vocabulary=w.txt,length=3,offset=2": "`offset` is for bytes",
         "scale decode": "`decode` comes first",
         "blur": "no preprocessing `blur`",
     }

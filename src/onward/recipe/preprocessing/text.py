@@ -54,8 +54,15 @@ def tokenize(
     locale: str = "C.UTF-8",
 ) -> Tokens:
     """Texts become numbers: `by` `words` of a vocabulary, its `wordpiece`s, or `bytes`; filled up to a `length`."""
+    for name, value in (("lowercase", lowercase), ("punctuation", punctuation)):
+        if not isinstance(value, bool):
+            raise RecipeError(f"`{name}` of `tokenize` is `{value}`", hint=f"write `{name}=true`, or leave it out")
     if by == "bytes":
+        if vocabulary is not None or lowercase or punctuation:
+            raise RecipeError("bytes are taken as they are, without a vocabulary", hint="tokenize by `words`")
         return _bytes(text, length, offset, (pad, begin, end))
+    if offset != 0:
+        raise RecipeError("`offset` is for bytes", hint="a vocabulary has numbers of its own")
     ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
     if by not in ways:
         raise RecipeError(
@@ -73,6 +80,9 @@ def tokenize(
     return _packed(pieces, length, _required(known, pad), *edges)
 
 
+_USUAL = ("[PAD]", "[CLS]", "[SEP]")
+
+
 def checked_length(length: Any) -> int:
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
@@ -81,6 +91,8 @@ def checked_length(length: Any) -> int:
 
 def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
     """UTF-8, in which there is no 0 but where a text has ended; tokens that have a task are numbers."""
+    if strange := [token for token in tokens if not isinstance(token, int) and token not in (None, *_USUAL)]:
+        raise RecipeError(f"`{strange[0]}` is no number, and bytes have no other tokens", hint="such as `end=1`")
     pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
     whole = text.op.Cast(text, to=ir.DataType.INT64)
     pieces = Pieces(whole + offset, text.op.Greater(whole, np.int64(0)))
