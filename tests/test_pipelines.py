@@ -21,6 +21,7 @@ from conftest import needs
 from models import small_cnn
 from onward.errors import DataError, Error, RecipeError
 from onward.recipe.preprocessing.text import PUNCTUATION, WHITESPACE
+from representatives import chosen
 
 ALPHABET = "abcdeé" + "ABCDÉ" + "ßЖж中" + " " * 6 + PUNCTUATION[:3] + "-]^\\[_“—…" + WHITESPACE[:3] + "\u3000"
 
@@ -77,7 +78,7 @@ def test_words_are_those_of_tokenizers(lowercase, tmp_path):
 
 
 @needs("tokenizers")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", chosen(range(3), [0]))
 def test_pieces_are_those_of_tokenizers(seed, tmp_path):
     """A vocabulary that is learned, in which some letters are missing."""
     from tokenizers import models, trainers
@@ -200,7 +201,7 @@ def reviews(path: Path, count: int = 120) -> Path:
         for i in range(count):
             words = rng.choices(OTHERS.split(), k=5) + rng.choices((GOOD, BAD)[i % 2].split(), k=2)
             rng.shuffle(words)
-            writer.writerow([" ".join(words) + "!", ("yes", "no")[i % 2]])
+            writer.writerow([" ".join(words), ("yes", "no")[i % 2]])
     return path
 
 
@@ -208,17 +209,17 @@ def test_texts_are_trained_on_and_the_model_takes_them(tmp_path, monkeypatch):
     """The words that are counted; the same on every engine; and plain ONNX Runtime takes text."""
     monkeypatch.chdir(tmp_path)
     data = reviews(tmp_path / "reviews.csv")
-    onnx.save(classifier(20), "net.onnx")
-    operations = "tokenize:words,vocabulary=20,length=10,punctuation=true"
+    onnx.save(classifier(25), "net.onnx")
+    operations = "tokenize:words,vocabulary=25,length=10"
     arguments = ["net.onnx", "--data", str(data), "--loss", "ce", "--optimizer", "adam:lr=0.02", "--epochs", "4"]
     arguments += ["--validation", "0.2", "--preprocess", operations, "--keep-preprocessing", "-o", "trained.onnx", "-q"]
     run("train", *arguments, "--run", "first")
     assert onward.Run("first").results["accuracy"] == 1
     session = ort.InferenceSession("trained.onnx")
-    given: Any = {"text": np.array(["a good story!", "bad people"], object)}
+    given: Any = {"text": np.array(["a good story", "bad people"], object)}
     assert session.run(None, given)[0].argmax(1).tolist() == [1, 0]  # classes are sorted: no, yes
     losses = []
-    batch = {"text": np.array(["a good story!", "awful é people"], object), "labels": np.array([1, 0])}
+    batch = {"text": np.array(["a good story", "awful é people"], object), "labels": np.array([1, 0])}
     for name in ("onnxruntime", "numpy"):
         with onward.engines.start(onward.Run("first").model, engine=name) as engine:
             losses.append([float(engine.step(batch)["loss"]) for _ in range(2)])
