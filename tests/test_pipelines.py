@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_pieces_are_those_of_tokenizers(seed, tmp_path):
     known = next(token for token in vocabulary if token.isalpha())
     for batch in (texts(200, seed), ["", " "], [known]):  # the latter have nothing to take apart
         agree(made, reference, batch)
+
+
+@needs("tokenizers")
+def test_ascii_text_is_tokenized_as_bert_does(tmp_path):
+    """By a file that `tokenizers` writes."""
+    from tokenizers import BertWordPieceTokenizer
+
+    rng = random.Random(0)
+    batch = [
+        "".join(rng.choices("abcABC" + " " * 4 + string.punctuation + "\t\n", k=rng.randrange(50))) for _ in range(100)
+    ]
+    reference = BertWordPieceTokenizer()
+    reference.train_from_iterator(batch[:50], vocab_size=80, show_progress=False)
+    reference.save(str(tmp_path / "tokenizer.json"))
+    reference = BertWordPieceTokenizer(reference.get_vocab())  # which has the tokens for begin and end
+    reference.enable_padding(length=20)
+    reference.enable_truncation(20)
+    options = f"vocabulary={tmp_path}/tokenizer.json,length=20,punctuation=true,lowercase=true"
+    agree(onward.pipeline(f"tokenize:wordpiece,{options}"), reference, batch)
 
 
 @needs("transformers")
