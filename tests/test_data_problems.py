@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import os
@@ -434,7 +435,7 @@ def test_bad_arrow_files(suffix: str, tmp_path: Path) -> None:
         ({"x": [1, None, 3]}, r"column `x` of x\.\w+ has no value in row 1"),
         ({"x": [[1.0, 2.0], [3.0]]}, "lists of different lengths: 2 and 1"),
         ({"x": [[1.0, 2.0], [3.0, None]]}, "lists with missing numbers"),
-        ({"x": ["a", "b"]}, r"`x` of x\.\w+ is text\[\] \(string\), which cannot be trained on"),
+        ({"x": [datetime.date(2000, 1, 1)]}, r"`x` of x\.\w+ is text\[\] \(date32\[day\]\), which cannot be"),
     ]
     for data, message in cases:
         opened = open_data(write(**data))

@@ -39,8 +39,12 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.model.sharding import Sharding as Sharding
     from onward.planning import plan as plan
     from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
+    from onward.recipe.preprocessing.standalone import detach_pipeline as detach_pipeline
+    from onward.recipe.preprocessing.standalone import join_pipeline as join_pipeline
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
+    from onward.training.cross_validation import CrossValidation as CrossValidation, cross_validate as cross_validate
+    from onward.training.pipelines import pipeline as pipeline, run_pipeline as run_pipeline
     from onward.training.report import report as report
     from onward.training.run import Run as Run
     # isort: on
@@ -68,8 +72,11 @@ _NAMES = {
     "model.sharding": ("Sharding",),
     "planning": ("plan",),
     "recipe": ("Recipe", "lora", "prepare", "replace_head"),
+    "recipe.preprocessing.standalone": ("detach_pipeline", "join_pipeline"),
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
+    "training.cross_validation": ("CrossValidation", "cross_validate"),
+    "training.pipelines": ("pipeline", "run_pipeline"),
     "training.report": ("report",),
     "training.run": ("Run",),
 }

@@ -133,6 +133,13 @@ class RecipeOptions:
         repeated=True,
         also="an ONNX model or function, or a mapping or list of several",
     )
+    sample_weight: str | Mapping[str, Any] | None = _option(
+        None,
+        _HOW,
+        "COLUMN",
+        "a column by which the loss of each sample is multiplied: an input of the step. The mean is over samples, or "
+        "with `COLUMN:by=weights` the sum is divided by that of the weights",
+    )
     optimizer: Any = _option(
         "adamw",
         _HOW,
@@ -344,6 +351,12 @@ class RunOptions(FeedOptions):
         also="a mapping or a list",
     )
     validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    folds: Annotated[int, Range(least=2)] | None = _option(
+        None, _DATA, "K", "train K times, each time on all but one of K equal parts of the data, which validates"
+    )
+    fold: Annotated[int, Range(least=1)] | None = _option(
+        None, _DATA, "N", "of these, only the one that the N-th part validates, from 1"
+    )
     stratify: bool | None = _option(
         None,
         _DATA,

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
-from onward.cli.console import print_json, remark, say
+from onward.cli.console import print_json, print_rows, remark, say
 from onward.cli.files import Target, target
 from onward.cli.options import option, parameters_for, select_given
 from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
+    from onward.training.cross_validation import CrossValidation
     from onward.training.lr_finder import Rates
     from onward.training.run import Run
 
 _RUN = "The run"
 _SEVERAL = "Several processes"
+_FOLDS = "each fold is a run of its own"
 _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "strategy", "deepspeed_config"}
 
 
@@ -29,9 +31,11 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "s
     "onward train digits.onnx --data digits.npz --loss cross_entropy --optimizer adam:lr=1e-3 --epochs 5 \\\n"
     "      -o digits-trained.onnx",
     "onward train net.onnx --data train.parquet --validation 0.1 --loss ce --schedule cosine:steps=2000 --patience 3",
+    "onward train net.onnx --data patients.csv --loss ce --sample-weight weight --folds 5 --epochs 20",
     "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
+    "onward train net.onnx --data reviews.csv --loss ce --preprocess tokenize:words,vocabulary=10000,length=64",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
     "onward train net.onnx --data tokens/ --loss ce --engine torch --strategy tensor --nproc 2",
@@ -111,18 +115,24 @@ def train(
         from onward.training.config import read_settings
 
         asked = read_settings(config) | asked
-    path = model or asked.get("model")
+    asked.update({"model": str(model)} if model is not None else {})
+    path = asked.get("model")
     if path is None or "data" not in asked:
         missing = "argument `MODEL`" if path is None else "option `--data`"
         raise Misuse(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
+    if "folds" in asked and "fold" not in asked:
+        _refuse([name for name, value in {"find-lr": find_lr, "output": output}.items() if value], "--folds", _FOLDS)
+        from onward.training.cross_validation import cross_validate
+
+        _show_folds(cross_validate(**asked, quiet=quiet), as_json)
+        return
     place = _place(Path(path), output, force, "checkpoint" in asked) if output is not None else None
     if find_lr and place is not None:
         raise Misuse("`--find-lr` trains nothing, so there is nothing to write", "leave `-o` out")
     from onward.training import api
 
-    asked["model"] = str(path)
     if find_lr:
         _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "a checkpoint has its rate")
         taken = inspect.signature(api.find_lr).parameters.keys() - {"steps"}
@@ -182,8 +192,13 @@ def _place(model: Path, output: Path, force: bool, continues: bool) -> Target:
 
 def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, quiet: bool, as_json: bool) -> None:
     from onward.training.api import resume
+    from onward.training.cross_validation import CrossValidation
     from onward.training.run import Run
 
+    if (folds := CrossValidation(run)).is_there:
+        _refuse([*asked.keys() - {"data"}, *(["output"] if output is not None else [])], "--folds", _FOLDS)
+        _show_folds(folds.go_on(**asked, quiet=quiet), as_json)
+        return
     folder, place = Run(run), None
     if output is not None:
         place = target(Path(folder.config.get("model", "model.onnx")), output, "trained", force=force)
@@ -212,6 +227,17 @@ def _finish(run: Run, place: Target | None, as_json: bool) -> None:
             remark(f"wrote {place.describe()}")
         remark(f"to look at it: onward report {run.path}")
     if interrupted:
+        raise SystemExit(INTERRUPTED)
+
+
+def _show_folds(found: CrossValidation, as_json: bool) -> None:
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_rows(found.rows(), styles=("bold",))
+        remark(f"{'done' if found.is_finished else 'interrupted'}: {found.path}")
+    if not found.is_finished:
+        remark(f"to go on: onward train --resume {found.path}")
         raise SystemExit(INTERRUPTED)
 
 

@@ -203,7 +203,11 @@ def _check_differentiated(step: Step) -> None:
         problems.refuse()
 
 
-_WORDS = {"augment": "it augments its data", "teacher": "it learns from a teacher"}
+_WORDS = {
+    "augment": "it augments its data",
+    "teacher": "it learns from a teacher",
+    "sample_weight": "it weights its samples",
+}
 """Parts of a recipe that no framework has an object for."""
 
 

@@ -22,11 +22,13 @@ from onward.engines.failures import memory_of
 from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
 from onward.engines.segmented_session import SegmentedSession
+from onward.engines.text_session import TextSession, is_text
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.kernels import library, update_in_place
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.segments import cut_after_text
 from onward.lowering.sharing import Share
 from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
@@ -86,11 +88,6 @@ class OnnxRuntime(Engine):
         made = lower_for_engine(model, step, manner=self._manner)
         contract = contract_of(made)
         self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
-        if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
-            raise UnsupportedError(
-                f"ONNX Runtime takes no text beside state in its own memory, and `{text[0]}` is of the type string",
-                hint='take another engine: `engine="torch"` (`--engine torch`)',
-            )
         self._metrics: list[str] = contract.metrics
         self.loss = contract.loss or self.loss
         in_place = self._write_in_place(made)
@@ -114,7 +111,7 @@ class OnnxRuntime(Engine):
         self.group.copies = copies_of(batch if isinstance(batch, Mapping) else batch[0], self.group)
         session, binding = self._step, self._bound[0]
         for name, array in given.items():
-            if array.dtype.isbuiltin == 1:
+            if array.dtype.isbuiltin == 1 or is_text(array):
                 binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
             else:
                 binding.bind_ortvalue_input(name, self._given(name, array))
@@ -153,8 +150,10 @@ class OnnxRuntime(Engine):
             results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
         return {name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)}
 
-    def _given(self, name: str, array: np.ndarray) -> ort.OrtValue:
-        """An input of a batch; of types that numpy itself does not have, the number is told."""
+    def _given(self, name: str, array: np.ndarray) -> ort.OrtValue | np.ndarray:
+        """An input of a batch; of types that numpy itself does not have, the number is told. Text stays as it is."""
+        if is_text(array):
+            return array
         if array.dtype.isbuiltin == 1:
             return ort.OrtValue.ortvalue_from_numpy(contiguous(array))
         dtype = (self._known | self.inputs)[name].dtype
@@ -183,6 +182,8 @@ class OnnxRuntime(Engine):
         """None for what computes nothing, which ONNX Runtime does not load."""
         if not model.graph.outputs:
             return None
+        if (parts := cut_after_text(model)) is not None:
+            return TextSession(*parts, self._session)
         if self.group.size > 1:
             return SegmentedSession(model, self._plain_session, self.group)
         return self._plain_session(model)

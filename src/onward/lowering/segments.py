@@ -1,6 +1,7 @@
 """A graph with AllReduces as several without: what can be computed before the first of them, before the next ...
 
-AllReduces that need nothing of each other happen at the same time, such as those of all gradients.
+AllReduces that need nothing of each other happen at the same time, such as those of all gradients. In the same way a
+graph that takes text is cut where numbers are made of it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+from onward.errors import UnsupportedError
 from onward.lowering.sharing import is_all_reduce, is_mean
 from onward.model import Model
-from onward.model.walk import captured_values, nested_nodes, read_by
+from onward.model.walk import ancestors, captured_values, nested_nodes, read_by
 
 
 class Exchange(NamedTuple):
@@ -51,6 +53,41 @@ def cut(model: Model) -> list[Segment]:
         when.update(dict.fromkeys(node.outputs, at))
     cutter = _Cutter(model, nodes)
     return [Segment(cutter.segment(at, [one.local for one in all]), all) for at, all in enumerate(exchanged)]
+
+
+def cut_after_text(model: Model) -> tuple[Model, Model] | None:
+    """What makes whole numbers of text, and the rest; None where no input is text. The model is taken apart."""
+    graph = model.graph
+    texts = {value for value in graph.inputs if value.dtype is ir.DataType.STRING}
+    if not texts:
+        return None
+    others = {value for value in graph.inputs if value not in texts}
+    of_text = set(texts)
+    for node in graph:  # what depends on text and on constants, and is not yet what layers compute with
+        read = set(read_by(node))
+        is_discrete = all(value.dtype is not None and not value.dtype.is_floating_point() for value in node.outputs)
+        if read & others or not is_discrete:
+            others.update(node.outputs)
+        elif read & of_text:
+            of_text.update(node.outputs)
+    first, _ = ancestors(of_text)
+    words = {value for value in of_text if value.dtype is ir.DataType.STRING}
+    for node in graph:
+        if node not in first and not words.isdisjoint(read_by(node)):
+            raise UnsupportedError(
+                f"ONNX Runtime takes no text beside state in its own memory, and `{node.name}` needs both",
+                hint='take another engine: `engine="torch"` (`--engine torch`)',
+            )
+    for i, value in enumerate(graph.outputs):
+        if value in of_text:  # the rest hands on what the model puts out
+            handed = ir.node("Identity", [value])
+            handed.outputs[0].type, handed.outputs[0].shape = value.type, value.shape
+            value.name, handed.outputs[0].name = f"{value.name}/of_text", value.name
+            graph.append(handed)
+            graph.outputs[i] = handed.outputs[0]
+    nodes = {node: int(node not in first) for node in graph if node.op_type != "Constant"}
+    cutter = _Cutter(model, nodes)
+    return cutter.segment(0, []), cutter.segment(1, [])
 
 
 class _Cutter:

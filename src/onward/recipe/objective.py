@@ -15,8 +15,9 @@ from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model, load
 from onward.model.core import values
 from onward.recipe.assembly import Assembly, embed
-from onward.recipe.losses import LOSSES
+from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
+from onward.recipe.sample_weights import SampleWeights
 from onward.recipe.spec import Spec, parse, split_address
 from onward.transform.linear import tensor_of
 from onward.transform.names import add_prefix
@@ -105,19 +106,29 @@ def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.V
 
 
 def build(
-    assembly: Assembly, summands: Sequence[Term], inference: Sequence[ir.Value], trained: Mapping[ir.Value, ir.Value]
+    assembly: Assembly,
+    summands: Sequence[Term],
+    inference: Sequence[ir.Value],
+    trained: Mapping[ir.Value, ir.Value],
+    sample_weight: Any = None,
 ) -> Expr:
     """Append the loss to the algorithm: the sum of all terms, a scalar. `trained` maps inference to training values."""
     total: Expr | None = None
     facts = []
+    weights = SampleWeights.of(sample_weight, assembly)
     for term, value in zip(summands, inference, strict=True):
         prediction = assembly.op.scoped("loss")(trained.get(value, value))
+        if weights is not None and (term.custom is not None or term.spec.name == _EXISTING):
+            raise RecipeError(
+                f"the loss `{term.spec.name}` does not say what each sample adds, so that they cannot be weighted",
+                hint="take a loss by name, or let yours have an input for weights",
+            )
         if term.custom is not None:
             result, inputs = _custom(assembly, term, prediction, trained)
         elif term.spec.name == _EXISTING:
             result, inputs = prediction, []
         else:
-            result, inputs = _add_named_loss(assembly, term, prediction, value)
+            result, inputs = _add_named_loss(assembly, term, prediction, value, weights)
         if result.value.shape is not None and len(result.value.shape) and any(d != 1 for d in result.value.shape):
             raise RecipeError(
                 f"the loss `{term.spec.name}` gives a tensor of shape {result.value.shape}, not one number",
@@ -133,7 +144,9 @@ def build(
     return total
 
 
-def _add_named_loss(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) -> tuple[Expr, list[str]]:
+def _add_named_loss(
+    assembly: Assembly, term: Term, prediction: Expr, value: ir.Value, weights: SampleWeights | None
+) -> tuple[Expr, list[str]]:
     loss = named_loss(term.spec.name)
     options = dict(term.spec.options)
     if options.get("reduction", "") in (None, "none"):
@@ -146,12 +159,20 @@ def _add_named_loss(assembly: Assembly, term: Term, prediction: Expr, value: ir.
                 hint="take one such as `mse` or `bce_with_logits`",
             )
         wanted = prediction.op.filled_like(prediction.value, term.constant)
-        return loss.build(prediction.op, prediction, wanted, **options), []
+        return _named(loss, prediction, [wanted], options, weights), []
     taken = {v.name for v in assembly.step.algorithm.inputs}
     inputs = [
         assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
     ]
-    return loss.build(prediction.op, prediction, *inputs, **options), [x.name for x in inputs]
+    return _named(loss, prediction, inputs, options, weights), [x.name for x in inputs]
+
+
+def _named(
+    loss: Loss, prediction: Expr, targets: list[Expr], options: dict[str, Any], weights: SampleWeights | None
+) -> Expr:
+    if weights is not None:
+        return weights.build(loss, prediction, targets, options)
+    return loss.build(prediction.op, prediction, *targets, **options)
 
 
 def _custom(

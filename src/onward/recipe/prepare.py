@@ -88,7 +88,7 @@ class Recipe(StepOptions):
         trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
-            loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
+            loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
         if teaching:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
@@ -120,6 +120,10 @@ class Recipe(StepOptions):
         return model
 
     def _distillation(self) -> Distillation | None:
+        if self.teacher is not None and self.sample_weight is not None:
+            raise RecipeError(
+                "samples cannot be weighted where a teacher is learned from", hint="leave one of both out"
+            )
         if self.teacher is not None:
             return Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
         if self.distill is not None:

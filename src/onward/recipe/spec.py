@@ -29,8 +29,11 @@ class Spec:
         return Spec(self.name, {key: value for key, value in self.options.items() if key not in names})
 
 
-def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
-    """A spec from `name:key=value,...`, or from a mapping with a `name`."""
+def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable[..., Any]] | None = None) -> Spec:
+    """A spec from `name:key=value,...`, or from a mapping with a `name`.
+
+    Of those that are `functions`, the first option may go without its name: `resize:256`.
+    """
     if isinstance(text, Spec):
         return text
     if isinstance(text, Mapping):
@@ -44,6 +47,9 @@ def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
         raise RecipeError(f"`{text}` is not how options are given", hint=f"write it as `{call[1]}:{call[2]}`")
     if not name.strip():
         raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
+    function = (functions or {}).get(name.strip())
+    if function is not None and rest.strip() and "=" not in _split(rest)[0]:
+        rest = f"{next(iter(options_of(function)[0]), name)}={rest}"
     return Spec(name.strip(), parse_options(rest, text))
 
 

@@ -74,10 +74,12 @@ def train(
     if run is not None and is_restarted() and (Path(run) / TRAINING).exists():
         return resume(run, asked.get("data"), validation=asked.get("validation"), callbacks=callbacks, quiet=quiet)
     wanted = Config.from_arguments("train", asked)
+    _check_fold(wanted)
     data, validation, notes = in_parts(wanted.data, wanted.validation)
+    validation = validation if wanted.fold is None else None  # a part of the data
     original, imported = _load_model(wanted)
     recipe = wanted.recipe if wanted.checkpoint is None else {}
-    _check(wanted.patience, validation)
+    _check(wanted.patience if wanted.fold is None else None, validation)
     group = join_group(wanted.device, wanted.engine)
     if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
@@ -185,6 +187,16 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
     return apply_plan(planned), list(planned.notes)
 
 
+def _check_fold(wanted: Config) -> None:
+    if (wanted.folds is None) != (wanted.fold is None):
+        raise RecipeError(
+            f"`{'fold' if wanted.folds is None else 'folds'}` alone is no run: one is a fold of so many",
+            hint="all of them: `onward.cross_validate(..., folds=5)`; one of them: `folds=5, fold=1`",
+        )
+    if wanted.folds is not None and wanted.validation is not None:
+        raise DataError("folds validate each other, and `validation` says otherwise", hint="leave one of them out")
+
+
 def _check(patience: int | None, validation: Any) -> None:
     if isinstance(validation, str) and re.fullmatch(r"[\d.]+%", validation) and not os.path.exists(validation):
         share = f"{float(validation.removesuffix('%')) / 100:g}"
@@ -209,12 +221,12 @@ def _folder(run: str | os.PathLike[str] | None, original: Model, group: Group) -
     """The folder of a new run, which the first of several processes chooses and writes to."""
     if not group.is_first:
         return Follower(group.gather(None)[0])
-    folder = Folder(run) if run is not None else _new_folder(original)
+    folder = Folder(run) if run is not None else new_folder(original)
     group.gather(folder.path)
     return folder
 
 
-def _new_folder(model: Model) -> Folder:
+def new_folder(model: Model) -> Folder:
     """A folder that was not there, and is now: another process may look for one in the same second."""
     name = model.path.stem if model.path else model.graph.name or "model"
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

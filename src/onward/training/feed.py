@@ -14,7 +14,7 @@ from onward.model import Model
 from onward.options import Last
 from onward.recipe.measures import Labels, labels_of
 from onward.training.config import Config
-from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
+from onward.training.data import Batches, Binding, Dataset, Noise, Stream, fold, format_for, match, open_data, split
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
@@ -117,6 +117,10 @@ def _parts(
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
             way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)
+    if config.folds is not None and config.fold is not None:
+        strata = strata_of(data, way, labels, config.stratify)
+        others, one = fold(data, config.fold, config.folds, config.seed or 0, strata)
+        return _Part(others, way), _Part(one, way)
     if isinstance(config.validation, float):
         strata = strata_of(data, way, labels, config.stratify)
         rest, share = split(data, config.validation, config.seed or 0, strata)

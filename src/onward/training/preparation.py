@@ -15,6 +15,7 @@ from onward.recipe import prepare
 from onward.recipe.preprocessing import open_preprocessing, pipelines
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, with_data
+from onward.training.vocabularies import in_kinds, with_vocabularies
 from onward.transform.rebatch import fixed_batch, rebatch
 
 _USUAL_BATCH = 32
@@ -59,19 +60,22 @@ def prepare_training(
             hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
         )
     model, size, notes = _for_batches(original, batch_size)
-    preprocess = open_preprocessing(recipe.get("preprocess"))
+    preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
     begun = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(begun(training), size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
-    given = pipelines(model, preprocess)
+    given, texts = in_kinds(pipelines(model, preprocess))
+    if not given:
+        return Prepared(begun(training), size, notes, opened, preprocess)
     singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
     source = open_data(data, images=format_for(inputs, singles), window=window)
     told = with_data(given, inputs, source.columns, columns)
-    preprocess = {name: pipeline.all_specs for name, pipeline in told.items()}
-    kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()}
+    of_text = {name: pipeline.all_specs for name, pipeline in texts.items()}
+    preprocess = {name: pipeline.all_specs for name, pipeline in told.items()} | of_text
+    kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()} | of_text
     training = prepare(model, **{**recipe, "preprocess": preprocess})
     return Prepared(begun(training), size, notes, source, kept)
 

@@ -16,6 +16,7 @@ from onward.model.state import states
 from onward.model.walk import ancestors
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
+from onward.transform.unused import remove
 
 
 @checked()
@@ -53,7 +54,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     for i, step in enumerate(model.steps):
         _forget_unreachable(model, i, step)
     _move_to_training(model, needed, old_inputs)
-    graph.remove([node for node in graph if node not in needed], safe=True)
+    remove(graph, [node for node in graph if node not in needed])
     for name in [n for n, v in graph.initializers.items() if not v.uses() and v not in results and v not in fresh]:
         del graph.initializers[name]
     graph.outputs.extend(results)

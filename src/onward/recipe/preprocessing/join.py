@@ -22,7 +22,10 @@ from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
 from onward.recipe.assembly import Assembly, take_apart
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of
+from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines, specs_of
+from onward.recipe.preprocessing.text import TEXT_OPSET
+from onward.recipe.preprocessing.text_inputs import text_pipeline
+from onward.recipe.preprocessing.word_pieces import ML
 from onward.recipe.spec import arguments, lookup
 from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.inline import inline
@@ -32,6 +35,8 @@ from onward.transform.training import strip
 from onward.transform.types import fill_in_types
 
 _PREFIX = "preprocess/"
+RAW = "/raw"
+"""What the input of a pipeline ends with that is called as its output, but for this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,9 @@ def opset_of(preprocess: Any) -> int:
     """The least operator set that it needs."""
     if isinstance(preprocess, Model):
         return preprocess.opset
-    return 0 if preprocess is None else OLDEST_OPSET
+    if preprocess is None:
+        return 0
+    return TEXT_OPSET if mentions_text(preprocess) else OLDEST_OPSET
 
 
 def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:
@@ -75,7 +82,13 @@ def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:
         return {}
     if isinstance(preprocess, Model):
         return _put_graph_before(model, preprocess)
-    return {name: _put_pipeline_before(model, name, pipe) for name, pipe in pipelines(model, preprocess).items()}
+    entries: dict[str, Entry] = {}
+    for name, pipeline in pipelines(model, preprocess).items():
+        if pipeline.is_text:
+            entries |= _put_graph_before(model, text_pipeline(pipeline, model, name))
+        else:
+            entries[name] = _put_pipeline_before(model, name, pipeline)
+    return entries
 
 
 # ---- operations by name ----------------------------------------------------------------------------------------------
@@ -138,12 +151,16 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
         entries[name] = Entry(output, output, form_of(value))
     for value in raw:  # they are called as they were; the name of an input that is joined is free again
         name = (value.name or "").removeprefix(_PREFIX)
+        name = free if (free := name.removesuffix(RAW)) in joins else name
         value.name = name if name in joins else names.fresh(name)
     model.graph.inputs.clear()
     _move_before(model.graph, first.graph)
     model.graph.inputs.extend([*raw, *kept])
     for domain, version in first.ir.opset_imports.items():
-        model.ir.opset_imports.setdefault(domain, version)
+        if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML:
+            raise RecipeError(
+                f"the model has version {model.ir.opset_imports[domain]} of {domain}, and its preprocessing {version}"
+            )
     return entries
 
 
@@ -207,7 +224,7 @@ def _augment_input(assembly: Assembly, name: str, entry: Entry, given: Any) -> i
     op = assembly.op.scoped("augment")
     x = op(entry.point)
     sites = Names()
-    for spec in specs_of(given):
+    for spec in specs_of(given, AUGMENTATIONS):
         function = lookup("augmentation", spec.name, AUGMENTATIONS)
         options = arguments(function, spec.options)
         key = assembly.random_key(sites.fresh(f"augment/{name}/{spec.name}"))

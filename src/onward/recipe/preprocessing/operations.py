@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.errors import RecipeError
 from onward.recipe.preprocessing.picture import Form, Picture, check_picture, is_number
+from onward.recipe.preprocessing.text import tokenize
 from onward.recipe.spec import lookup
 
 PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -19,7 +20,7 @@ PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    build: Callable[..., Picture]
+    build: Callable[..., Any]
     before: Callable[[Form], Form] = lambda form: form
 
 
@@ -35,7 +36,9 @@ def scale(picture: Picture, max: float = 255.0) -> Picture:
 
 
 def normalize(picture: Picture, mean: Any = 0.0, std: Any = 1.0, preset: str | None = None) -> Picture:
-    """Subtracts a mean and divides by a standard deviation: numbers, or lists with one per channel."""
+    """Subtracts a mean and divides by a standard deviation: numbers, or lists with one per channel; or `imagenet`."""
+    if isinstance(mean, str):
+        preset = mean
     if preset is not None:
         mean, std = lookup("preset", preset, PRESETS)
         if picture.limit is not None and picture.limit > 1:
@@ -61,24 +64,53 @@ def _per_channel(form: Form, name: str, given: Any) -> np.ndarray:
     return np.asarray(numbers, np.float32).reshape(-1, *[1] * (len(form.dims) - 1 - axis))
 
 
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def decode(picture: Picture, format: str = "RGB") -> Picture:
+    """The bytes of an image file as a picture: `RGB`, `BGR` or `Grayscale`. For a pipeline that stands alone."""
+    count = lookup("format of pictures", format, {"RGB": 3, "BGR": 3, "Grayscale": 1})
+    op = picture.op
+    made = op.Unsqueeze(op.ImageDecoder(picture.x, pixel_format=format), [0])
+    made = op.Cast(made, to=ir.DataType.FLOAT)
+    made.value.shape = ir.Shape([1, None, None, count])
+    return Picture(made, Form((None, None, count), 2), 255.0)
+
+
+def _of_file(form: Form) -> Form:
+    raise RecipeError(
+        "`decode` is for a pipeline that stands alone: pictures that are data are decoded as they are read",
+        hint="leave it out here; `onward pipeline 'decode ...'` makes one that begins with it",
+    )
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def resize(picture: Picture, size: Any) -> Picture:
-    """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller."""
+def resize(picture: Picture, size: Any, keep: bool = False) -> Picture:
+    """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller.
+
+    `keep`: the shorter side becomes `size`, and the other what keeps the proportions.
+    """
     picture.check("resize")
     height, width = size_of("resize", size)
-    made = picture.op.Resize(
+    op, sizes = picture.op, np.asarray([height, width], np.int64)
+    if keep:
+        if height != width:
+            raise RecipeError(f"`resize:size={size}` has two sizes, and `keep` is for that of the shorter side")
+        given = op.Gather(op.Shape(picture.x), np.asarray(picture.form.axes, np.int64))
+        sizes = op.Div(given * height, op.ReduceMin(given, keepdims=0))  # rounded down, as torchvision does
+    made = op.Resize(
         picture.x,
         None,
         None,
-        np.asarray([height, width], np.int64),
+        sizes,
         mode="linear",
         antialias=1,
         exclude_outside=1,  # what is beyond the border has no weight, as everywhere else
         axes=list(picture.form.axes),
     )
-    return _with_form(picture, made, picture.form.sized(height, width))
+    return _with_form(picture, made, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
 
 
 def center_crop(picture: Picture, size: Any) -> Picture:
@@ -145,6 +177,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "to_rgb": Operation(to_rgb, _of_grey),
     "channels_first": Operation(channels_first, _swap_axes("channels_first", 0)),
     "channels_last": Operation(channels_last, _swap_axes("channels_last", 2)),
+    "decode": Operation(decode, _of_file),
+    "tokenize": Operation(tokenize),
 }
 
 

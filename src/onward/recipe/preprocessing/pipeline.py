@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,14 @@ _TYPES = {
     name: ir.DataType.from_numpy(np.dtype(name))
     for name in ("uint8", "float32", "float16", "float64", "uint16", "int16", "int32", "int64", "int8", "bool")
 }
+_FUNCTIONS = {name: operation.build for name, operation in OPERATIONS.items()}
+TEXT, FILE = "tokenize", "decode"
+"""What takes something else than pictures."""
+ROLES = {
+    **dict.fromkeys(("attention_mask", "input_mask", "mask"), "mask"),
+    **dict.fromkeys(("token_type_ids", "segment_ids"), "zeros"),
+}
+"""Inputs of models for text that are known by their names, beside that for the numbers."""
 _NAMED = re.compile(r"\s*[^\s:=]+=")
 
 
@@ -67,7 +75,15 @@ class Pipeline:
         raw = Raw.by(specs.pop(0)) if specs and specs[0].name == INPUT else None
         for spec in specs:
             arguments(lookup("preprocessing", spec.name, OPERATIONS).build, spec.options)
+        if any(spec.name == TEXT for spec in specs) and (len(specs) > 1 or raw is not None):
+            raise RecipeError(f"`{TEXT}` makes all of text that a model takes, so it stands alone")
+        if any(spec.name == FILE for spec in specs[1:]) or (raw is not None and bool(specs) and specs[0].name == FILE):
+            raise RecipeError(f"`{FILE}` comes first: what it takes are the bytes of a file")
         return cls(tuple(specs), raw)
+
+    @property
+    def is_text(self) -> bool:
+        return any(spec.name == TEXT for spec in self.specs)
 
     @property
     def all_specs(self) -> list[Spec]:
@@ -77,6 +93,11 @@ class Pipeline:
     def form(self, model: Form) -> Form:
         """The form of the data from which the operations make what the model takes."""
         for spec in reversed(self.specs):
+            if spec.options.get("keep"):
+                raise RecipeError(
+                    f"`{spec}` leaves pictures different sizes, which make no batch",
+                    hint="that is for a pipeline that stands alone: `onward pipeline`",
+                )
             model = OPERATIONS[spec.name].before(model)
         return model
 
@@ -97,6 +118,11 @@ class Pipeline:
         """Append the operations: the picture that augmentation is for, and what the model reads."""
         target = form_of(model)
         implied, dims = self.form(target), self.dims(target)
+        picture, point = self.through(self.start(op, raw, dims, implied))
+        return point, fitted(picture, model, str(self))
+
+    def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: Form) -> Picture:
+        """The data as a picture: numbers, with an axis for channels."""
         x = op(raw)
         if _lacks_channel(dims, implied):
             x = op.Unsqueeze(x, [implied.channels + 1])
@@ -107,21 +133,29 @@ class Pipeline:
             limit = 255.0
         if raw.dtype is not ir.DataType.FLOAT:
             x = op.Cast(x, to=ir.DataType.FLOAT)
-        picture = Picture(x, Form(dims, implied.channels), limit)
+        return Picture(x, Form(dims, implied.channels), limit)
+
+    def through(self, picture: Picture) -> tuple[Picture, Picture]:
+        """Append the operations: what comes out, and the picture that augmentation is for."""
         point: Picture | None = None
         for spec in self.specs:
             if spec.name == "normalize" and point is None:
                 point = picture
             picture = OPERATIONS[spec.name].build(picture, **spec.options)
-        if not target.fits(picture.form.dims):
-            raise RecipeError(
-                f"`{self}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
-                hint="let it end with a `resize` to that size",
-            )
-        return point or picture, _in_type(picture.x, model)
+        return picture, point or picture
 
     def __str__(self) -> str:
         return " ".join(str(spec) for spec in self.specs)
+
+
+def fitted(picture: Picture, model: ir.Value, operations: str) -> Expr:
+    """A picture as an input of a model takes it."""
+    if not (target := form_of(model)).fits(picture.form.dims):
+        raise RecipeError(
+            f"`{operations}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
+            hint="let it end with a `resize` to that size",
+        )
+    return _in_type(picture.x, model)
 
 
 def form_of(value: ir.Value) -> Form:
@@ -131,13 +165,13 @@ def form_of(value: ir.Value) -> Form:
     return Form.of(dims_of(value.shape)[1:])
 
 
-def specs_of(given: Any) -> list[Spec]:
-    """Specs in a text with spaces between them, or in a list."""
+def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTIONS) -> list[Spec]:
+    """Specs in a text with spaces or `|` between them, or in a list."""
     if isinstance(given, str):
-        return [parse(word) for word in words(given)]
+        return [parse(word, functions) for word in words(given.replace("|", " "))]
     if isinstance(given, Mapping | Spec):
         return [parse(given)]
-    return [spec for item in given for spec in specs_of(item)]
+    return [spec for item in given for spec in specs_of(item, functions)]
 
 
 def pipelines(model: Model, given: Any) -> dict[str, Pipeline]:
@@ -155,13 +189,37 @@ def by_input(model: Model, given: Any) -> dict[str, Any]:
     elif texts and all(isinstance(text, str) and _NAMED.match(text) for text in texts):
         named = by_name([str(text).strip().split("=", 1) for text in texts])
     else:
-        named = {_picture_of(model): given}
+        named = {(_text_of if mentions_text(given) else _picture_of)(model): given}
     known = [value.name or "" for value in model.inputs]
     for name in named:
         if name not in known:
             hint = near(name, known) or f"its inputs are {', '.join(known)}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return named
+
+
+def mentions_text(given: Any) -> bool:
+    """Whether some of these operations are for text."""
+    if isinstance(given, str):
+        return re.search(rf"\b{TEXT}\b", given) is not None
+    if isinstance(given, Spec):
+        return given.name == TEXT
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, Sequence) else ()
+    return any(mentions_text(part) for part in parts)
+
+
+def _text_of(model: Model) -> str:
+    """The input for the numbers of text: the only one, or the only one of whole numbers that is nothing else."""
+    inputs = [value for value in model.inputs if (value.name or "") not in ROLES]
+    whole = [value for value in inputs if value.dtype is not None and value.dtype.is_integer()]
+    found = [value.name or "" for value in (inputs if len(inputs) == 1 else whole)]
+    if len(found) != 1:
+        raise RecipeError(
+            f"the model has the inputs {', '.join(f'`{v.name}`' for v in model.inputs)}, and it is not said which takes"
+            " the numbers of text",
+            hint="write `INPUT=tokenize:...`",
+        )
+    return found[0]
 
 
 def _picture_of(model: Model) -> str:

@@ -17,7 +17,7 @@ from onward.training.data.noise import Noise
 from onward.training.data.sources import open_data
 from onward.training.data.split_folders import in_parts
 from onward.training.data.streams import Stream
-from onward.training.data.views import split, with_classes
+from onward.training.data.views import fold, split, with_classes
 
 __all__ = [
     "Batch",
@@ -28,6 +28,7 @@ __all__ = [
     "ImageFormat",
     "Noise",
     "Stream",
+    "fold",
     "format_for",
     "in_parts",
     "match",

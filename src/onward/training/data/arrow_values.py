@@ -38,8 +38,8 @@ class Reader:
         return reader
 
     def is_encoded(self, name: str) -> bool:
-        """Whether a column holds images in the bytes of their files, each of which is decoded."""
-        return name in self._decoders
+        """Whether values of a column are made one by one: text, and images in the bytes of their files."""
+        return name in self._decoders or self.columns[name].dtype.hasobject
 
     def batch(self, names: Sequence[str], batch: Any, first: int) -> Batch:
         """The named columns of a batch whose first row has the number `first`."""
@@ -57,6 +57,8 @@ class Reader:
             return np.stack(
                 [self._decode(name, one, f"row {row:,} in {where}") for row, one in zip(rows, encoded, strict=True)]
             )
+        if column.dtype.hasobject:
+            return np.array(values.to_pylist(), object)
         if column.dtype.kind == "U":
             raise DataError(f"{where} is {column}, which cannot be trained on", hint="encode it as numbers")
         flat, shape = _flatten(values, where)
@@ -69,6 +71,8 @@ class Reader:
         if _is_image(first.type) and (encoded := first.field("bytes")[0].as_py()):
             self._decoders[name] = Decoder(images, encoded, where)
             return self._decoders[name].column
+        if _is_text(first.type):
+            return Column(np.dtype(object))
         if not _is_numeric(first.type):
             return Column(np.dtype(str), remark=str(first.type))
         if first.null_count:
@@ -145,6 +149,11 @@ def _is_numeric(kind: Any) -> bool:
     while _is_list(kind):
         kind = kind.value_type
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow().types
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def _is_image(kind: Any) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -168,13 +169,16 @@ def _column(kind: _Kind) -> Column:
         return Column(np.dtype(np.int64 if kind.number is int else np.float64), remark=missing)
     remark = ", ".join(filter(None, [f"text: {kind.why_text}", missing]))
     if len(kind.texts) > MOST_CLASSES:
-        return Column(np.dtype(str), remark=remark)
+        return Column(np.dtype(object), remark=remark)
     return Column(np.dtype(np.int64), classes=tuple(sorted(kind.texts - {""})), remark=remark)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"i": int, "f": float, "O": str}
 
 
 def _values(column: Column, cells: tuple[str, ...], path: Path) -> np.ndarray:
     numbers: dict[str, int] = {text: number for number, text in enumerate(column.classes or ())}
-    convert = numbers.__getitem__ if column.classes else (int if column.dtype.kind == "i" else float)
+    convert = numbers.__getitem__ if column.classes else _READERS[column.dtype.kind]
     try:
         return np.array(list(map(convert, cells)), column.dtype)
     except (ValueError, KeyError, OverflowError) as error:

@@ -110,11 +110,15 @@ class Columns:
 
 
 def _check_column(name: str, array: Rows, origin: str) -> None:
-    if array.dtype.hasobject:
+    if array.dtype.hasobject and not _is_text(array):
         hint = "save numbers of one type and shape per column; nothing that needs unpickling is loaded"
         raise DataError(f"column `{name}` of {origin} holds Python objects, not numbers", hint=hint)
     if not array.shape:
         raise DataError(f"column `{name}` of {origin} is a single value; a column has a value per row")
+
+
+def _is_text(array: Rows) -> bool:
+    return isinstance(array, np.ndarray) and array.ndim == 1 and all(isinstance(item, str) for item in array)
 
 
 def check_not_empty(length: int, origin: str) -> None:

@@ -39,6 +39,8 @@ class Binding:
     dtype: np.dtype | None = None  # None: as it is
     shape: tuple[int, ...] | None = None  # of a sample; None: as it is
     classes: tuple[str, ...] | None = None
+    texts: tuple[str, ...] | None = None  # what numbers stand for, where the input takes text
+    length: int | None = None  # of text that is given as so many bytes
     note: str = ""  # what a user should know
 
     def __call__(self, batch: Batch) -> np.ndarray:
@@ -46,8 +48,12 @@ class Binding:
         values = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
         if self.shape is not None:
             values = values.reshape(len(values), *self.shape)
+        if self.texts is not None:
+            values = np.asarray(self.texts, object)[values]
         if self.dtype is None or self.dtype == values.dtype:
             return values
+        if self.length is not None:
+            return _as_bytes(values, self.length)
         return values.astype(self.dtype)
 
 
@@ -57,6 +63,8 @@ def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_
     `is_named`: that it is these is certain, so that two classes may be no and yes, 0 and 1.
     """
     parts = [columns[name] for name in names]
+    if (length := _text_length(wanted)) is not None and len(parts) == 1 and _is_text(parts[0]):
+        return Binding(tuple(names), wanted.dtype, texts=parts[0].classes, length=length)
     if not all(_converts(part, wanted.dtype, is_named) for part in parts):
         return None
     if len(parts) > 1 and any(part.shape for part in parts):
@@ -70,7 +78,9 @@ def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_
     note = ""
     if parts[0].dtype == np.uint8 and is_float(wanted.dtype):
         note = f"`{names[0]}` is given as it is, 0 to 255, not scaled"
-    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note)
+    if wanted.dtype.kind == "O":
+        return Binding(tuple(names), wanted.dtype, shape, texts=parts[0].classes)
+    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note=note)
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -83,15 +93,34 @@ def _converts(column: Column, wanted: np.dtype, is_named: bool) -> bool:
     Whole numbers may become narrower: each batch is checked.
     """
     given = column.dtype
+    if wanted.kind == "O":
+        return _is_text(column)
     if column.classes is not None:
         return wanted.kind in "iu" or (is_named and is_float(wanted) and len(column.classes) == 2)
-    if given.kind in "US" or wanted.kind == "O":
-        return given.kind in "US" and wanted.kind == "O"
+    if given.kind in "USO":
+        return False
     if is_float(wanted):
         return is_float(given) or given.kind in "iub"
     if wanted.kind in "iu":
         return given.kind in "iub"
     return given == wanted
+
+
+def _is_text(column: Column) -> bool:
+    return not column.shape and (column.dtype.kind in "UO" or column.classes is not None)
+
+
+def _text_length(wanted: Wanted) -> int | None:
+    """How many bytes of text an input takes, if that is what it takes: a row of them."""
+    is_row = wanted.dtype == np.uint8 and wanted.shape is not None and len(wanted.shape) == 1
+    length = wanted.shape[0] if is_row and wanted.shape is not None else None
+    return length if length is not None and length > 1 else None
+
+
+def _as_bytes(texts: np.ndarray, length: int) -> np.ndarray:
+    """Text in UTF-8, cut off or filled up with 0."""
+    rows = [str(text).encode()[:length].ljust(length, b"\0") for text in texts]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), length).copy()
 
 
 def _is_same(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:

@@ -39,6 +39,7 @@ class Records:
         self._source = source
         self._lock = threading.Lock()
         self._tables: list[np.ndarray | FileRows] = []  # of rows that are records; each has columns of its own
+        self._texts: Batch = {}  # which have no length in common, and stay in memory
 
     def __len__(self) -> int:
         return self._source.length
@@ -47,10 +48,14 @@ class Records:
         wanted = known_columns(columns, self.columns, self._source.origin)
         with self._lock:
             converted = {name for table in self._tables for name in table.dtype.names or ()}
-            missing = [name for name in wanted if name not in converted]
-            if missing:
-                self._tables.append(self._convert(missing))
-        batch: Batch = {}
+            missing = [name for name in wanted if name not in converted and name not in self._texts]
+            texts = [name for name in missing if self.columns[name].dtype.hasobject]
+            if texts:
+                chunks = list(self._source.chunks(texts))
+                self._texts |= {name: np.concatenate([chunk[name] for chunk in chunks]) for name in texts}
+            if numbers := [name for name in missing if name not in texts]:
+                self._tables.append(self._convert(numbers))
+        batch: Batch = {name: self._texts[name][indices] for name in wanted if name in self._texts}
         for table in self._tables:
             used = [name for name in table.dtype.names or () if name in wanted]
             if used:
@@ -101,6 +106,6 @@ class Records:
 def field_of(columns: Mapping[str, Column], name: str, origin: str) -> tuple[np.dtype, tuple[int, ...]]:
     """The type and shape of what each row has in a column, which must be the same for all."""
     column = columns[name]
-    if column.dtype.hasobject or column.dtype.kind == "U" or None in column.shape:
+    if column.dtype.kind == "U" or None in column.shape:
         raise DataError(f"column `{name}` of {origin} is {column}, which cannot be trained on")
     return column.dtype, tuple(dim for dim in column.shape if dim is not None)

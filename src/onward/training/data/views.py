@@ -208,9 +208,34 @@ def split(
     if strata is None:
         first = Subset(data, count - held_out, lambda rows: order(rows + held_out))
         return first, Subset(data, held_out, order)
-    is_held_out = _stratified_rows(strata, held_out, order)
-    parts = [np.flatnonzero(chosen) for chosen in (~is_held_out, is_held_out)]
-    first, second = (Subset(data, len(rows), rows.__getitem__) for rows in parts)
+    return _parts(data, _stratified_rows(strata, held_out, order))
+
+
+def fold(
+    data: Dataset | Stream, number: int, folds: int, seed: int = 0, strata: np.ndarray | None = None
+) -> tuple[Dataset, Dataset]:
+    """The data without one of so many folds, counted from 1, and that one. Each row is in one fold.
+
+    Rows are dealt like cards, stratum by stratum in the order of a split: folds have as many rows, of each stratum too,
+    but for one.
+    """
+    if isinstance(data, Stream):
+        raise DataError("a stream of batches has no folds", hint="give data whose rows can be taken in any order")
+    if not 1 <= number <= folds:
+        raise DataError(f"there is no fold {number} of {folds}", hint=f"they are counted from 1 to {folds}")
+    if len(data) < folds:
+        raise DataError(f"{len(data)} rows do not make {folds} folds", hint="make fewer of them")
+    shuffled = Order(len(data), seed, _SPLIT)(np.arange(len(data)))
+    if strata is not None:
+        shuffled = shuffled[np.argsort(strata[shuffled], kind="stable")]
+    is_held_out = np.zeros(len(data), bool)
+    is_held_out[shuffled[number - 1 :: folds]] = True
+    return _parts(data, is_held_out)
+
+
+def _parts(data: Dataset, is_held_out: np.ndarray) -> tuple[Dataset, Dataset]:
+    rows = [np.flatnonzero(chosen) for chosen in (~is_held_out, is_held_out)]
+    first, second = (Subset(data, len(part), part.__getitem__) for part in rows)
     return first, second
 
 

@@ -1,0 +1,174 @@
+"""Text as numbers: `tokenize`, made of operators of the standard on strings.
+
+The standard can split a string, put two together, compare it with a pattern and look it up, but not take it apart into
+characters. So characters are replaced by splitting and joining, and the characters of a word are found by patterns: see
+word_pieces.py. Whitespace is Unicode's; punctuation is what `PUNCTUATION` lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError
+from onward.recipe.preprocessing.vocabulary import Vocabulary
+from onward.recipe.preprocessing.word_pieces import Pieces, loop_inputs, split_words
+
+WHITESPACE = (
+    "\t\n\x0b\x0c\r\x85\u00a0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+)
+"""What Unicode counts as such, but for the space itself."""
+PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡§«¶·»¿‐‑‒–—―‘’‚“”„†‡•…‰‹›"
+"""What stands for itself where `punctuation` is asked for: that of ASCII, and what is common beside it."""
+TEXT_OPSET = 20
+"""The first operator set with StringSplit, StringConcat and RegexFullMatch."""
+
+Kind = Literal["words", "wordpiece", "bytes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Numbers of a batch of texts, [N, length], and where they are more than filling, as 1 and 0."""
+
+    ids: Expr
+    mask: Expr
+
+
+def tokenize(
+    text: Expr,
+    by: Kind = "words",
+    vocabulary: Any = None,
+    length: int | None = None,
+    lowercase: bool = False,
+    punctuation: bool = False,
+    unknown: str = "[UNK]",
+    pad: str = "[PAD]",
+    begin: str | None = "[CLS]",
+    end: str | None = "[SEP]",
+    longest: int = 100,
+    offset: int = 0,
+    locale: str = "C.UTF-8",
+) -> Tokens:
+    """Texts become numbers: `by` `words` of a vocabulary, its `wordpiece`s, or `bytes`; filled up to a `length`."""
+    for name, value in (("lowercase", lowercase), ("punctuation", punctuation)):
+        if not isinstance(value, bool):
+            raise RecipeError(f"`{name}` of `tokenize` is `{value}`", hint=f"write `{name}=true`, or leave it out")
+    if by == "bytes":
+        if vocabulary is not None or lowercase or punctuation:
+            raise RecipeError("bytes are taken as they are, without a vocabulary", hint="tokenize by `words`")
+        return _bytes(text, length, offset, (pad, begin, end))
+    if offset != 0:
+        raise RecipeError("`offset` is for bytes", hint="a vocabulary has numbers of its own")
+    ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
+    if by not in ways:
+        raise RecipeError(
+            f"there is no way to tokenize by `{by}`",
+            hint="by `words`, `wordpiece` or `bytes`; for others, such as byte pairs, give numbers as data",
+        )
+    length = checked_length(length)
+    known = Vocabulary.of(vocabulary)
+    edges = [known.number(token, optional=token in ("[CLS]", "[SEP]")) for token in (begin, end)]
+    if length < sum(one is not None for one in edges):
+        raise RecipeError(f"a length of {length} has no room for `{begin}` and `{end}`")
+    words, counts = words_of(text, lowercase, punctuation, locale)
+    is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
+    pieces = ways[by](words, is_word, known.numbers, _required(known, unknown))
+    return _packed(pieces, length, _required(known, pad), *edges)
+
+
+_USUAL = ("[PAD]", "[CLS]", "[SEP]")
+
+
+def checked_length(length: Any) -> int:
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
+    return length
+
+
+def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
+    """UTF-8, in which there is no 0 but where a text has ended; tokens that have a task are numbers."""
+    if strange := [token for token in tokens if not isinstance(token, int) and token not in (None, *_USUAL)]:
+        raise RecipeError(f"`{strange[0]}` is no number, and bytes have no other tokens", hint="such as `end=1`")
+    pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
+    whole = text.op.Cast(text, to=ir.DataType.INT64)
+    pieces = Pieces(whole + offset, text.op.Greater(whole, np.int64(0)))
+    return _packed(pieces, checked_length(length), pad or 0, begin, end)
+
+
+def _required(known: Vocabulary, token: str) -> int:
+    number = known.number(token)
+    if number is None:
+        raise RecipeError("words that are not known, and the rest of a row, must be some number", hint="name a token")
+    return number
+
+
+def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
+    """The words of texts, [N, L], filled up with empty ones, and how many there are in each."""
+    op = text.op
+    if lowercase:
+        text = op.StringNormalizer(text, case_change_action="LOWER", is_case_sensitive=0, locale=locale)
+    for space in WHITESPACE:
+        text = _replace(text, space, " ")
+    for mark in PUNCTUATION if punctuation else "":
+        text = _replace(text, mark, f" {mark} ")
+    words, counts = op.StringSplit(text, outputs=2)
+    return words, counts
+
+
+def _replace(text: Expr, old: str, new: str) -> Expr:
+    """Texts, [N], in which one character is replaced: split there, and joined again."""
+    op = text.op
+    parts, counts = op.StringSplit(text, delimiter=old, outputs=2)
+    is_followed = _columns(parts) < op.Unsqueeze(counts, [1]) - 1
+    glue = op.Gather(_strings(op, ["", new]), op.Cast(is_followed, to=ir.DataType.INT64))
+    parts = op.StringConcat(parts, glue)
+    start = op.Gather(_strings(op, [""]), op.ConstantOfShape(op.Shape(text), value=ir.tensor(np.zeros(1, np.int64))))
+
+    def join(op: Builder, i: Expr, going: Expr, so_far: Expr) -> tuple[Expr, Expr]:
+        return going, op.StringConcat(so_far, op.Gather(parts, i, axis=1))
+
+    count = op.Squeeze(op.Shape(parts, start=1))
+    joined: Expr = op.Loop(count, True, start, body=op.subgraph(join, loop_inputs(ir.DataType.STRING)))
+    joined.value.type, joined.value.shape = ir.TensorType(ir.DataType.STRING), text.value.shape
+    return joined
+
+
+def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int | None) -> Tokens:
+    """What counts of each row one after the other, between the tokens for begin and end, and filled up."""
+    ids, counts = pieces.ids, pieces.is_piece
+    op = ids.op
+    first = int(begin is not None)
+    room = length - first - int(end is not None)
+    number = op.Cast(counts, to=ir.DataType.INT64)
+    place = op.CumSum(number, np.int64(1), exclusive=1)
+    taken = op.And(counts, place < room)
+    slot = op.Where(taken, place + first, op.constant(np.int64(length)))  # which is cut off again
+    rows = op.Slice(op.Shape(ids), [0], [1])
+    shape = op.Concat(rows, np.asarray([length + 1], np.int64), axis=0)
+    filling = op.ConstantOfShape(shape, value=ir.tensor(np.asarray([pad], np.int64)))
+    packed = op.Slice(op.ScatterElements(filling, slot, ids, axis=1), [0], [length], [1])
+    total = op.Min(op.ReduceSum(number, [1], keepdims=1), np.int64(room)) + first
+    columns = op.constant(np.arange(length, dtype=np.int64)[None])
+    if begin is not None:
+        packed = op.Where(op.Equal(columns, np.int64(0)), np.int64(begin), packed)
+    if end is not None:
+        packed = op.Where(op.Equal(columns, total), np.int64(end), packed)
+        total = total + 1
+    return Tokens(packed, op.Cast(columns < total, to=ir.DataType.INT64))
+
+
+def _columns(x: Expr) -> Expr:
+    """0, 1, 2 ... for each column of a matrix."""
+    op = x.op
+    numbers: Expr = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1)), np.int64(1))
+    return numbers
+
+
+def _strings(op: Builder, texts: list[str]) -> Expr:
+    constant: Expr = op.node("", "Constant", value_strings=texts)
+    constant.value.type, constant.value.shape = ir.TensorType(ir.DataType.STRING), ir.Shape([len(texts)])
+    return constant
