@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.training.callbacks import Callback as Callback
     from onward.training.report import report as report
     from onward.training.run import Run as Run
+    from onward.web import page as page
     # isort: on
 
 defer_sympy()
@@ -72,6 +73,7 @@ _NAMES = {
     "training.callbacks": ("Callback",),
     "training.report": ("report",),
     "training.run": ("Run",),
+    "web": ("page",),
 }
 """Module -> the public names in it."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
