@@ -67,7 +67,7 @@ export async function applyUpdates(training, files) {
   const sums = Object.fromEntries(Object.keys(gradients).map((name) => [name, mean(name)]));
   training.replace(Object.fromEntries(Object.keys(forward).map((name) => [name, name])), forward);
   training.replace(training.page.parts.apply.update, await training.run("apply", sums));
-  Object.assign(training.place, { step: training.place.step + 1, batch: training.place.batch + 1 });
+  training.advance();
   const loss = updates.reduce((sum, { about }) => sum + Number(about.loss) * Number(about.samples), 0) / samples;
   return { samples, loss };
 

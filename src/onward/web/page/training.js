@@ -10,6 +10,7 @@ export class Training {
     Object.assign(this, { ort, page, read, graphics });
     this.sessions = {};
     this.place = { step: 0, epoch: 0, batch: 0 };
+    this.turn = Promise.resolve();
   }
 
   async open() {
@@ -37,13 +38,22 @@ export class Training {
   }
 
   // All state as arrays by name, wherever it is.
-  async arrays() {
-    const found = {};
-    for (const { name, type } of this.page.state) {
-      const data = await numbers(this.state[name]);
-      found[name] = new ARRAYS[type](bytesOf(data).slice().buffer);
-    }
-    return found;
+  arrays() {
+    return this.alone(async () => {
+      const found = {};
+      for (const { name, type } of this.page.state) {
+        const data = await numbers(this.state[name]);
+        found[name] = new ARRAYS[type](bytesOf(data).slice().buffer);
+      }
+      return found;
+    });
+  }
+
+  // One thing at a time: somebody may try the model between two steps, never within one.
+  alone(act) {
+    const result = this.turn.then(act);
+    this.turn = result.catch(() => {});
+    return result;
   }
 
   // ---- steps ----
@@ -60,17 +70,23 @@ export class Training {
   }
 
   // One step with the next batch; its metrics as numbers. An epoch has ended where `place.batch` is 0.
-  async step() {
-    const { update, metrics } = this.page.parts.step;
-    const batch = this.rows.take(this.nextRows(), this.ort.Tensor);
-    const results = await this.run("step", batch);
-    const told = {};
-    for (const name of metrics) told[name] = Number((await numbers(results[name]))[0]);
-    this.replace(update, results);
+  step() {
+    return this.alone(async () => {
+      const { update, metrics } = this.page.parts.step;
+      const batch = this.rows.take(this.nextRows(), this.ort.Tensor);
+      const results = await this.run("step", batch);
+      const told = {};
+      for (const name of metrics) told[name] = Number((await numbers(results[name]))[0]);
+      this.replace(update, results);
+      this.advance();
+      return told;
+    });
+  }
+
+  advance() {
     const { place } = this;
     Object.assign(place, { step: place.step + 1, batch: place.batch + 1 });
     if (place.batch >= this.batches.perEpoch) Object.assign(place, { epoch: place.epoch + 1, batch: 0 });
-    return told;
   }
 
   // Put new state in the place of the old, all at once.
@@ -99,22 +115,22 @@ export class Training {
 
   // The mean loss over all rows, and the share of them whose class is right.
   async evaluate(rows) {
-    const { loss } = this.page.parts.evaluation;
     const size = this.page.order.batch_size;
-    let total = 0;
-    let right = 0;
-    let counted = 0;
+    const sum = { loss: 0, right: 0, counted: 0 };
     for (let first = 0; first < rows.count; first += size) {
       const taken = Array.from({ length: Math.min(size, rows.count - first) }, (_, at) => first + at);
-      const results = await this.run("evaluation", this.#full(rows, taken), this.exported);
-      total += await this.#sumOfLosses(rows, taken, Number((await numbers(results[loss]))[0]));
-      if (this.page.labels) {
-        const score = await this.#score(results, rows, taken);
-        right += score.right;
-        counted += score.counted;
-      }
+      const found = await this.alone(() => this.#evaluateBatch(rows, taken));
+      for (const name of Object.keys(sum)) sum[name] += found[name];
     }
-    return { loss: total / rows.count, accuracy: counted ? right / counted : null };
+    return { loss: sum.loss / rows.count, accuracy: sum.counted ? sum.right / sum.counted : null };
+  }
+
+  async #evaluateBatch(rows, taken) {
+    const results = await this.run("evaluation", this.#full(rows, taken), this.exported);
+    const mean = Number((await numbers(results[this.page.parts.evaluation.loss]))[0]);
+    const loss = await this.#sumOfLosses(rows, taken, mean);
+    const score = this.page.labels ? await this.#score(results, rows, taken) : { right: 0, counted: 0 };
+    return { loss, ...score };
   }
 
   // A batch of these rows; of a model for one size, copies of the last fill it up.
@@ -153,7 +169,7 @@ export class Training {
   }
 
   // Outputs of the model for one sample, by name: {dims, values}.
-  async predict(sample) {
+  predict(sample) {
     const count = this.page.order.fixed ? this.page.order.batch_size : 1;
     const batch = {};
     for (const { name, type, shape } of this.page.inputs) {
@@ -162,13 +178,15 @@ export class Training {
       if (sample[name]) for (let at = 0; at < count; at++) values.set(sample[name], at * size);
       batch[name] = new this.ort.Tensor(type, values, [count, ...shape]);
     }
-    const results = await this.run("evaluation", batch, this.exported);
-    const outputs = {};
-    for (const name of this.page.parts.evaluation.outputs) {
-      const dims = results[name].dims.slice(1);
-      outputs[name] = { dims, values: Array.from(await numbers(results[name]), Number).slice(0, sizeOf(dims)) };
-    }
-    return outputs;
+    return this.alone(async () => {
+      const results = await this.run("evaluation", batch, this.exported);
+      const outputs = {};
+      for (const name of this.page.parts.evaluation.outputs) {
+        const dims = results[name].dims.slice(1);
+        outputs[name] = { dims, values: Array.from(await numbers(results[name]), Number).slice(0, sizeOf(dims)) };
+      }
+      return outputs;
+    });
   }
 
   // ---- files ----

@@ -1,0 +1,255 @@
+// The worker: trains beside the page, so that the page stays quick. It answers calls, and tells how training goes.
+
+import { applyUpdates, makeUpdate, nameOf } from "./rounds.js";
+import { Rows } from "./rows.js";
+import { fetchBytes, openRuntime, threads } from "./runtime.js";
+import { openStore } from "./store.js";
+import { Training } from "./training.js";
+
+const TELL_EVERY = 80; // milliseconds
+const SAVE_EVERY = 1000;
+const MOST_POINTS = 4000; // of the loss that are kept; of longer runs every second one goes
+
+let page, store, training, bundled, heldOut;
+let samples = [];
+let using = { bundled: true, own: true };
+let history = emptyHistory();
+let running = null; // a promise while it trains
+let stopping = false;
+let graphics = false;
+
+function emptyHistory() {
+  return { steps: [], losses: [], validations: [], every: 1 };
+}
+
+const tell = (event, content = {}) => postMessage({ event, ...content });
+
+// ---- opening ----
+
+async function open({ wanted }) {
+  page = JSON.parse(new TextDecoder().decode(await fetchBytes("./page.json")));
+  store = await openStore(page.fingerprint);
+  await start(Boolean(wanted?.graphics));
+  const data = await fetchBytes("./data.bin");
+  bundled = page.data.training ? Rows.read(page.data.training, data) : null;
+  heldOut = page.data.validation ? Rows.read(page.data.validation, data) : null;
+  samples = (await saved("samples")) ?? [];
+  const run = await saved("runs");
+  if (run) {
+    training.load(run.state, run.place);
+    ({ history, using } = run);
+  }
+  useRows();
+  return { ...status(), samples, resumed: Boolean(run) };
+}
+
+async function start(onGraphics) {
+  const made = await openTraining(onGraphics).catch((error) => {
+    if (!onGraphics) throw error;
+    tell("notice", { text: `The graphics card cannot be used (${error.message}); it trains on the processor.` });
+    return openTraining(false);
+  });
+  training = made;
+}
+
+async function openTraining(onGraphics) {
+  const ort = await openRuntime(page, onGraphics);
+  const made = await new Training(ort, page, (name) => fetchBytes(`./${name}`), { graphics: onGraphics }).open();
+  graphics = onGraphics;
+  return made;
+}
+
+async function saved(what) {
+  try {
+    return await store?.get(what);
+  } catch {
+    return undefined;
+  }
+}
+
+function useRows() {
+  const own = using.own && samples.length ? Rows.of(page.inputs, samples) : null;
+  const rows = Rows.join(using.bundled ? bundled : null, own);
+  training.setRows(rows ?? new Rows([], 0));
+}
+
+function status() {
+  return {
+    page,
+    history,
+    using,
+    place: { ...training.place },
+    rows: training.rows.count,
+    perEpoch: training.batches.perEpoch,
+    keeps: Boolean(store),
+    graphics,
+    threads: graphics ? 1 : threads(),
+    isRunning: running !== null,
+  };
+}
+
+// ---- training ----
+
+async function train({ epochs }) {
+  if (running) return;
+  if (!training.batches.perEpoch) {
+    throw new Error(training.rows.count ? "There are too few samples for one batch." : "There is nothing to learn from yet.");
+  }
+  stopping = false;
+  running = withLock(() => loop(training.place.epoch + epochs));
+  try {
+    await running;
+  } catch (error) {
+    tell("failed", { text: error.message });
+  } finally {
+    running = null;
+    await save();
+    tell("stopped", status());
+  }
+}
+
+// Two tabs would write over one another.
+async function withLock(act) {
+  if (!navigator.locks) return act();
+  return navigator.locks.request(`onward ${page.fingerprint}`, { ifAvailable: true }, (lock) => {
+    if (!lock) throw new Error("It trains in another tab already.");
+    return act();
+  });
+}
+
+async function loop(until) {
+  let told = performance.now();
+  let wrote = told;
+  let steps = 0;
+  if (!history.validations.length) await validate();
+  while (!stopping && training.place.epoch < until) {
+    const before = training.place.epoch;
+    const metrics = await training.step();
+    const loss = metrics[page.parts.step.loss];
+    steps++;
+    record(loss);
+    if (!Number.isFinite(loss)) throw new Error("The loss is not a number any more. Start over, with a smaller learning rate.");
+    if (training.place.epoch !== before) await validate();
+    const now = performance.now();
+    if (now - told > TELL_EVERY) {
+      tell("progress", { history, place: { ...training.place }, perSecond: (steps * 1000) / (now - told) });
+      [told, steps] = [now, 0];
+      await new Promise((resolve) => setTimeout(resolve)); // what was said to us meanwhile
+    }
+    if (now - wrote > SAVE_EVERY) {
+      await save();
+      wrote = performance.now();
+    }
+  }
+}
+
+function record(loss) {
+  const { step } = training.place;
+  if (step % history.every) return;
+  history.steps.push(step);
+  history.losses.push(loss);
+  if (history.steps.length < MOST_POINTS) return;
+  history.every *= 2;
+  history.losses = history.losses.filter((_, at) => history.steps[at] % history.every === 0);
+  history.steps = history.steps.filter((one) => one % history.every === 0);
+}
+
+async function validate() {
+  const rows = heldOut ?? training.rows;
+  const result = await training.evaluate(rows);
+  history.validations.push({ step: training.place.step, ...result, heldOut: Boolean(heldOut) });
+}
+
+async function save() {
+  if (!store) return;
+  try {
+    await store.put("runs", { state: await training.arrays(), place: training.place, history, using });
+  } catch (error) {
+    store = null;
+    tell("notice", { text: `The browser does not keep the run (${error.name}): closing the tab loses it.` });
+  }
+}
+
+async function stop() {
+  stopping = true;
+  await running;
+  return status();
+}
+
+async function reset() {
+  await stop();
+  training.reset();
+  history = emptyHistory();
+  await store?.remove("runs");
+  return status();
+}
+
+// ---- samples ----
+
+async function setSamples({ samples: given }) {
+  samples = given;
+  return settleRows();
+}
+
+async function use(wanted) {
+  using = { ...using, ...wanted };
+  return settleRows();
+}
+
+async function settleRows() {
+  useRows();
+  try {
+    await store?.put("samples", samples);
+  } catch (error) {
+    tell("notice", { text: `The browser does not keep your examples (${error.name}).` });
+  }
+  if (training.place.step) await save();
+  return status();
+}
+
+// ---- others ----
+
+async function choose({ graphics: wanted }) {
+  await stop();
+  const [state, place] = [await training.arrays(), training.place];
+  const before = training;
+  await start(wanted);
+  await before.close();
+  training.load(state, place);
+  useRows();
+  return status();
+}
+
+async function join({ files }) {
+  await stop();
+  const result = await applyUpdates(training, files);
+  record(result.loss);
+  await validate();
+  await save();
+  return { ...status(), ...result, name: await nameOf(training) };
+}
+
+// What uses sessions comes one after the other: a session runs one thing at a time.
+const CALLS = {
+  open,
+  train,
+  stop,
+  reset,
+  setSamples,
+  use,
+  choose,
+  join,
+  predict: ({ sample }) => training.predict(sample),
+  model: () => training.model(),
+  training: () => training.training(),
+  update: ({ number, count }) => stop().then(() => makeUpdate(training, number, count)),
+  name: () => nameOf(training),
+};
+
+onmessage = async ({ data: { id, call, content } }) => {
+  try {
+    postMessage({ id, result: await CALLS[call](content ?? {}) });
+  } catch (error) {
+    postMessage({ id, error: error?.message ?? String(error) });
+  }
+};
