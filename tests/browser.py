@@ -103,7 +103,7 @@ class Browser:
         program = find_chromium()
         assert program is not None
         from_us, to_us = os.pipe(), os.pipe()
-        usual = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
+        usual = ("--headless=new", "--no-sandbox", "--no-first-run", "--disable-dev-shm-usage")
         command = [program, *usual, "--remote-debugging-pipe", f"--user-data-dir={self._folder}", *flags, "about:blank"]
         take_pipes = f"exec 3<&{from_us[0]} 4>&{to_us[1]}; exec \"$@\""
         self._process = subprocess.Popen(

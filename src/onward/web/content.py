@@ -102,7 +102,7 @@ class Content:
         summary = describe(self.training)
         step = summary.steps[0]
         told = [(label, text if isinstance(text, str) else ", ".join(text)) for label, text in step_rows(summary, step)]
-        rows = [[label, text] for label, text in told if label in _ROWS]
+        rows = [[label, text.partition("; differentiated")[0]] for label, text in told if label in _ROWS]
         return {"parameters": step.trained.numbers, "rows": rows}
 
     # ---- data ----

@@ -20,9 +20,12 @@ VERSION = "1.30.0"
 _PACKAGE = f"onnxruntime-web@{VERSION}"
 _PARTS = {
     "processor": ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"),
-    "graphics": ("ort.webgpu.bundle.min.mjs", "ort-wasm-simd-threaded.asyncify.wasm"),
+    "graphics": ("ort.bundle.min.mjs", "ort-wasm-simd-threaded.jsep.wasm"),
 }
-"""What computes -> the module that the page imports, and the program that it runs."""
+"""What computes -> the module that the page imports, and the program that it runs.
+
+There is a newer program for graphics cards, but it leaves out float64, in which optimizers compute their rates.
+"""
 _FILES = [file for files in _PARTS.values() for file in files]
 _PATIENCE = 600
 

@@ -1,7 +1,7 @@
 // A curve that grows: thin what was measured, bold its mean over a stretch, dots what was measured once in a while.
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
-const [HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [190, 46, 12, 12, 24];
+const [HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [216, 46, 12, 12, 24];
 
 export class Chart {
   // `format` writes a value; `least` and `most` are limits that the axis keeps, if given.
@@ -53,9 +53,11 @@ export class Chart {
       const text = this.#add("text", { x: LEFT - 8, y: y(tick) + 4, "text-anchor": "end" });
       text.textContent = this.format(tick);
     }
-    for (const tick of ticks(0, last, Math.max(Math.floor(width / 110), 2)).filter(Number.isInteger)) {
-      const text = this.#add("text", { x: x(tick), y: HEIGHT - 6, "text-anchor": tick ? "middle" : "start" });
-      text.textContent = tick.toLocaleString("en");
+    const steps = ticks(0, last, Math.max(Math.floor(width / 110), 2)).filter(Number.isInteger);
+    for (const tick of steps) {
+      const anchor = !tick ? "start" : x(tick) > width - 40 ? "end" : "middle";
+      const text = this.#add("text", { x: Math.min(x(tick), width - 4), y: HEIGHT - 6, "text-anchor": anchor });
+      text.textContent = tick.toLocaleString("en") + (tick === steps.at(-1) ? " steps" : "");
     }
   }
 
@@ -90,14 +92,14 @@ function thin(steps, values, width) {
   return steps.map((step, at) => [step, values[at]]).filter((_, at) => at % every === 0 || at === values.length - 1);
 }
 
-// A moving mean that knows only the past, over more the longer it goes on.
+// A moving mean over what came before and after, over more of it the longer it is.
 export function smooth(values) {
-  const memory = 1 - 1 / Math.min(Math.max(values.length / 25, 4), 60);
-  let [sum, weight] = [0, 0];
-  return values.map((value) => {
-    sum = memory * sum + (1 - memory) * value;
-    weight = memory * weight + (1 - memory);
-    return sum / weight;
+  const reach = Math.ceil(values.length / 60);
+  const sums = [0];
+  for (const value of values) sums.push(sums.at(-1) + value);
+  return values.map((_, at) => {
+    const [first, end] = [Math.max(at - reach, 0), Math.min(at + reach + 1, values.length)];
+    return (sums[end] - sums[first]) / (end - first);
   });
 }
 
@@ -105,7 +107,7 @@ export function smooth(values) {
 export function ticks(low, high, most) {
   const rough = (high - low) / most || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
   const found = [];
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(Number((at * step).toPrecision(12)));
   return found;

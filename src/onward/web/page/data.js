@@ -44,8 +44,10 @@ export class DataPanel {
 
   #show() {
     const total = this.samples.length;
-    find("own-text").textContent = total ? `${count(total, "example")} of yours` : "No examples of yours yet";
-    find("use-own").disabled = !total;
+    find("own-text").textContent = `${count(total, "example")} of yours`;
+    find("use-own").closest("label").hidden = !total;
+    find("own-hint").hidden = total > 0;
+    find("own-hint").textContent = `Give it examples of your own${this.page.picture ? ": under “Teach”, or" : ""} as a table.`;
     find("forget").hidden = !total;
     const { picture, labels, inputs } = this.page;
     const input = inputs.find(({ name }) => name !== labels?.input);

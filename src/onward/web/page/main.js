@@ -118,7 +118,7 @@ function fillAbout(status) {
   const rows = [
     ["parameters", page.about.parameters.toLocaleString("en")],
     ...page.about.rows,
-    ["batches", `of ${page.order.batch_size}, in the order of \`onward train\` with seed ${page.order.seed}`],
+    ["batches", `of ${page.order.batch_size}, as onward train takes them with seed ${page.order.seed}`],
     ["runtime", `ONNX Runtime ${page.runtime.version}`],
   ];
   for (const [name, text] of rows) find("facts").append(make("div", {}, make("dt", {}, name), make("dd", {}, text)));
@@ -147,19 +147,18 @@ async function start() {
   const problem = missing();
   if (problem) return fail(problem);
   client = new Client((event, content) => events[event](content));
-  let status;
-  try {
-    status = await client.call("open", {});
-  } catch (error) {
-    return fail(`It could not be started: ${error.message}`);
-  }
+  fill(await client.call("open", {}));
+  document.documentElement.dataset.ready = "true";
+}
+
+function fill(status) {
   ({ page } = status);
   find("loading").hidden = true;
   find("main").hidden = false;
   fillAbout(status);
   lossChart = new Chart(find("loss-chart"), { name: "Loss", format: (value) => String(Number(value.toPrecision(3))), least: 0 });
   if (page.labels) accuracyChart = new Chart(find("accuracy-chart"), { name: "Accuracy", format: (value) => `${Math.round(100 * value)} %`, least: 0, most: 1 });
-  else for (const one of document.querySelectorAll(".of-classes")) one.remove();
+  else for (const one of document.querySelectorAll(".of-classes")) one.hidden = true;
   const dataPanel = new DataPanel(page, client, status.samples, status.using, (now) => {
     settle(now);
     tryPanel.setCounts(dataPanel.samples);
@@ -173,8 +172,7 @@ async function start() {
   find("go").addEventListener("click", go);
   find("reset").addEventListener("click", reset);
   find("device").addEventListener("change", chooseDevice);
-  find("device").closest("label").hidden = !(await hasGraphics());
-  document.documentElement.dataset.ready = "true";
+  find("about").addEventListener("toggle", async () => (find("device").closest("label").hidden = !(await hasGraphics())), { once: true });
 }
 
-start();
+start().catch((error) => fail(`It could not be started: ${error.message}`));

@@ -5,6 +5,7 @@ import { find, say } from "./elements.js";
 
 const SIZE = 280; // pixels of the pad, whatever its size on the screen
 const PEN = 26;
+const INK = "#4277ec"; // to be seen on light and dark paper
 const FRAMES = 150; // milliseconds between two looks at the camera
 
 export class Pad {
@@ -104,7 +105,7 @@ export class Pad {
     this.isDrawing = true;
     find("pad-hint").hidden = true;
     const { context } = this;
-    Object.assign(context, { lineWidth: PEN, lineCap: "round", lineJoin: "round", strokeStyle: inkColour() });
+    Object.assign(context, { lineWidth: PEN, lineCap: "round", lineJoin: "round", strokeStyle: INK });
     context.beginPath();
     context.moveTo(from.x, from.y);
     context.lineTo(to.x, to.y);
@@ -140,5 +141,3 @@ export class Pad {
     find("camera").setAttribute("aria-pressed", "false");
   }
 }
-
-const inkColour = () => getComputedStyle(document.documentElement).getPropertyValue("--ink");

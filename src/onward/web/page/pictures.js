@@ -1,5 +1,7 @@
 // Pictures as the model takes them: drawings, photographs and frames of a camera become rows of numbers, and back.
 
+const STROKES = 280; // pixels on the longer side of an image in which strokes are looked for
+
 // The mean of the pixels of a box of a grey picture, for each pixel of a smaller one. Outside of it there is nothing.
 export function resample(grey, width, height, box, targetWidth, targetHeight) {
   const result = new Float32Array(targetWidth * targetHeight);
@@ -54,12 +56,26 @@ export function fromInk(ink, width, height, picture) {
 // Pixels of a photograph (RGBA, as a canvas gives them) that has the size of the picture.
 export function fromPixels(pixels, picture) {
   const count = picture.width * picture.height;
-  const planes = [0, 1, 2].map((channel) => Float32Array.from({ length: count }, (_, at) => pixels[at * 4 + channel] / 255));
-  if (picture.channels === 3) return arrange(planes, picture);
-  const [red, green, blue] = planes;
-  const grey = red.map((value, at) => 0.299 * value + 0.587 * green[at] + 0.114 * blue[at]);
+  if (picture.channels === 3) {
+    const plane = (channel) => Float32Array.from({ length: count }, (_, at) => pixels[at * 4 + channel] / 255);
+    return arrange([0, 1, 2].map(plane), picture);
+  }
+  const grey = greyOf(pixels, count);
   const isOther = picture.background && (borderLevel(grey, picture) < 0.5 ? "low" : "high") !== picture.background;
   return arrange([isOther ? grey.map((value) => 1 - value) : grey], picture);
+}
+
+function greyOf(pixels, count) {
+  const weights = [0.299 / 255, 0.587 / 255, 0.114 / 255];
+  return Float32Array.from({ length: count }, (_, at) => weights.reduce((sum, one, channel) => sum + one * pixels[at * 4 + channel], 0));
+}
+
+// How much ink is at each pixel of a grey picture of strokes on paper, whichever of them is darker.
+export function inkOf(grey, width, height) {
+  const paper = borderLevel(grey, { width, height });
+  const far = grey.map((level) => Math.abs(level - paper));
+  const most = far.reduce((a, b) => Math.max(a, b), 0) || 1;
+  return far.map((one) => (one / most < 0.25 ? 0 : one / most)); // paper has shades, too
 }
 
 function borderLevel(grey, { width, height }) {
@@ -107,9 +123,14 @@ export function paint(canvas, values, picture) {
   context.putImageData(toPixels(values, picture, context.createImageData(picture.width, picture.height)), 0, 0);
 }
 
-// A sample out of an image or a frame of a video: its middle, as far as it has the form of the picture.
+// A sample out of an image or a frame of a video. Where the model takes strokes, those are looked for; else it is the middle
+// of the image, as far as that has the form of the picture.
 export function fromImage(source, picture) {
   const [width, height] = [source.videoWidth ?? source.width, source.videoHeight ?? source.height];
+  if (picture.extent && (width !== picture.width || height !== picture.height)) {
+    const found = fromStrokes(source, width, height, picture);
+    if (found) return found;
+  }
   const scale = Math.min(width / picture.width, height / picture.height);
   let canvas = draw(source, (width - picture.width * scale) / 2, (height - picture.height * scale) / 2, scale, picture);
   while (canvas.width >= 2 * picture.width) canvas = half(canvas); // smoothly: one large step would skip pixels
@@ -120,6 +141,18 @@ export function fromImage(source, picture) {
   context.fillRect(0, 0, w, h); // behind what is transparent
   context.drawImage(canvas, 0, 0, w, h);
   return fromPixels(context.getImageData(0, 0, w, h).data, picture);
+}
+
+function fromStrokes(source, fullWidth, fullHeight, picture) {
+  const scale = Math.min(STROKES / Math.max(fullWidth, fullHeight), 1);
+  const [width, height] = [fullWidth, fullHeight].map((side) => Math.max(Math.round(side * scale), 1));
+  const canvas = Object.assign(document.createElement("canvas"), { width, height });
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, width, height);
+  context.drawImage(source, 0, 0, width, height);
+  const { data } = context.getImageData(0, 0, width, height);
+  return fromInk(inkOf(greyOf(data, width * height), width, height), width, height, picture);
 }
 
 function draw(source, x, y, scale, { width, height }) {

@@ -11,6 +11,7 @@ export class Training {
     this.sessions = {};
     this.place = { step: 0, epoch: 0, batch: 0 };
     this.turn = Promise.resolve();
+    this.opening = Promise.resolve();
   }
 
   async open() {
@@ -204,8 +205,12 @@ export class Training {
 
   // ---- sessions ----
 
+  // Sessions are made one after the other, which those on a graphics card must be.
   session(part) {
-    this.sessions[part] ??= this.#open(part);
+    if (!this.sessions[part]) {
+      this.sessions[part] = this.opening.then(() => this.#open(part));
+      this.opening = this.sessions[part].catch(() => {});
+    }
     return this.sessions[part];
   }
 

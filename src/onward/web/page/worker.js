@@ -96,6 +96,7 @@ async function train({ epochs }) {
     throw new Error(training.rows.count ? "There are too few samples for one batch." : "There is nothing to learn from yet.");
   }
   stopping = false;
+  const [began, from] = [performance.now(), training.place.step];
   running = withLock(() => loop(training.place.epoch + epochs));
   try {
     await running;
@@ -104,7 +105,7 @@ async function train({ epochs }) {
   } finally {
     running = null;
     await save();
-    tell("stopped", status());
+    tell("stopped", { ...status(), perSecond: (1000 * (training.place.step - from)) / (performance.now() - began) });
   }
 }
 
