@@ -2,6 +2,6 @@
 
 # ruff: noqa: I001
 from onward.cli.app import app
-from onward.cli import train, build, convert, check, show, plan, settings, change
+from onward.cli import train, build, page, convert, check, show, plan, settings, change
 
-__all__ = ["app", "build", "change", "check", "convert", "plan", "settings", "show", "train"]
+__all__ = ["app", "build", "change", "check", "convert", "page", "plan", "settings", "show", "train"]

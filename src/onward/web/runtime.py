@@ -30,11 +30,13 @@ _FILES = [file for files in _PARTS.values() for file in files]
 _PATIENCE = 600
 
 
-def add_runtime(folder: Path, given: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Write the runtime into the folder of a page. Programs are packed: any server may send them, and a phone has less
-    to load.
-    """
-    source = _installed(Path(given)) if given is not None else _cached()
+def find_runtime(given: str | os.PathLike[str] | None) -> Path:
+    """The folder that has the files: of an installed package, or what npm has got."""
+    return _installed(Path(given)) if given is not None else _cached()
+
+
+def add_runtime(folder: Path, source: Path) -> dict[str, Any]:
+    """Write the runtime into the folder of a page. Programs are packed: few servers would, and a phone has less to load."""
     folder.mkdir(exist_ok=True)
     told: dict[str, Any] = {}
     for what, (module, program) in _PARTS.items():

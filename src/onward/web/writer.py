@@ -18,7 +18,7 @@ from onward.training.data import in_parts
 from onward.training.preparation import prepare_training, with_head_of
 from onward.transform.training import strip
 from onward.web.content import Content
-from onward.web.runtime import VERSION, add_runtime
+from onward.web.runtime import VERSION, add_runtime, find_runtime
 
 _PAGE_ALONE = ("title", "picture", "runtime")
 _DESCRIPTION = "page.json"
@@ -62,9 +62,10 @@ def page(output: str | os.PathLike[str] = "site", force: bool = False, **given: 
     folder = Path(output)
     _refuse_to_fill(folder, force)
     own = {name: given.pop(name, None) for name in _PAGE_ALONE}
+    source = find_runtime(own["runtime"])
     content, title = _content(given, own["picture"])
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = add_runtime(folder / "runtime", own["runtime"])
+    runtime = add_runtime(folder / "runtime", source)
     sizes = _write_source(folder)
     for name, data in content.files.items():
         write_file(folder / name, data)

@@ -46,11 +46,12 @@ function chooseSeparator(text) {
 export function samplesOf(text, inputs, labels) {
   const lines = parse(text);
   if (!lines.length) throw new TableError("The table is empty.");
-  const header = lines[0].some((cell) => cell !== "" && !isNumber(cell)) ? lines.shift() : null;
   const target = inputs.find(({ name }) => name === labels?.input) ?? inputs.at(-1);
   const others = inputs.filter((input) => input !== target);
   const sizes = new Map(inputs.map((input) => [input, input.shape.reduce((a, b) => a * b, 1)]));
   const width = [...sizes.values()].reduce((a, b) => a + b, 0);
+  const words = lines[0].filter((cell) => cell !== "" && !isNumber(cell)).length;
+  const header = words > sizes.get(target) ? lines.shift() : null; // classes may have names, and nothing else has
   const first = header ? targetColumn(header, target.name, sizes.get(target)) : width - sizes.get(target);
   return lines.map((cells, number) => {
     const where = `Line ${number + 1 + (header ? 1 : 0)}`;
@@ -59,9 +60,9 @@ export function samplesOf(text, inputs, labels) {
     }
     const answers = cells.slice(first, first + sizes.get(target));
     const rest = [...cells.slice(0, first), ...cells.slice(first + sizes.get(target))];
-    const sample = { [target.name]: answers.map((cell) => (labels ? classOf(cell, labels, where) : number_(cell, where))) };
+    const sample = { [target.name]: answers.map((cell) => (labels ? classOf(cell, labels, where) : toNumber(cell, where))) };
     for (const input of others) {
-      sample[input.name] = rest.splice(0, sizes.get(input)).map((cell) => number_(cell, where));
+      sample[input.name] = rest.splice(0, sizes.get(input)).map((cell) => toNumber(cell, where));
     }
     return sample;
   });
@@ -75,7 +76,7 @@ function targetColumn(header, name, size) {
 
 const isNumber = (cell) => cell !== "" && Number.isFinite(Number(cell));
 
-function number_(cell, where) {
+function toNumber(cell, where) {
   if (!isNumber(cell)) throw new TableError(`${where}: “${cell}” is not a number.`);
   return Number(cell);
 }
