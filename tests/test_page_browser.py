@@ -220,8 +220,12 @@ def test_it_also_trains_on(how, site):
     made = Browser(*flags)
     try:
         with serving(site, ISOLATED) as url:
-            tab = opened(made, url)
-            assert tab.evaluate("crossOriginIsolated")
+            tab = made.new_tab()
+            tab.command("Emulation.setHardwareConcurrencyOverride", hardwareConcurrency=4)
+            tab.open(url)
+            tab.wait(READY)
+            if how == "threads":
+                assert "in 2 threads" in tab.text("device-text")
             if how == "graphics":
                 tab.evaluate("document.getElementById('about').open = true")
                 time.sleep(1)

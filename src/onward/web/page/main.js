@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { Client } from "./client.js";
 import { DataPanel } from "./data.js";
 import { count, download, find, make, percent, say } from "./elements.js";
-import { hasGraphics } from "./runtime.js";
+import { countThreads, hasGraphics } from "./runtime.js";
 import { TogetherPanel } from "./together.js";
 import { TryPanel } from "./try.js";
 
@@ -147,7 +147,7 @@ async function start() {
   const problem = missing();
   if (problem) return fail(problem);
   client = new Client((event, content) => events[event](content));
-  fill(await client.call("open", {}));
+  fill(await client.call("open", { threads: countThreads() }));
   document.documentElement.dataset.ready = "true";
 }
 

@@ -13,17 +13,17 @@ async function unpacked(bytes) {
   return new Response(stream).arrayBuffer();
 }
 
-export async function openRuntime({ runtime }, graphics) {
+export async function openRuntime({ runtime }, graphics, threads) {
   const { module, program } = graphics ? runtime.graphics : runtime.processor;
   const [ort, packed] = await Promise.all([import(`./runtime/${module}`), fetchBytes(`./runtime/${program}`)]);
   ort.env.wasm.wasmBinary = await unpacked(packed);
-  ort.env.wasm.numThreads = threads();
+  ort.env.wasm.numThreads = threads;
   ort.env.logLevel = "error";
   return ort;
 }
 
 // Several threads share memory, which browsers allow where a page is isolated from all others.
-export function threads() {
+export function countThreads() {
   return globalThis.crossOriginIsolated ? Math.min(4, Math.ceil((navigator.hardwareConcurrency || 1) / 2)) : 1;
 }
 

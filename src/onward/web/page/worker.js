@@ -2,7 +2,7 @@
 
 import { applyUpdates, makeUpdate, nameOf } from "./rounds.js";
 import { Rows } from "./rows.js";
-import { fetchBytes, openRuntime, threads } from "./runtime.js";
+import { fetchBytes, openRuntime } from "./runtime.js";
 import { openStore } from "./store.js";
 import { Training } from "./training.js";
 
@@ -17,6 +17,7 @@ let history = emptyHistory();
 let running = null; // a promise while it trains
 let stopping = false;
 let graphics = false;
+let threads = 1;
 
 function emptyHistory() {
   return { steps: [], losses: [], validations: [], every: 1 };
@@ -26,10 +27,11 @@ const tell = (event, content = {}) => postMessage({ event, ...content });
 
 // ---- opening ----
 
-async function open({ wanted }) {
+async function open({ threads: allowed }) {
+  threads = allowed;
   page = JSON.parse(new TextDecoder().decode(await fetchBytes("./page.json")));
   store = await openStore(page.fingerprint);
-  await start(Boolean(wanted?.graphics));
+  await start(false);
   const data = await fetchBytes("./data.bin");
   bundled = page.data.training ? Rows.read(page.data.training, data) : null;
   heldOut = page.data.validation ? Rows.read(page.data.validation, data) : null;
@@ -53,7 +55,7 @@ async function start(onGraphics) {
 }
 
 async function openTraining(onGraphics) {
-  const ort = await openRuntime(page, onGraphics);
+  const ort = await openRuntime(page, onGraphics, threads);
   const made = await new Training(ort, page, (name) => fetchBytes(`./${name}`), { graphics: onGraphics }).open();
   graphics = onGraphics;
   return made;
@@ -83,7 +85,7 @@ function status() {
     perEpoch: training.batches.perEpoch,
     keeps: Boolean(store),
     graphics,
-    threads: graphics ? 1 : threads(),
+    threads,
     isRunning: running !== null,
   };
 }
