@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -105,7 +105,7 @@ class Browser:
         from_us, to_us = os.pipe(), os.pipe()
         usual = ("--headless=new", "--no-sandbox", "--no-first-run", "--disable-dev-shm-usage")
         command = [program, *usual, "--remote-debugging-pipe", f"--user-data-dir={self._folder}", *flags, "about:blank"]
-        take_pipes = f"exec 3<&{from_us[0]} 4>&{to_us[1]}; exec \"$@\""
+        take_pipes = f'exec 3<&{from_us[0]} 4>&{to_us[1]}; exec "$@"'
         self._process = subprocess.Popen(
             ["bash", "-c", take_pipes, "bash", *command],
             pass_fds=(from_us[0], to_us[1]),
@@ -161,7 +161,7 @@ class Browser:
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
-    headers_to_add: dict[str, str] = {}
+    headers_to_add: ClassVar[dict[str, str]] = {}
 
     def log_message(self, *_: Any) -> None:
         pass

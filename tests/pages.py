@@ -12,7 +12,12 @@ from sklearn.datasets import load_digits
 import onward
 from models import digits_mlp, small_cnn
 
-FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm", "ort.bundle.min.mjs", "ort-wasm-simd-threaded.jsep.wasm")
+FILES = (
+    "ort.wasm.bundle.min.mjs",
+    "ort-wasm-simd-threaded.wasm",
+    "ort.bundle.min.mjs",
+    "ort-wasm-simd-threaded.jsep.wasm",
+)
 
 
 def digits(shape: tuple[int, ...] = (64,)) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The loops of examples/devices: in C++ against the library of the wheel, and in JavaScript, beside the one in Python."""
+"""The loops of examples/devices, in C++ on the library of the wheel and in JavaScript, beside the one in Python."""
 
 import importlib.util
 import shutil

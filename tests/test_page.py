@@ -41,7 +41,16 @@ def test_the_command_writes_a_page_that_names_all_its_files(tmp_path, monkeypatc
     assert told["sizes"]["data"] < 1797 * 67, "bytes, and not floats"
     names = {file.name for file in (tmp_path / "site").iterdir()}
     html = (tmp_path / "site" / "index.html").read_text()
-    assert {"main.js", "style.css", "icon.svg", "worker.js", "page.json", "data.bin", "model.onnx", "step.onnx"} <= names
+    assert {
+        "main.js",
+        "style.css",
+        "icon.svg",
+        "worker.js",
+        "page.json",
+        "data.bin",
+        "model.onnx",
+        "step.onnx",
+    } <= names
     assert "http://" not in html.replace("http://localhost:8000", "") and "https://" not in html
     run("page", "digits.onnx", *options, "-o", "site")  # a page may be written again
     assert failed("page", "digits.onnx", *options, "-o", ".")[0] == "`.` holds other files"
@@ -137,7 +146,9 @@ def test_what_a_page_cannot_train_is_refused(tmp_path, runtime):
     with pytest.raises(UnsupportedError, match="one step"):
         onward.page(twice, digits(), output=tmp_path / "site", runtime=runtime)
     with pytest.raises(DataError, match="stream of batches"):
-        onward.page(digits_mlp(4), lambda: iter([digits()]), loss="cross_entropy", output=tmp_path / "site", runtime=runtime)
+        onward.page(
+            digits_mlp(4), lambda: iter([digits()]), loss="cross_entropy", output=tmp_path / "site", runtime=runtime
+        )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
     with pytest.raises(WriteError, match="holds other files"):
@@ -171,7 +182,8 @@ const tables = said.tables.map(([text, inputs, labels]) => {
 });
 const back = read(new Uint8Array(readFileSync("python.safetensors")));
 writeFileSync("javascript.safetensors", write(back.tensors, { ...back.about, by: "JavaScript" }));
-const picture = { layout: "channels_first", width: 4, height: 4, channels: 1, low: [-1], high: [3], background: "low", extent: 1 };
+const size = { layout: "channels_first", width: 4, height: 4, channels: 1 };
+const picture = { ...size, low: [-1], high: [3], background: "low", extent: 1 };
 const ink = new Float32Array(100).map((_, at) => (at % 10 === 7 ? 1 : 0)); // a line, to the right of the middle
 const line = Array.from(fromInk(ink, 10, 10, picture));
 const pixels = toPixels(line, picture, { data: new Uint8ClampedArray(64) }).data;
@@ -188,7 +200,7 @@ def test_modules_of_the_page_agree_with_python(tmp_path):
 
     from safetensors.numpy import save_file
 
-    for file in files("onward.web").joinpath("page").iterdir():
+    for file in files("onward.web").joinpath("static").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "package.json").write_text('{"type": "module"}')
     orders = [(1, 0, 0), (2, 5, 1), (37, -3, 2), (1347, 7, 0), (500, 2**63 + 11, 4)]

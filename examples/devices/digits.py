@@ -1,7 +1,7 @@
 """What loops on devices begin with, and what becomes of what they trained.
 
-    python digits.py write      # lowered/: a training model as plain ONNX, and samples as plain numbers
-    python digits.py read       # digits-trained.onnx: with the weights in lowered/trained.safetensors
+python digits.py write      # lowered/: a training model as plain ONNX, and samples as plain numbers
+python digits.py read       # digits-trained.onnx: with the weights in lowered/trained.safetensors
 """
 
 from __future__ import annotations

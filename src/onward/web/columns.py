@@ -55,4 +55,3 @@ def _narrow(values: np.ndarray) -> tuple[np.ndarray, float]:
             if narrow.max() <= 255 and (narrow.astype(np.float32) / np.float32(divisor) == values).all():
                 return narrow.astype(np.uint8), divisor
     return values, 1.0
-

@@ -25,7 +25,20 @@ from onward.web.columns import Packer, all_rows
 from onward.web.pictures import picture_of
 from onward.web.places import File, averages, trained_file, training_file
 
-_TYPES = {"float32", "float64", "float16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"}
+_TYPES = {
+    "float32",
+    "float64",
+    "float16",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "bool",
+}
 """What onnxruntime-web takes."""
 
 _PARTS = ("step", "evaluation", "gradients", "apply")
@@ -183,7 +196,8 @@ def _sizes(value: ir.Value) -> tuple[int, ...]:
     sizes = [] if value.shape is None else [size for size in value.shape[1:] if isinstance(size, int)]
     if value.shape is None or len(sizes) != len(value.shape) - 1:
         raise UnsupportedError(
-            f"how large a sample of `{value.name}` is, the model leaves open", hint="give data with `--data`, which say it"
+            f"how large a sample of `{value.name}` is, the model leaves open",
+            hint="give data with `--data`, which say it",
         )
     return tuple(sizes)
 
@@ -197,4 +211,3 @@ def _type(name: str, dtype: ir.DataType | None) -> str:
             hint="export the model in float32",
         )
     return found
-

@@ -50,7 +50,9 @@ def _form(shape: tuple[int, ...], rows: np.ndarray | None, said: str | None) -> 
 def _said_form(shape: tuple[int, ...], said: str) -> tuple[str, int, int, int]:
     sizes = re.fullmatch(r"(\d+)x(\d+)", said)
     if sizes is None:
-        raise RecipeError(f"`{said}` is no size of a picture", hint="write height and width: `--picture 8x8`, or `none`")
+        raise RecipeError(
+            f"`{said}` is no size of a picture", hint="write height and width: `--picture 8x8`, or `none`"
+        )
     height, width = map(int, sizes.groups())
     count = math.prod(shape)
     if height * width == 0 or count % (height * width) or (channels := count // (height * width)) not in (1, 3):
@@ -89,7 +91,12 @@ def _strokes(pictures: np.ndarray | None, low: Sequence[float], high: Sequence[f
     if min(level, 1 - level) > _PLAIN:
         return nothing
     ink = grey > 0.5 if level < 0.5 else grey < 0.5
-    sides = [max(np.ptp(np.flatnonzero(one.any(1))), np.ptp(np.flatnonzero(one.any(0)))) + 1 for one in ink if one.any()]
+    sides = [max(_reach(one.any(1)), _reach(one.any(0))) for one in ink if one.any()]
     if not sides:
         return nothing
     return {"background": "low" if level < 0.5 else "high", "extent": float(np.mean(sides)) / max(grey.shape[1:])}
+
+
+def _reach(lines: np.ndarray) -> int:
+    """How many lines there are from the first that has something to the last."""
+    return int(np.ptp(np.flatnonzero(lines))) + 1

@@ -36,7 +36,7 @@ def find_runtime(given: str | os.PathLike[str] | None) -> Path:
 
 
 def add_runtime(folder: Path, source: Path) -> dict[str, Any]:
-    """Write the runtime into the folder of a page. Programs are packed: few servers would, and a phone has less to load."""
+    """Write the runtime into the folder of a page. Programs are packed, so that there is less to load on any server."""
     folder.mkdir(exist_ok=True)
     told: dict[str, Any] = {}
     for what, (module, program) in _PARTS.items():

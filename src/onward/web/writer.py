@@ -106,7 +106,7 @@ def _refuse_to_fill(folder: Path, force: bool) -> None:
 def _write_source(folder: Path) -> int:
     """The page itself; how many bytes it is."""
     total = 0
-    for file in files("onward.web").joinpath("page").iterdir():
+    for file in files("onward.web").joinpath("static").iterdir():
         content = file.read_bytes()
         write_file(folder / file.name, content)
         total += len(content)
