@@ -30,9 +30,8 @@ def main() -> None:
         title="Handwritten digits",
         output=OUT,
     )
-    loaded = sum(made.sizes[name] for name in ("page", "model", "data", "runtime"))
     where = made.path.relative_to(Path.cwd()) if made.path.is_relative_to(Path.cwd()) else made.path
-    print(f"wrote {where}: a browser loads {loaded / 1e6:.1f} MB")
+    print(f"wrote {where}: a browser loads {made.loaded / 1e6:.1f} MB")
     print(f"to look at it: python -m http.server -d {where}, and open http://localhost:8000")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from onward.cli import options
 from onward.cli.app import BUILD, command
@@ -11,9 +11,6 @@ from onward.cli.console import print_json, remark
 from onward.cli.files import working
 from onward.cli.options import option, parameters_for, select_given, source_of
 from onward.options import PageOptions
-
-if TYPE_CHECKING:
-    from onward.web.writer import Page
 
 
 @command(
@@ -39,6 +36,7 @@ def page(
     opens it trains on their own device, on the data that are given here, on what they draw, drop and film, or on both.
     """
     import onward
+    from onward.inspect.formatting import size
 
     asked = select_given(PageOptions, given)
     if "data" in asked:
@@ -47,15 +45,8 @@ def page(
         made = onward.page(model, **asked, output=output, force=force)
     if as_json:
         print_json({"output": str(made.path), "sizes": made.sizes, "notes": list(made.notes)})
-    else:
-        _tell(made)
-
-
-def _tell(made: Page) -> None:
-    from onward.inspect.formatting import size
-
+        return
     for note in made.notes:
         remark(note)
-    loaded = sum(made.sizes[name] for name in ("page", "model", "data", "runtime"))
-    remark(f"wrote {made.path}: a browser loads {size(loaded)}, {size(made.sizes['runtime'])} of them ONNX Runtime")
+    remark(f"wrote {made.path}: a browser loads {size(made.loaded)}, {size(made.sizes['runtime'])} of it ONNX Runtime")
     remark(f"to look at it: python -m http.server -d {made.path}, and open http://localhost:8000")

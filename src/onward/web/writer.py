@@ -43,6 +43,11 @@ class Page:
     """Bytes that a browser loads: of the `page` itself, the `model` and `data`, and the `runtime`; `graphics` is loaded
     in the place of the latter where somebody chooses that."""
 
+    @property
+    def loaded(self) -> int:
+        """Bytes that a browser loads before it can train."""
+        return sum(size for name, size in self.sizes.items() if name != "graphics")
+
 
 @taking(_Arguments)
 def page(output: str | os.PathLike[str] = "site", force: bool = False, **given: Any) -> Page:

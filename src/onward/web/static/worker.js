@@ -29,10 +29,10 @@ const tell = (event, content = {}) => postMessage({ event, ...content });
 
 async function open({ threads: allowed }) {
   threads = allowed;
-  page = JSON.parse(new TextDecoder().decode(await fetchBytes("./page.json")));
+  page = JSON.parse(new TextDecoder().decode(await fetchBytes("./page.json", { cache: "no-cache" })));
   store = await openStore(page.fingerprint);
   await start(false);
-  const data = await fetchBytes("./data.bin");
+  const data = await read("data.bin");
   bundled = page.data.training ? Rows.read(page.data.training, data) : null;
   heldOut = page.data.validation ? Rows.read(page.data.validation, data) : null;
   samples = (await saved("samples")) ?? [];
@@ -45,6 +45,9 @@ async function open({ threads: allowed }) {
   return { ...status(), samples, resumed: Boolean(run) };
 }
 
+// Files belong to one page: what the browser has kept of an older one is another address.
+const read = (name) => fetchBytes(`./${name}?${page.fingerprint}`);
+
 async function start(onGraphics) {
   const made = await openTraining(onGraphics).catch((error) => {
     if (!onGraphics) throw error;
@@ -56,7 +59,7 @@ async function start(onGraphics) {
 
 async function openTraining(onGraphics) {
   const ort = await openRuntime(page, onGraphics, threads);
-  const made = await new Training(ort, page, (name) => fetchBytes(`./${name}`), { graphics: onGraphics }).open();
+  const made = await new Training(ort, page, read, { graphics: onGraphics }).open();
   graphics = onGraphics;
   return made;
 }
