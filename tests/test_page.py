@@ -204,7 +204,7 @@ def test_modules_of_the_page_agree_with_python(tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "package.json").write_text('{"type": "module"}')
     orders = [(1, 0, 0), (2, 5, 1), (37, -3, 2), (1347, 7, 0), (500, 2**63 + 11, 4)]
-    inputs = [{"name": "x", "shape": [2]}, {"name": "label", "shape": []}]
+    inputs = [{"name": "x", "shape": [2], "is_target": False}, {"name": "label", "shape": [], "is_target": True}]
     labels = {"input": "label", "names": ["cat", "dog"], "count": 2}
     tables = [
         ('x1,x2,label\n1,2,cat\n3,"4",dog\n', inputs, labels),

@@ -1,7 +1,7 @@
 // The part of ONNX Runtime's C interface that training needs: a table of functions that only grows, by position.
 //
-// With the SDK of ONNX Runtime one includes onnxruntime_cxx_api.h instead, and writes Ort::Session, Ort::Value and so on.
-// The wheel of Python has the library without headers; this is enough to use it.
+// With the SDK of ONNX Runtime one includes onnxruntime_cxx_api.h instead, and writes Ort::Session, Ort::Value and so
+// on. The wheel of Python has the library without headers; this is enough to use it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -127,7 +127,8 @@ class Session {
     Options* options = nullptr;
     check(entry<Status*(Options**)>(10)(&options));
     check(entry<Status*(Options*, int)>(24)(options, 1));  // threads
-    Status* status = entry<Status*(const Env*, const char*, const Options*, RawSession**)>(7)(env, path.c_str(), options, &session_);
+    auto* create = entry<Status*(const Env*, const char*, const Options*, RawSession**)>(7);
+    Status* status = create(env, path.c_str(), options, &session_);
     entry<void(Options*)>(100)(options);
     check(status);
     inputs = names(30, 36);
@@ -144,9 +145,10 @@ class Session {
     std::vector<const RawValue*> values;
     for (const Tensor* one : given) values.push_back(one->get());
     std::vector<RawValue*> results(out.size(), nullptr);
-    check(entry<Status*(RawSession*, const void*, const char* const*, const RawValue* const*, size_t, const char* const*, size_t,
-                        RawValue**)>(9)(session_, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(),
-                                        results.data()));
+    using Names = const char* const*;
+    using Values = const RawValue* const*;
+    auto* run = entry<Status*(RawSession*, const void*, Names, Values, size_t, Names, size_t, RawValue**)>(9);
+    check(run(session_, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), results.data()));
     std::vector<Tensor> made;
     for (RawValue* value : results) made.emplace_back(value);
     return made;

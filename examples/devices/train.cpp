@@ -54,7 +54,8 @@ std::map<std::string, std::string> update_in(const std::string& contract) {
 
 // State by name, as a .safetensors file: a header in JSON, then the numbers.
 void write_state(const std::string& path, const std::map<std::string, ort::Tensor>& state) {
-  const std::map<int, std::pair<const char*, size_t>> types = {{ort::kFloat, {"F32", 4}}, {ort::kInt64, {"I64", 8}}, {ort::kDouble, {"F64", 8}}};
+  const std::map<int, std::pair<const char*, size_t>> types = {
+      {ort::kFloat, {"F32", 4}}, {ort::kInt64, {"I64", 8}}, {ort::kDouble, {"F64", 8}}};
   std::string header = "{", body;
   for (const auto& [name, tensor] : state) {
     const auto [type, size] = types.at(tensor.type());
@@ -64,8 +65,9 @@ void write_state(const std::string& path, const std::map<std::string, ort::Tenso
       bytes *= static_cast<size_t>(dim);
       shape += (shape.empty() ? "" : ",") + std::to_string(dim);
     }
-    header += (header.size() > 1 ? ",\"" : "\"") + name + "\":{\"dtype\":\"" + type + "\",\"shape\":[" + shape + "],\"data_offsets\":[" +
-              std::to_string(body.size()) + "," + std::to_string(body.size() + bytes) + "]}";
+    const std::string offsets = std::to_string(body.size()) + "," + std::to_string(body.size() + bytes);
+    header += (header.size() > 1 ? ",\"" : "\"") + name + "\":{\"dtype\":\"" + type + "\",\"shape\":[" + shape + "]," +
+              "\"data_offsets\":[" + offsets + "]}";
     body.append(static_cast<const char*>(tensor.data()), bytes);
   }
   header += "}";
@@ -89,7 +91,8 @@ void train(const std::string& folder, int steps) {
   for (int number = 0; number < steps; number++) {
     const int64_t first = number % batches * kBatch;
     std::map<std::string, ort::Tensor> batch;
-    batch.emplace("image", ort::Tensor::over(&image[first * kPixels], kBatch * kPixels * sizeof(float), {kBatch, kPixels}, ort::kFloat));
+    const size_t bytes = kBatch * kPixels * sizeof(float);
+    batch.emplace("image", ort::Tensor::over(&image[first * kPixels], bytes, {kBatch, kPixels}, ort::kFloat));
     batch.emplace("labels", ort::Tensor::over(&labels[first], kBatch * sizeof(int64_t), {kBatch}, ort::kInt64));
 
     std::vector<const ort::Tensor*> inputs;

@@ -96,6 +96,11 @@ class Content:
 
     def _part(self, name: str) -> dict[str, Any]:
         made = lower(self.training, part=name)
+        if contract_of(made).loss is None and name in ("step", "evaluation"):
+            raise UnsupportedError(
+                "a page shows the loss, and that of this model is not known or cannot be computed without training",
+                hint="train it with `onward train`",
+            )
         self.files[f"{name}.onnx"] = made.to_proto().SerializeToString()
         return contract_of(made).to_json()
 
@@ -157,10 +162,12 @@ class Content:
 
     def _inputs(self, rows: Sequence[Batch | None]) -> list[dict[str, Any]]:
         """What a sample is, input by input; sizes that the model leaves open are those of the data."""
-        told = []
+        told: list[dict[str, Any]] = []
+        own = {value.name for value in self.training.inputs}
         for name, value in self.engine.of_a_batch.items():
             found = rows[0][name].shape[1:] if rows[0] is not None else _sizes(value)
-            told.append({"name": name, "type": _type(name, value.dtype), "shape": list(found)})
+            what = {"name": name, "type": _type(name, value.dtype), "shape": list(found)}
+            told.append({**what, "is_target": name not in own})
         return told
 
     def _labels(self, labels: Labels | None) -> dict[str, Any] | None:

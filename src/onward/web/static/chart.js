@@ -109,6 +109,7 @@ export function ticks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(Number((at * step).toPrecision(12)));
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++)
+    found.push(Number((at * step).toPrecision(12)));
   return found;
 }

@@ -40,13 +40,13 @@ function chooseSeparator(text) {
   return [",", ";", "\t"][counts.indexOf(Math.max(...counts))];
 }
 
-// Samples out of a table: {input: numbers}. The target is the column that is called so, or the last one.
+// Samples out of a table: {input: numbers}. The target is the column that is called so, or the last.
 //
-// `inputs` are those of a batch; `labels`, if the target is a class, says which input it is and what classes are called.
+// `inputs` are those of a batch, one of them a target; `labels`, if the target is a class, says which input it is and what classes are called.
 export function samplesOf(text, inputs, labels) {
   const lines = parse(text);
   if (!lines.length) throw new TableError("The table is empty.");
-  const target = inputs.find(({ name }) => name === labels?.input) ?? inputs.at(-1);
+  const target = inputs.find(({ is_target }) => is_target);
   const others = inputs.filter((input) => input !== target);
   const sizes = new Map(inputs.map((input) => [input, input.shape.reduce((a, b) => a * b, 1)]));
   const width = [...sizes.values()].reduce((a, b) => a + b, 0);
@@ -60,7 +60,9 @@ export function samplesOf(text, inputs, labels) {
     }
     const answers = cells.slice(first, first + sizes.get(target));
     const rest = [...cells.slice(0, first), ...cells.slice(first + sizes.get(target))];
-    const sample = { [target.name]: answers.map((cell) => (labels ? classOf(cell, labels, where) : toNumber(cell, where))) };
+    const sample = {
+      [target.name]: answers.map((cell) => (labels ? classOf(cell, labels, where) : toNumber(cell, where))),
+    };
     for (const input of others) {
       sample[input.name] = rest.splice(0, sizes.get(input)).map((cell) => toNumber(cell, where));
     }

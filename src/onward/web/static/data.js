@@ -20,6 +20,8 @@ export class DataPanel {
     }
     find("table").addEventListener("change", (event) => this.#readTable(event.target));
     find("table-hint").textContent = this.#describeTable();
+    const takesTables = page.inputs.filter(({ is_target }) => is_target).length === 1;
+    for (const id of ["table-button", "table-hint", "own-hint"]) find(id).classList.toggle("gone", !takesTables);
     find("forget").addEventListener("click", () => this.set([]));
     this.#show();
   }
@@ -47,10 +49,11 @@ export class DataPanel {
     find("own-text").textContent = `${count(total, "example")} of yours`;
     find("use-own").closest("label").hidden = !total;
     find("own-hint").hidden = total > 0;
-    find("own-hint").textContent = `Give it examples of your own${this.page.picture ? ": under “Teach”, or" : ""} as a table.`;
+    find("own-hint").textContent =
+      `Give it examples of your own${this.page.picture ? ": under “Teach”, or" : ""} as a table.`;
     find("forget").hidden = !total;
     const { picture, labels, inputs } = this.page;
-    const input = inputs.find(({ name }) => name !== labels?.input);
+    const input = inputs.find(({ is_target }) => !is_target);
     find("thumbnails").replaceChildren();
     if (!picture) return;
     this.samples.slice(-MOST_SHOWN).forEach((sample, at) => {
@@ -58,7 +61,12 @@ export class DataPanel {
       const name = labels.names[sample[labels.input][0]];
       const canvas = make("canvas");
       paint(canvas, sample[input.name], picture);
-      const button = make("button", { type: "button", "aria-label": `Remove example ${index + 1}, ${name}`, title: "Remove" }, canvas, make("span", {}, name));
+      const button = make(
+        "button",
+        { type: "button", "aria-label": `Remove example ${index + 1}, ${name}`, title: "Remove" },
+        canvas,
+        make("span", {}, name),
+      );
       button.addEventListener("click", () => this.set(this.samples.filter((_, other) => other !== index)));
       find("thumbnails").append(make("li", {}, button));
     });

@@ -11,7 +11,9 @@ export function digest(...pieces) {
       lanes[lane] = Math.imul(lanes[lane] ^ bytes[at], 0x01000193);
       lanes[lane] ^= lanes[lane] >>> 15;
     }
-    lanes.forEach((_, lane) => (lanes[lane] = Math.imul(lanes[lane] ^ lanes[(lane + 1) & 3] ^ bytes.length, 0x85ebca6b)));
+    lanes.forEach(
+      (_, lane) => (lanes[lane] = Math.imul(lanes[lane] ^ lanes[(lane + 1) & 3] ^ bytes.length, 0x85ebca6b)),
+    );
   }
   return lanes.map((lane) => (lane >>> 0).toString(16).padStart(8, "0")).join("");
 }

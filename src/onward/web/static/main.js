@@ -17,21 +17,32 @@ let place = { step: 0, epoch: 0, batch: 0 };
 function show({ history, place: now, perSecond, rows, perEpoch }) {
   place = now;
   const { steps, losses, validations } = history;
-  lossChart.draw(steps, losses, validations.map(({ step, loss }) => [step, loss]));
-  accuracyChart?.draw([], [], validations.map(({ step, accuracy }) => [step, accuracy]));
+  lossChart.draw(
+    steps,
+    losses,
+    validations.map(({ step, loss }) => [step, loss]),
+  );
+  accuracyChart?.draw(
+    [],
+    [],
+    validations.map(({ step, accuracy }) => [step, accuracy]),
+  );
   const last = validations.at(-1);
   find("at-step").textContent = place.step.toLocaleString("en");
   find("at-epoch").textContent = place.epoch.toLocaleString("en");
   find("at-loss").textContent = losses.length ? losses.at(-1).toFixed(4) : "–";
   find("at-accuracy").textContent = last?.accuracy != null ? percent(last.accuracy) : "–";
-  find("accuracy-of").textContent = last && !last.heldOut ? "on the examples it learns from" : "on examples it does not learn from";
+  find("accuracy-of").textContent =
+    last && !last.heldOut ? "on the examples it learns from" : "on examples it does not learn from";
   if (perSecond) find("at-speed").textContent = `${Math.round(perSecond).toLocaleString("en")} / s`;
-  if (rows !== undefined) find("rows").textContent = `It learns from ${count(rows, "example")}, ${count(perEpoch, "step")} an epoch.`;
+  if (rows !== undefined)
+    find("rows").textContent = `It learns from ${count(rows, "example")}, ${count(perEpoch, "step")} an epoch.`;
 }
 
 function setRunning(running) {
   isRunning = running;
   document.body.classList.toggle("running", running);
+  find("verdict").setAttribute("aria-live", running ? "off" : "polite"); // it changes with every step
   find("go").textContent = running ? "Stop" : place.step ? "Go on" : "Train";
   find("reset").disabled = running || !place.step;
 }
@@ -57,7 +68,8 @@ const events = {
 
 function describe({ place: { step, epoch }, history: { validations } }) {
   const last = validations.at(-1);
-  const how = last?.accuracy != null ? `, accuracy ${percent(last.accuracy)}` : last ? `, loss ${last.loss.toFixed(4)}` : "";
+  const how =
+    last?.accuracy != null ? `, accuracy ${percent(last.accuracy)}` : last ? `, loss ${last.loss.toFixed(4)}` : "";
   return `${count(step, "step")}, ${count(epoch, "epoch")}${how}.`;
 }
 
@@ -107,7 +119,9 @@ async function chooseDevice(event) {
 }
 
 function tellDevice({ graphics, threads }) {
-  find("device-text").textContent = graphics ? "It computes on the graphics card." : `It computes on the processor, in ${count(threads, "thread")}.`;
+  find("device-text").textContent = graphics
+    ? "It computes on the graphics card."
+    : `It computes on the processor, in ${count(threads, "thread")}.`;
 }
 
 // ---- the beginning ----
@@ -132,8 +146,10 @@ function fillAbout(status) {
 }
 
 function missing() {
-  if (typeof WebAssembly !== "object") return "This browser cannot run programs (WebAssembly), which training needs. Another one can: Firefox, Chrome, Edge and Safari do.";
-  if (typeof DecompressionStream !== "function") return "This browser is too old to unpack what it needs. A newer one can: those since 2023 do.";
+  if (typeof WebAssembly !== "object")
+    return "This browser cannot run programs (WebAssembly), which training needs. Another one can: Firefox, Chrome, Edge and Safari do.";
+  if (typeof DecompressionStream !== "function")
+    return "This browser is too old to unpack what it needs. A newer one can: those since 2023 do.";
   return null;
 }
 
@@ -156,8 +172,18 @@ function fill(status) {
   find("loading").hidden = true;
   find("main").hidden = false;
   fillAbout(status);
-  lossChart = new Chart(find("loss-chart"), { name: "Loss", format: (value) => String(Number(value.toPrecision(3))), least: 0 });
-  if (page.labels) accuracyChart = new Chart(find("accuracy-chart"), { name: "Accuracy", format: (value) => `${Math.round(100 * value)} %`, least: 0, most: 1 });
+  lossChart = new Chart(find("loss-chart"), {
+    name: "Loss",
+    format: (value) => String(Number(value.toPrecision(3))),
+    least: 0,
+  });
+  if (page.labels)
+    accuracyChart = new Chart(find("accuracy-chart"), {
+      name: "Accuracy",
+      format: (value) => `${Math.round(100 * value)} %`,
+      least: 0,
+      most: 1,
+    });
   else for (const one of document.querySelectorAll(".of-classes")) one.hidden = true;
   const dataPanel = new DataPanel(page, client, status.samples, status.using, (now) => {
     settle(now);
@@ -172,7 +198,11 @@ function fill(status) {
   find("go").addEventListener("click", go);
   find("reset").addEventListener("click", reset);
   find("device").addEventListener("change", chooseDevice);
-  find("about").addEventListener("toggle", async () => (find("device").closest("label").hidden = !(await hasGraphics())), { once: true });
+  find("about").addEventListener(
+    "toggle",
+    async () => (find("device").closest("label").hidden = !(await hasGraphics())),
+    { once: true },
+  );
 }
 
 start().catch((error) => fail(`It could not be started: ${error.message}`));

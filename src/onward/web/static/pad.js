@@ -122,7 +122,11 @@ export class Pad {
     try {
       this.stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
     } catch (error) {
-      say(error.name === "NotAllowedError" ? "The camera was not allowed. The settings of the browser for this page say otherwise." : "There is no camera to use.");
+      say(
+        error.name === "NotAllowedError"
+          ? "The camera was not allowed. The settings of the browser for this page say otherwise."
+          : "There is no camera to use.",
+      );
       return;
     }
     this.video.srcObject = this.stream;

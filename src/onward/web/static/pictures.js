@@ -67,7 +67,9 @@ export function fromPixels(pixels, picture) {
 
 function greyOf(pixels, count) {
   const weights = [0.299 / 255, 0.587 / 255, 0.114 / 255];
-  return Float32Array.from({ length: count }, (_, at) => weights.reduce((sum, one, channel) => sum + one * pixels[at * 4 + channel], 0));
+  return Float32Array.from({ length: count }, (_, at) =>
+    weights.reduce((sum, one, channel) => sum + one * pixels[at * 4 + channel], 0),
+  );
 }
 
 // How much ink is at each pixel of a grey picture of strokes on paper, whichever of them is darker.

@@ -90,8 +90,10 @@ async function checked(training, files) {
     const { tensors, about } = parse(name, bytes);
     if (about.format !== FORMAT) throw new RoundError(`${name} is not an update.`);
     if (about.model !== training.page.fingerprint) throw new RoundError(`${name} is of another page or model.`);
-    if (about.state !== state) throw new RoundError(`${name} is of another round: everyone must begin at the same state.`);
-    if (!(Number(about.samples) > 0) || wanted.some((one) => !tensors[one])) throw new RoundError(`${name} is damaged.`);
+    if (about.state !== state)
+      throw new RoundError(`${name} is of another round: everyone must begin at the same state.`);
+    if (!(Number(about.samples) > 0) || wanted.some((one) => !tensors[one]))
+      throw new RoundError(`${name} is damaged.`);
     return { tensors, about, key: digest(bytes) };
   });
   updates.sort((a, b) => (a.key < b.key ? -1 : a.key > b.key ? 1 : 0)); // sums depend on the order

@@ -3,7 +3,8 @@
 // Programs are packed, since few servers pack them; some servers unpack them on the way.
 export async function fetchBytes(url, options) {
   const response = await fetch(url, options);
-  if (!response.ok) throw new Error(`${url.split("?")[0]} is missing (${response.status}): was the whole folder copied?`);
+  if (!response.ok)
+    throw new Error(`${url.split("?")[0]} is missing (${response.status}): was the whole folder copied?`);
   return new Uint8Array(await response.arrayBuffer());
 }
 
@@ -15,7 +16,10 @@ async function unpacked(bytes) {
 
 export async function openRuntime({ runtime }, graphics, threads) {
   const { module, program } = graphics ? runtime.graphics : runtime.processor;
-  const [ort, packed] = await Promise.all([import(`./runtime/${module}`), fetchBytes(`./runtime/${program}?${runtime.version}`)]);
+  const [ort, packed] = await Promise.all([
+    import(`./runtime/${module}`),
+    fetchBytes(`./runtime/${program}?${runtime.version}`),
+  ]);
   ort.env.wasm.wasmBinary = await unpacked(packed);
   ort.env.wasm.numThreads = threads;
   ort.env.logLevel = "error";

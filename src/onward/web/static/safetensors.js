@@ -2,10 +2,11 @@
 
 import { arrayAt, bytesOf, sizeOf } from "./tensors.js";
 
+// prettier-ignore
 const TYPES = {
   float64: "F64", float32: "F32", float16: "F16", int64: "I64", uint64: "U64", int32: "I32", uint32: "U32",
   int16: "I16", uint16: "U16", int8: "I8", uint8: "U8", bool: "BOOL",
-}; // prettier-ignore
+};
 const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, short]) => [short, name]));
 const LONGEST_HEADER = 100_000_000;
 
@@ -33,7 +34,8 @@ export function read(file) {
   if (length > LONGEST_HEADER || 8 + length > file.length) throw new Error("it is not a .safetensors file");
   const { __metadata__: about = {}, ...entries } = JSON.parse(new TextDecoder().decode(file.subarray(8, 8 + length)));
   const tensors = {};
-  for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(entries)) {
+  for (const [name, { dtype, shape, data_offsets: offsets }] of Object.entries(entries)) {
+    const [begin, end] = offsets;
     const type = NAMES[dtype];
     if (!type || 8 + length + end > file.length) throw new Error(`it is damaged at ${name}`);
     tensors[name] = { type, shape, values: arrayAt(file, 8 + length + begin, type, sizeOf(shape)) };

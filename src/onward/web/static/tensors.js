@@ -31,6 +31,7 @@ export const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset,
 export function convert(numbers, type) {
   const Target = ARRAYS[type];
   if (numbers instanceof Target) return numbers;
-  const isWide = Target === BigInt64Array || Target === BigUint64Array;
-  return Target.from(numbers, isWide ? (number) => BigInt(number) : (number) => Number(number));
+  if (type.endsWith("int64"))
+    return Target.from(numbers, (one) => BigInt(typeof one === "bigint" ? one : Math.round(one)));
+  return Target.from(numbers, type.startsWith("float") ? Number : (one) => Math.round(Number(one)));
 }

@@ -17,7 +17,8 @@ export class TogetherPanel {
   async #make() {
     const [number, parts] = ["part-number", "part-count"].map((id) => Number(find(id).value));
     try {
-      if (!(number >= 1 && number <= parts)) throw new Error("The number of your part is between 1 and the number of parts.");
+      if (!(number >= 1 && number <= parts))
+        throw new Error("The number of your part is between 1 and the number of parts.");
       const update = await this.client.call("update", { number, count: parts });
       const name = (await this.client.call("name")).slice(0, 8);
       download(update, `${this.title}-update-${name}-${number}-of-${parts}.safetensors`);
@@ -34,7 +35,9 @@ export class TogetherPanel {
       );
       const status = await this.client.call("join", { files });
       this.onChange(status);
-      say(`One step with ${count(files.length, "update")}, of ${count(status.samples, "sample")}; loss ${status.loss.toFixed(4)}.`);
+      say(
+        `One step with ${count(files.length, "update")}, of ${count(status.samples, "sample")}; loss ${status.loss.toFixed(4)}.`,
+      );
       await this.refresh();
     } catch (error) {
       say(error.message);

@@ -114,16 +114,17 @@ export class Training {
     return { ...this.state, ...Object.fromEntries(averages) };
   }
 
-  // The mean loss over all rows, and the share of them whose class is right.
-  async evaluate(rows) {
+  // The mean loss over all rows, or the first of them, and the share of them whose class is right.
+  async evaluate(rows, most = rows.count) {
+    const end = Math.min(rows.count, most);
     const size = this.page.order.batch_size;
     const sum = { loss: 0, right: 0, counted: 0 };
-    for (let first = 0; first < rows.count; first += size) {
-      const taken = Array.from({ length: Math.min(size, rows.count - first) }, (_, at) => first + at);
+    for (let first = 0; first < end; first += size) {
+      const taken = Array.from({ length: Math.min(size, end - first) }, (_, at) => first + at);
       const found = await this.alone(() => this.#evaluateBatch(rows, taken));
       for (const name of Object.keys(sum)) sum[name] += found[name];
     }
-    return { loss: sum.loss / rows.count, accuracy: sum.counted ? sum.right / sum.counted : null };
+    return { loss: sum.loss / end, accuracy: sum.counted ? sum.right / sum.counted : null };
   }
 
   async #evaluateBatch(rows, taken) {
@@ -219,7 +220,9 @@ export class Training {
     if (this.graphics) {
       const types = new Map(this.page.state.map(({ name, type }) => [name, type]));
       const update = Object.entries(this.page.parts[part].update);
-      const stays = update.filter(([name]) => types.get(name) === "float32").map(([, output]) => [output, "gpu-buffer"]);
+      const stays = update
+        .filter(([name]) => types.get(name) === "float32")
+        .map(([, output]) => [output, "gpu-buffer"]);
       options.preferredOutputLocation = Object.fromEntries(stays);
     }
     return this.ort.InferenceSession.create(await this.read(`${part}.onnx`), options);

@@ -12,13 +12,19 @@ export class TryPanel {
   // `teach(samples)` takes what a person says is so.
   constructor(page, client, teach) {
     Object.assign(this, { page, client, teach });
-    this.input = page.inputs.find(({ name }) => name !== page.labels?.input);
+    const taken = page.inputs.filter(({ is_target }) => !is_target);
+    [this.input] = taken;
     this.rows = [];
-    if (page.labels) this.#makeClasses();
+    this.labels = isClassifier(page) ? page.labels : null;
+    if (taken.length !== 1) {
+      find("try").hidden = true; // there is no way to show it several things at once
+      return;
+    }
+    if (this.labels) this.#makeClasses();
     if (page.picture) this.#makePad();
     else this.#makeRow();
     for (const mode of ["try", "teach"]) find(`mode-${mode}`).addEventListener("change", () => this.#setMode(mode));
-    find("modes").hidden = !page.labels || page.inputs.length !== 2;
+    find("modes").hidden = !this.labels;
     this.#setMode("try");
   }
 
@@ -35,6 +41,7 @@ export class TryPanel {
 
   // Ask the model, unless it is being asked; then once more when it has answered.
   async refresh() {
+    if (find("try").hidden) return;
     if (this.asking) {
       this.askAgain = true;
       return;
@@ -44,7 +51,9 @@ export class TryPanel {
       do {
         this.askAgain = false;
         const { values } = this;
-        const answer = values && (await this.client.call("predict", { sample: { [this.input.name]: convert(values, this.input.type) } }));
+        const answer =
+          values &&
+          (await this.client.call("predict", { sample: { [this.input.name]: convert(values, this.input.type) } }));
         this.#show(this.values ? answer : null);
       } while (this.askAgain);
     } catch (error) {
@@ -55,23 +64,25 @@ export class TryPanel {
   }
 
   #show(outputs) {
-    if (!this.page.labels) {
+    if (!this.labels) {
       this.#showNumbers(outputs);
       return;
     }
-    const shares = outputs && softmax(outputs[this.page.labels.output].values);
+    const shares = outputs && softmax(outputs[this.labels.output].values);
     const best = shares ? shares.indexOf(Math.max(...shares)) : -1;
     this.rows.forEach(({ row, bar, share }, at) => {
       row.classList.toggle("best", at === best);
       bar.style.width = shares ? `${100 * shares[at]}%` : "0";
       share.textContent = shares ? percent(shares[at]) : "";
     });
-    const text = best < 0 ? "" : `${this.page.labels.names[best]}, ${percent(shares[best])}`;
+    const text = best < 0 ? "" : `${this.labels.names[best]}, ${percent(shares[best])}`;
     if (find("verdict").textContent !== text) find("verdict").textContent = text;
   }
 
   #showNumbers(outputs) {
-    const texts = Object.entries(outputs ?? {}).map(([name, { values }]) => `${name}: ${values.slice(0, 20).map(short).join(", ")}`);
+    const texts = Object.entries(outputs ?? {}).map(
+      ([name, { values }]) => `${name}: ${values.slice(0, 20).map(short).join(", ")}`,
+    );
     find("verdict").textContent = texts.join("; ");
   }
 
@@ -79,15 +90,32 @@ export class TryPanel {
 
   #makeClasses() {
     const list = find("classes");
-    this.page.labels.names.forEach((name, index) => {
+    this.labels.names.forEach((name, index) => {
       const bar = make("span", { className: "fill" });
       const share = make("span", { className: "share" });
       const counted = make("span", { className: "counted" });
-      const add = make("button", { type: "button", className: "add", "aria-label": `This is ${name}: add it to my examples` }, "Add");
-      const files = make("input", { type: "file", accept: "image/*", multiple: true, "aria-label": `Pictures of ${name}` });
+      const add = make(
+        "button",
+        { type: "button", className: "add", "aria-label": `This is ${name}: add it to my examples` },
+        "Add",
+      );
+      const files = make("input", {
+        type: "file",
+        accept: "image/*",
+        multiple: true,
+        "aria-label": `Pictures of ${name}`,
+      });
       const label = make("label", { className: "files" }, files, "Files");
       label.hidden = !this.page.picture;
-      const row = make("li", {}, make("span", { className: "name" }, name), make("span", { className: "bar", "aria-hidden": "true" }, bar), share, counted, make("span", { className: "acts" }, add, label));
+      const row = make(
+        "li",
+        {},
+        make("span", { className: "name" }, name),
+        make("span", { className: "bar", "aria-hidden": "true" }, bar),
+        share,
+        counted,
+        make("span", { className: "acts" }, add, label),
+      );
       this.#holdable(add, () => this.#add(index));
       files.addEventListener("change", () => this.#addFiles(index, files));
       this.#droppable(row, (dropped) => this.#addAll(index, dropped));
@@ -98,12 +126,12 @@ export class TryPanel {
 
   setCounts(samples) {
     const counts = this.rows.map(() => 0);
-    for (const sample of samples) counts[Number(sample[this.page.labels?.input]?.[0] ?? 0)]++;
+    for (const sample of samples) counts[Number(sample[this.labels?.input]?.[0] ?? 0)]++;
     this.rows.forEach(({ counted }, at) => (counted.textContent = counts[at] ? count(counts[at], "example") : ""));
   }
 
   #sample(values, index) {
-    return { [this.input.name]: Array.from(values), [this.page.labels.input]: [index] };
+    return { [this.input.name]: Array.from(values), [this.labels.input]: [index] };
   }
 
   #add(index) {
@@ -191,6 +219,11 @@ export class TryPanel {
       this.refresh();
     });
   }
+}
+
+// Whether a sample belongs to one class, and there is nothing else to say about it.
+export function isClassifier({ labels, inputs }) {
+  return Boolean(labels) && inputs.length === 2 && !inputs.find(({ name }) => name === labels.input).shape.length;
 }
 
 const short = (number) => Number(number.toPrecision(5)).toString();

@@ -8,6 +8,7 @@ import { Training } from "./training.js";
 
 const TELL_EVERY = 80; // milliseconds
 const SAVE_EVERY = 1000;
+const MOST_EVALUATED = 1000; // rows, where none are held out
 const MOST_POINTS = 4000; // of the loss that are kept; of longer runs every second one goes
 
 let page, store, training, bundled, heldOut;
@@ -98,7 +99,9 @@ function status() {
 async function train({ epochs }) {
   if (running) return;
   if (!training.batches.perEpoch) {
-    throw new Error(training.rows.count ? "There are too few samples for one batch." : "There is nothing to learn from yet.");
+    throw new Error(
+      training.rows.count ? "There are too few samples for one batch." : "There is nothing to learn from yet.",
+    );
   }
   stopping = false;
   const [began, from] = [performance.now(), training.place.step];
@@ -134,7 +137,8 @@ async function loop(until) {
     const loss = metrics[page.parts.step.loss];
     steps++;
     record(loss);
-    if (!Number.isFinite(loss)) throw new Error("The loss is not a number any more. Start over, with a smaller learning rate.");
+    if (!Number.isFinite(loss))
+      throw new Error("The loss is not a number any more. Start over, with a smaller learning rate.");
     if (training.place.epoch !== before) await validate();
     const now = performance.now();
     if (now - told > TELL_EVERY) {
@@ -161,8 +165,7 @@ function record(loss) {
 }
 
 async function validate() {
-  const rows = heldOut ?? training.rows;
-  const result = await training.evaluate(rows);
+  const result = await (heldOut ? training.evaluate(heldOut) : training.evaluate(training.rows, MOST_EVALUATED));
   history.validations.push({ step: training.place.step, ...result, heldOut: Boolean(heldOut) });
 }
 
