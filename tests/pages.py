@@ -10,7 +10,7 @@ import onnx
 from sklearn.datasets import load_digits
 
 import onward
-from models import digits_mlp, small_cnn
+from models import digits_mlp, small_cnn, small_transformer
 
 FILES = (
     "ort.wasm.bundle.min.mjs",
@@ -43,10 +43,18 @@ def fixed(model: onnx.ModelProto, size: int) -> onnx.ModelProto:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "mlp": {"model": digits_mlp(), "data": digits(), "optimizer": "adam:lr=3e-3", "validation": 0.1, "batch_size": 64},
+    "mlp": {
+        "model": digits_mlp(),
+        "data": digits(),
+        "loss": "cross_entropy",
+        "optimizer": "adam:lr=3e-3",
+        "validation": 0.1,
+        "batch_size": 64,
+    },
     "cnn": {
         "model": small_cnn(4),
         "data": {name: array[:320] for name, array in digits((1, 8, 8)).items()},
+        "loss": "cross_entropy",
         "optimizer": "sgd:lr=0.05,momentum=0.9",
         "schedule": "cosine:steps=200,warmup=5",
         "ema": 0.9,
@@ -56,13 +64,37 @@ CASES: dict[str, dict[str, Any]] = {
         "seed": 7,
         "last": "pad",
     },
+    "fixed": {
+        "model": fixed(digits_mlp(), 24),
+        "data": {name: array[:500] for name, array in digits().items()},
+        "loss": "cross_entropy",
+        "optimizer": "lion:lr=1e-3",
+        "validation": 0.1,
+    },
+    "bytes": {
+        "model": small_cnn(4),
+        "data": {"image": (digits((8, 8))["image"] * 255).astype(np.uint8)[:480], "labels": digits()["labels"][:480]},
+        "loss": "cross_entropy",
+        "optimizer": "sgd:lr=0.05,momentum=0.9",
+        "preprocess": "scale channels_first",
+        "augment": "flip crop:padding=1",
+        "validation": 0.1,
+    },
+    "tokens": {
+        "model": small_transformer(1),
+        "data": {name: np.random.default_rng(0).integers(0, 32, (200, 6)) for name in ("tokens", "labels")},
+        "loss": "value:loss",
+        "optimizer": "adam:lr=1e-3",
+        "accumulate": 2,
+        "validation": 0.25,
+    },
 }
 """What pages train."""
 
 
 def trained(case: dict[str, Any], epochs: int, folder: Path) -> onward.Run:
     """What `onward train` makes of the same."""
-    return onward.train(**case, loss="cross_entropy", epochs=epochs, run=folder, quiet=True)
+    return onward.train(**case, epochs=epochs, run=folder, quiet=True)
 
 
 def losses_of(run: onward.Run) -> list[float]:
@@ -70,4 +102,4 @@ def losses_of(run: onward.Run) -> list[float]:
 
 
 def validations_of(run: onward.Run) -> list[tuple[float, float]]:
-    return [(event["loss"], event["accuracy"]) for event in run.log if event["event"] == "validation"]
+    return [(event["loss"], event.get("accuracy", 0)) for event in run.log if event["event"] == "validation"]

@@ -33,7 +33,7 @@ KEPT = """new Promise((resolve, reject) => {
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page") / "site"
     runtime = node_modules() / "onnxruntime-web"
-    onward.page(**CASES["mlp"], loss="cross_entropy", title="Digits", output=folder, runtime=runtime)
+    onward.page(**CASES["mlp"], title="Digits", output=folder, runtime=runtime)
     return folder
 
 
