@@ -34,7 +34,7 @@ def _install() -> Path:
     return home / "node_modules"
 
 
-def run_node(folder: Path, program: str, seconds: float = 120) -> str:
+def run_node(folder: Path, program: str, seconds: float = 300) -> str:
     """What a module prints that is run in a folder."""
     (folder / "program.mjs").write_text(program)
     done = subprocess.run(["node", "program.mjs"], cwd=folder, capture_output=True, text=True, timeout=seconds)
