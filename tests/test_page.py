@@ -133,6 +133,9 @@ def test_pictures_are_known_by_their_shape_and_by_what_is_said():
     assert picture_of([32, 32, 3], None, None)["channels"] == 3
     assert picture_of([64], grey, None)["extent"] > 0.9
     assert picture_of([64], 1 - grey, None)["background"] == "high"
+    assert picture_of([64], grey * 150 + 50, None)["high"] == [255.0] and picture_of([64], grey * 16, None)["high"] == [
+        16
+    ]
     assert picture_of([64], grey - 1, None) is None, "64 measurements"
     assert picture_of([64], grey, "none") is None
     assert picture_of([12], None, "2x2")["channels"] == 3

@@ -13,6 +13,8 @@ from onward.errors import RecipeError
 
 _SMALLEST = 8
 """Pixels on a side that make a picture of numbers in a row, unless it is said."""
+_RANGES = ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0))
+"""In which pictures usually are."""
 _SAMPLE = 2000
 """Rows that are looked at."""
 _PLAIN = 0.1
@@ -77,7 +79,16 @@ def _range(pictures: np.ndarray | None, channels: int, dtype: np.dtype | None) -
         return [0.0] * channels, [255.0] * channels
     if pictures is None:
         return [0.0] * channels, [1.0] * channels
-    return [float(v) for v in pictures.min((0, 1, 2))], [float(v) for v in pictures.max((0, 1, 2))]
+    found = [_usual(*ends) for ends in zip(pictures.min((0, 1, 2)), pictures.max((0, 1, 2)), strict=True)]
+    return [low for low, _ in found], [high for _, high in found]
+
+
+def _usual(least: float, most: float) -> tuple[float, float]:
+    """The range that numbers are of: a usual one, if they fill half of it; few pictures have the darkest of all."""
+    for low, high in _RANGES:
+        if low <= least and most <= high and most - least >= (high - low) / 2:
+            return low, high
+    return float(least), float(most)
 
 
 def _strokes(pictures: np.ndarray | None, low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:

@@ -42,8 +42,8 @@ export class Chart {
   }
 
   #range(all) {
-    const low = Math.min(this.least ?? Infinity, ...all);
-    const high = Math.max(this.most ?? -Infinity, ...all);
+    const low = all.reduce((a, b) => Math.min(a, b), this.least ?? Infinity);
+    const high = all.reduce((a, b) => Math.max(a, b), this.most ?? -Infinity);
     return low === high ? [low - 0.5, high + 0.5] : [low, high];
   }
 

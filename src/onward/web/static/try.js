@@ -75,7 +75,7 @@ export class TryPanel {
       bar.style.width = shares ? `${100 * shares[at]}%` : "0";
       share.textContent = shares ? percent(shares[at]) : "";
     });
-    const text = best < 0 ? "" : `${this.labels.names[best]}, ${percent(shares[best])}`;
+    const text = best < 0 ? "nothing yet" : `${this.labels.names[best]}, ${percent(shares[best])}`;
     if (find("verdict").textContent !== text) find("verdict").textContent = text;
   }
 
@@ -83,7 +83,7 @@ export class TryPanel {
     const texts = Object.entries(outputs ?? {}).map(
       ([name, { values }]) => `${name}: ${values.slice(0, 20).map(short).join(", ")}`,
     );
-    find("verdict").textContent = texts.join("; ");
+    find("verdict").textContent = texts.join("; ") || "nothing yet";
   }
 
   // ---- classes ----

@@ -9,7 +9,7 @@ import { Training } from "./training.js";
 const TELL_EVERY = 80; // milliseconds
 const SAVE_EVERY = 1000;
 const MOST_EVALUATED = 1000; // rows, where none are held out
-const MOST_POINTS = 4000; // of the loss that are kept; of longer runs every second one goes
+const MOST_POINTS = 20_000; // of the loss that are kept; of longer runs every second one goes
 
 let page, store, training, bundled, heldOut;
 let samples = [];
