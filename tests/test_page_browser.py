@@ -193,6 +193,21 @@ def test_two_train_together_as_one_alone(browser, address, tmp_path, site):
     assert not tab.complaints
 
 
+def test_two_tabs_do_not_write_over_one_another(browser, address):
+    first, second = opened(browser, address), opened(browser, address)
+    train(first, 4000)
+    first.wait(f"{KEPT}.then((run) => run?.place.step > 0)")
+    train(second, 1)
+    second.wait("document.getElementById('notice').textContent.includes('another tab')")
+    first.click("go")
+    first.wait(RESTS)
+    step = first.evaluate(KEPT)["place"]["step"]
+    train(second, 1)  # from where the first has left it
+    second.wait(RESTS)
+    assert step < second.evaluate(KEPT)["place"]["step"] <= step + 26
+    assert not first.complaints and not second.complaints
+
+
 def test_everybody_can_use_it(browser, address, site, tmp_path):
     """All that can be pressed or typed has a name; nothing is wider than a phone; what is missing is said."""
     tab = opened(browser, address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class Content:
             "labels": self._labels(labels),
             "picture": self._picture(labels, rows[0], picture),
         }
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(json.dumps(self.description["order"]).encode())
         for name, content in sorted(self.files.items()):
             digest.update(name.encode() + content)
         self.description["fingerprint"] = digest.hexdigest()[:32]

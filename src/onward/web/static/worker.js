@@ -19,6 +19,7 @@ let running = null; // a promise while it trains
 let stopping = false;
 let graphics = false;
 let threads = 1;
+let stamp = null; // of the run as we saved or took it up last
 
 function emptyHistory() {
   return { steps: [], losses: [], validations: [], every: 1 };
@@ -37,13 +38,19 @@ async function open({ threads: allowed }) {
   bundled = page.data.training ? Rows.read(page.data.training, data) : null;
   heldOut = page.data.validation ? Rows.read(page.data.validation, data) : null;
   samples = (await saved("samples")) ?? [];
-  const run = await saved("runs");
-  if (run) {
-    training.load(run.state, run.place);
-    ({ history, using } = run);
-  }
+  const resumed = await goOn();
   useRows();
-  return { ...status(), samples, resumed: Boolean(run) };
+  return { ...status(), samples, resumed };
+}
+
+// Take up the run as it was saved last, unless it is ours; whether there is one.
+async function goOn() {
+  const run = await saved("runs");
+  if (run && run.stamp !== stamp) {
+    training.load(run.state, run.place);
+    ({ history, using, stamp } = run);
+  }
+  return Boolean(run);
 }
 
 // Files belong to one page: what the browser has kept of an older one is another address.
@@ -104,18 +111,42 @@ async function train({ epochs }) {
     );
   }
   stopping = false;
-  const [began, from] = [performance.now(), training.place.step];
-  running = withLock(() => loop(training.place.epoch + epochs));
+  let perSecond;
+  running = withLock(async () => {
+    await goOn(); // another tab may have trained it meanwhile
+    const [began, from] = [performance.now(), training.place.step];
+    try {
+      await loop(training.place.epoch + epochs);
+    } catch (error) {
+      if (!graphics || error instanceof LossError) throw error;
+      await leaveGraphics(error);
+    } finally {
+      await save();
+    }
+    perSecond = (1000 * (training.place.step - from)) / (performance.now() - began);
+  });
   try {
     await running;
   } catch (error) {
     tell("failed", { text: error.message });
   } finally {
     running = null;
-    await save();
-    tell("stopped", { ...status(), perSecond: (1000 * (training.place.step - from)) / (performance.now() - began) });
+    tell("stopped", { ...status(), perSecond });
   }
 }
+
+// Go back to the last save, on the processor: what was on the card may be lost.
+async function leaveGraphics(error) {
+  tell("notice", {
+    text: `The graphics card failed (${error.message}). The run stands where it was saved last, on the processor.`,
+  });
+  await start(false);
+  stamp = null;
+  await goOn();
+  useRows();
+}
+
+class LossError extends Error {}
 
 // Two tabs would write over one another.
 async function withLock(act) {
@@ -138,7 +169,7 @@ async function loop(until) {
     steps++;
     record(loss);
     if (!Number.isFinite(loss))
-      throw new Error("The loss is not a number any more. Start over, with a smaller learning rate.");
+      throw new LossError("The loss is not a number any more. Start over, with a smaller learning rate.");
     if (training.place.epoch !== before) await validate();
     const now = performance.now();
     if (now - told > TELL_EVERY) {
@@ -172,7 +203,8 @@ async function validate() {
 async function save() {
   if (!store) return;
   try {
-    await store.put("runs", { state: await training.arrays(), place: training.place, history, using });
+    stamp = `${Date.now()} ${Math.random()}`;
+    await store.put("runs", { state: await training.arrays(), place: training.place, history, using, stamp });
   } catch (error) {
     store = null;
     tell("notice", { text: `The browser does not keep the run (${error.name}): closing the tab loses it.` });
