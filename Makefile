@@ -14,13 +14,16 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo relay smoke test test-all check bench grid docs clean
+.PHONY: help demo page relay smoke test test-all check bench grid docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.demo ## run the main job on a small model
 	$(BIN)/python examples/demo.py
+
+page: $(VENV)/.demo ## write a page that trains digits in the browser, for any static server; needs npm
+	$(BIN)/python examples/page.py
 
 relay: $(VENV)/.frameworks ## hand a training run from PyTorch to Keras to JAX, and draw its losses
 	$(BIN)/python examples/relay/relay.py

@@ -29,7 +29,7 @@ from onward.cli.app import BUG
 from onward.cli.commands import app
 from onward.engines import ENGINES, FRAMEWORKS
 
-BUILD = ["train", "prepare", "grad", "lower", "pipeline", "convert"]
+BUILD = ["train", "prepare", "grad", "lower", "pipeline", "page", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report", "plan"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "reset", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]

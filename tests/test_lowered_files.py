@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,11 @@ import pytest
 
 import onward
 from commands import failed, run
-from conftest import cache_folder, locked
 from lowered import SQUARE, Part, penalised
 from models import digits_mlp, small_cnn
 from onward.lowering.contract import contract_of
 from onward.lowering.step import PARTS
+from web_runtime import node_modules, run_node
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +76,6 @@ def test_the_command_overwrites_nothing(folder):
 # ---- other languages -------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "lowered-steps.md"
-WEB = "onnxruntime-web@1.30.0"
 BATCHES = """
 import { readFileSync } from "node:fs";
 import * as ort from "onnxruntime-web";
@@ -89,39 +86,21 @@ export const batches = Array(10).fill({ image, labels });
 """
 
 
-@pytest.fixture(scope="module")
-def node_modules():
-    """A folder with ONNX Runtime for the web, without native code; installed once."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("needs node and npm")
-    home = cache_folder() / WEB
-    with locked(cache_folder() / f"{WEB}.lock"):
-        if not (home / "node_modules").exists():
-            command = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(home), WEB]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                shutil.rmtree(home, ignore_errors=True)
-                pytest.skip(f"could not install {WEB}: {done.stderr[-200:]}")
-    return home / "node_modules"
-
-
-def test_the_loop_in_javascript_trains_as_the_loop_in_python(folder, node_modules):
+def test_the_loop_in_javascript_trains_as_the_loop_in_python(folder):
     """The one on the page, with the runtime of browsers, for a CNN with BatchNormalization: Dropout drops the same."""
     onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam:lr=0.01").save("training.onnx")
     run("lower", "training.onnx", "--all", "lowered")
     code = re.search(r"```javascript\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1]
-    (folder / "loop.mjs").write_text(code)
     (folder / "batches.mjs").write_text(BATCHES)
-    (folder / "node_modules").symlink_to(node_modules)
+    (folder / "node_modules").symlink_to(node_modules())
     for name, array in SQUARE.items():
         (folder / f"{name}.bin").write_bytes(array.tobytes())
-    done = subprocess.run(["node", "loop.mjs"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed = run_node(folder, code)
     step, state = Part(onward.load("lowered/step.onnx")), Part(onward.load("lowered/state.onnx"))({})
     losses = []
     for _ in range(10):
         results = step({**SQUARE, **state})
         state = step.new_state(results)
         losses.append(float(results["loss"]))
-    np.testing.assert_allclose([float(line) for line in done.stdout.split()], losses, rtol=1e-4)
+    np.testing.assert_allclose([float(line) for line in printed.split()], losses, rtol=1e-4)
     assert losses[-1] < losses[0]

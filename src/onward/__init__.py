@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.training.pipelines import pipeline as pipeline, run_pipeline as run_pipeline
     from onward.training.report import report as report
     from onward.training.run import Run as Run
+    from onward.web import page as page
     # isort: on
 
 defer_sympy()
@@ -79,6 +80,7 @@ _NAMES = {
     "training.pipelines": ("pipeline", "run_pipeline"),
     "training.report": ("report",),
     "training.run": ("Run",),
+    "web": ("page",),
 }
 """Module -> the public names in it."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

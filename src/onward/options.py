@@ -22,8 +22,8 @@ _R = TypeVar("_R")
 
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
 _FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
-_MACHINES, _WHOLE = "The machines", "The part `run`"
-_PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE)
+_MACHINES, _PAGE, _WHOLE = "The machines", "The page", "The part `run`"
+_PANELS = (_MACHINES, _PAGE, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
@@ -257,8 +257,8 @@ class StepOptions(RecipeOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class FeedOptions:
-    """Which data a model gets, and what executes it."""
+class DataOptions:
+    """Which data a model gets, and in which order."""
 
     model: Any = None
     data: Any = _option(
@@ -279,13 +279,6 @@ class FeedOptions:
         flags="--map",
         repeated=True,
     )
-    noise: Mapping[str, str] = _option(
-        {},
-        _DATA,
-        "INPUT=KIND",
-        "an input that is no data but random: `z=normal`, `z=uniform:low=-1`",
-        repeated=True,
-    )
     batch_size: BatchSize | None = _option(
         None,
         _DATA,
@@ -295,13 +288,6 @@ class FeedOptions:
     )
     last: Last = _option("keep", _DATA, "HOW", "a last batch that is not full: `keep`, `drop` or `pad` it")
     shuffle: bool = _option(True, _DATA, None, "whether samples are taken in another order in each epoch")
-    window: Annotated[int, Range(least=0)] | None = _option(
-        None,
-        _DATA,
-        "N",
-        "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
-        "suits the files unless given",
-    )
     classes: Sequence[str] | None = _option(
         None,
         _DATA,
@@ -316,6 +302,27 @@ class FeedOptions:
         "N",
         "for initial values, the order of samples and random numbers in training; 0 unless given, and for a reset what "
         "the model has",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedOptions(DataOptions):
+    """Which data a model gets, and what executes it."""
+
+    _: dataclasses.KW_ONLY
+    noise: Mapping[str, str] = _option(
+        {},
+        _DATA,
+        "INPUT=KIND",
+        "an input that is no data but random: `z=normal`, `z=uniform:low=-1`",
+        repeated=True,
+    )
+    window: Annotated[int, Range(least=0)] | None = _option(
+        None,
+        _DATA,
+        "N",
+        "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
+        "suits the files unless given",
     )
     engine: str = _option("onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
     device: str = _option("cpu", ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
@@ -334,8 +341,21 @@ class FeedOptions:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutOptions:
+    """What a model is validated with."""
+
+    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    stratify: bool | None = _option(
+        None,
+        _DATA,
+        None,
+        "whether a share for validation has its part of every class; so it is where labels are classes",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class RunOptions(FeedOptions):
+class RunOptions(HeldOutOptions, FeedOptions):
     """How a model is trained on data."""
 
     _: dataclasses.KW_ONLY
@@ -350,18 +370,11 @@ class RunOptions(FeedOptions):
         "parameters of its optimizer in their order, one in each line",
         also="a mapping or a list",
     )
-    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
     folds: Annotated[int, Range(least=2)] | None = _option(
         None, _DATA, "K", "train K times, each time on all but one of K equal parts of the data, which validates"
     )
     fold: Annotated[int, Range(least=1)] | None = _option(
         None, _DATA, "N", "of these, only the one that the N-th part validates, from 1"
-    )
-    stratify: bool | None = _option(
-        None,
-        _DATA,
-        None,
-        "whether a share for validation has its part of every class; so it is where labels are classes",
     )
     keep_preprocessing: bool = _option(
         False, _FIRST, None, "the model that comes out takes data as they are, not what the model took"
@@ -481,6 +494,30 @@ class WholeRunOptions:
     metrics: Sequence[str] | str | None = _as_in(RunOptions, "metrics", _WHOLE)
     monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
     patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PageOptions(HeldOutOptions, DataOptions, RecipeOptions):
+    """What a page trains, and on what."""
+
+    _: dataclasses.KW_ONLY
+    title: str | None = _option(None, _PAGE, "TEXT", "the heading of the page; the name of the model unless given")
+    picture: str | None = _option(
+        None,
+        _PAGE,
+        "HxW",
+        "numbers in a row are the pixels of a picture, such as `8x8`, or `none`: what people may draw, drop and take "
+        "with a camera; what the shape says unless given",
+    )
+    runtime: str | os.PathLike[str] | None = _option(
+        None,
+        _PAGE,
+        "FOLDER",
+        "the package `onnxruntime-web`, where it is installed; npm gets it unless given",
+    )
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

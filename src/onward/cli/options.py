@@ -106,6 +106,11 @@ def recomputation(typed: list[str] | None) -> int | list[str] | None:
     return _value(_RECOMPUTE, typed) if typed else None
 
 
+def source_of(data: list[str]) -> str | list[str]:
+    """What `--data` names: one file, or several; with a name for each, they are columns."""
+    return data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data
+
+
 # ---- what is typed ---------------------------------------------------------------------------------------------------
 
 NUMBERS = "[^=]+"

@@ -12,7 +12,7 @@ from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
 from onward.cli.files import Target, target
-from onward.cli.options import option, parameters_for, select_given
+from onward.cli.options import option, parameters_for, select_given, source_of
 from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def train(
         _launch(processes, launcher, workers, restarts, given)
     asked = select_given(TrainOptions, given)
     if "data" in asked:
-        asked["data"] = _source(given["data"])
+        asked["data"] = source_of(given["data"])
     quiet = quiet or as_json
     if resume is not None:
         others = {"model": model, "config": config, "find-lr": find_lr}
@@ -246,8 +246,3 @@ def _show_rate(found: Rates, as_json: bool) -> None:
         print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
     else:
         say(f"lr={found.suggested:.2g}")
-
-
-def _source(data: list[str]) -> str | list[str]:
-    """One file, or several; with a name for each, they are columns."""
-    return data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data

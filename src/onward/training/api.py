@@ -18,10 +18,8 @@ from onward.engines.initialization import start_over, state_left_as_stored, with
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, taking
-from onward.recipe import replace_head
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
-from onward.recipe.spec import arguments
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
@@ -29,7 +27,7 @@ from onward.training.feed import open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
-from onward.training.preparation import prepare_training
+from onward.training.preparation import prepare_training, with_head_of
 from onward.training.run import TRAINING, Place, Run
 
 __all__ = ["find_lr", "resume", "train"]
@@ -89,9 +87,7 @@ def train(
     if wanted.reset:
         training = start_over(training if wanted.seed is None else with_seed(training, seed))
         made.notes.append(_reset_note(training))
-    if "new_head" in recipe:  # then what is trained is not what was given
-        head = arguments(replace_head, recipe["new_head"], "new_head")
-        original = replace_head(original, **{"seed": seed, **head})
+    original = with_head_of(recipe, original, seed)
     if wanted.keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")

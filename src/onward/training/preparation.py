@@ -11,8 +11,9 @@ import onnx_ir as ir
 from onward.engines.initialization import start_over
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
-from onward.recipe import prepare
+from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import open_preprocessing, pipelines
+from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, with_data
 from onward.training.vocabularies import in_kinds, with_vocabularies
@@ -78,6 +79,14 @@ def prepare_training(
     kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()} | of_text
     training = prepare(model, **{**recipe, "preprocess": preprocess})
     return Prepared(begun(training), size, notes, source, kept)
+
+
+def with_head_of(recipe: Mapping[str, Any], original: Model, seed: int) -> Model:
+    """The model that was given, with the head that a recipe gives it: what is trained is not what was given then."""
+    if "new_head" not in recipe:
+        return original
+    head = arguments(replace_head, recipe["new_head"], "new_head")
+    return replace_head(original, **{"seed": seed, **head})
 
 
 def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:

@@ -25,25 +25,43 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """The fields of a message: a number or bytes under each of their numbers."""
-    at = 0
-    while at < len(data):
-        tag, at = read_varint(data, at)
-        kind, value = tag & 7, 0
-        if kind == _VARINT:
-            value, at = read_varint(data, at)
-            yield tag >> 3, value
-            continue
+    for number, kind, begin, end in spans(data):
         if kind == _BYTES:
+            yield number, data[begin:end]
+        elif kind == _VARINT:
+            yield number, read_varint(data, begin)[0]
+        else:
+            yield number, int.from_bytes(data[begin:end], "little")
+
+
+def spans(data: bytes, at: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of the message between two places: their numbers, kinds, and where the value begins and ends."""
+    end = len(data) if end is None else end
+    while at < end:
+        tag, at = read_varint(data, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            length = read_varint(data, at)[1] - at
+        elif kind == _BYTES:
             length, at = read_varint(data, at)
         elif kind in (_FIXED32, _FIXED64):
             length = 4 if kind == _FIXED32 else 8
         else:
             raise ValueError("it has a field of a kind that there is not")
-        if at + length > len(data):
+        if at + length > end:
             raise ValueError("it ends within a field")
-        piece = data[at : at + length]
-        yield tag >> 3, piece if kind == _BYTES else int.from_bytes(piece, "little")
+        yield tag >> 3, kind, at, at + length
         at += length
+
+
+def messages(data: bytes, span: tuple[int, int], *path: int) -> Iterator[tuple[int, int]]:
+    """Where messages or bytes are that a path of numbers leads to, from the message at a span."""
+    if not path:
+        yield span
+        return
+    for number, kind, begin, end in spans(data, *span):
+        if number == path[0] and kind == _BYTES:
+            yield from messages(data, (begin, end), *path[1:])
 
 
 def texts(data: bytes, number: int) -> Iterator[bytes]:

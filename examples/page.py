@@ -1,0 +1,39 @@
+"""A page that trains a classifier of handwritten digits in the browser.
+
+    make page
+    python -m http.server -d build/page
+
+The folder is complete: any static server, or a host of static pages, serves it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from demo import classifier
+from sklearn.datasets import load_digits
+
+import onward
+
+OUT = Path(__file__).resolve().parent.parent / "build" / "page"
+
+
+def main() -> None:
+    digits = load_digits()
+    data = {"image": (digits.data / 16).astype("float32"), "labels": digits.target}
+    made = onward.page(
+        classifier(),
+        data,
+        loss="cross_entropy",
+        optimizer="adam:lr=3e-3",
+        validation=0.1,
+        title="Handwritten digits",
+        output=OUT,
+    )
+    where = made.path.relative_to(Path.cwd()) if made.path.is_relative_to(Path.cwd()) else made.path
+    print(f"wrote {where}: a browser loads {made.loaded / 1e6:.1f} MB")
+    print(f"to look at it: python -m http.server -d {where}, and open http://localhost:8000")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+// Which row comes at a position of a shuffle: the same rows that `onward train` takes, computed and not stored.
+//
+// Rows are laid out as a grid; each round of a Feistel network shifts one coordinate by a hash of the other. A position
+// that leads outside of the rows is followed further until it comes back.
+
+const ROUNDS = 10;
+const GOLDEN = 0x9e3779b97f4a7c15n;
+const wrap = (number) => BigInt.asUintN(64, number);
+
+export class Order {
+  constructor(count, seed, epoch) {
+    this.count = BigInt(count);
+    this.low = BigInt(Math.max(integerRoot(count), 1));
+    this.high = (this.count + this.low - 1n) / this.low;
+    let key = mix(mix(wrap(BigInt(seed))) ^ wrap(BigInt(epoch)));
+    this.keys = Array.from({ length: ROUNDS }, () => (key = mix(key)));
+  }
+
+  row(position) {
+    let row = this.#permute(BigInt(position));
+    while (row >= this.count) row = this.#permute(row);
+    return Number(row);
+  }
+
+  #permute(position) {
+    let high = position / this.low;
+    let low = position % this.low;
+    for (let round = 0; round < ROUNDS; round += 2) {
+      high = (high + (hash(low ^ this.keys[round]) % this.high)) % this.high;
+      low = (low + (hash(high ^ this.keys[round + 1]) % this.low)) % this.low;
+    }
+    return high * this.low + low;
+  }
+}
+
+function integerRoot(number) {
+  let root = Math.floor(Math.sqrt(number));
+  while (root * root > number) root--;
+  while ((root + 1) * (root + 1) <= number) root++;
+  return root;
+}
+
+// The next number of the generator SplitMix64.
+const mix = (number) => hash(wrap(number + GOLDEN));
+
+function hash(number) {
+  number = wrap((number ^ (number >> 30n)) * 0xbf58476d1ce4e5b9n);
+  number = wrap((number ^ (number >> 27n)) * 0x94d049bb133111ebn);
+  return number ^ (number >> 31n);
+}
