@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onward.engines.torch.types import SAME_BITS
 from onward.errors import UnsupportedError, first_line
@@ -110,8 +113,8 @@ class _Traced:
     def compiled(self) -> Step:
         numbers = _split_off_numbers(self._graph)
         with config.patch(emulate_precision_casts=self._in_half):
-            first = compile_fx(numbers, self._inputs)
-            call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
+            first = _kept(numbers, self._inputs)
+            call = _kept(self._graph, [*self._inputs, *first(*self._inputs)])
         shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
@@ -120,6 +123,12 @@ class _Traced:
             return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
 
         return run
+
+
+def _kept(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with tracing(context):
+        return compile_fx(graph, inputs, ignore_shape_env=True)
 
 
 def _updates_in_half(state: Tensors) -> bool:
