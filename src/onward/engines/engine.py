@@ -51,6 +51,8 @@ class Engine(ABC):
         """The metric that is minimised."""
         self.on_compile: Callable[[str], None] = lambda text: None
         """Told when a step is compiled, which takes a while."""
+        self.rows: int | None = None
+        """How many rows a whole batch of the training has, if it is known: a step is not compiled for smaller ones."""
         self.group: Group = Alone()
         """The processes that train together."""
         self.is_sharded = False

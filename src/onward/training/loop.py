@@ -83,6 +83,7 @@ class Loop:
         quiet = quiet or not is_first
         progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
         self.engine.on_compile = progress.say
+        self.engine.rows = self.feed.training.rows if self.engine.group.size == 1 else None
         self.status = Status(
             Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
         )

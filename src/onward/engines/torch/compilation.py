@@ -54,7 +54,8 @@ class Compiled:
 
     def _compiled(self, state: Tensors, constants: Tensors, batch: Tensors) -> Step:
         shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
-        self._report(f"torch compiles the step for {shown}" if shown else "torch compiles the step")
+        what = f"the step for {shown}" if shown else "the step"
+        self._report(f"torch compiles {what}: up to minutes the first time, then seconds")
         try:
             compiled, device = self._built(state, constants, batch)
         except (UnsupportedError, ImportError, OSError, InductorError) as error:
