@@ -233,10 +233,16 @@ def misfit(
     return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_show_shape(shape)}"
 
 
+_IN_MEMORY_OF_THE_CPU = (1, 3, 11)
+"""Numbers of devices in the protocol by which frameworks exchange tensors: the CPU, and memory that GPUs read, too."""
+
+
 def _array(value: Any) -> Any:
     """What is given as an array, without a copy; what is on another device stays there, for the framework to take."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
         return np.asarray(value) if isinstance(value, np.generic) else value
+    if value.__dlpack_device__()[0] not in _IN_MEMORY_OF_THE_CPU:
+        return value
     try:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable

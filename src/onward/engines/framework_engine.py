@@ -15,6 +15,7 @@ from onward.engines import FRAMEWORKS
 from onward.engines.engine import Arrays, Engine, check_options
 from onward.engines.expression import express
 from onward.engines.failures import memory_of
+from onward.engines.finite_updates import keep_unless_finite
 from onward.engines.framework import Framework, Function
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
@@ -212,18 +213,18 @@ Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 def computation(lowered: Model, framework: Framework) -> Computation:
     """A part of a training step: (state and batch) -> (what is new of the state, results to be shown)."""
     contract = contract_of(lowered)
-    execute = interpreter(lowered, framework)
     is_step = contract.part == "step"
     update: dict[str, str] = contract.update if is_step else {}
-    loss = contract.loss
+    is_chosen = is_step and contract.loss in {value.name for value in lowered.graph.outputs}
+    if is_chosen:
+        update = keep_unless_finite(lowered, contract)
+    execute = interpreter(lowered, framework)
     shown = [*contract.metrics, *contract.outputs, *contract.gradients]
 
     def compute(given: Tensors) -> tuple[Tensors, Tensors]:
         results = execute(given)
         new = {name: framework.place(results[value]) for name, value in update.items()}
-        if is_step and loss in results:
-            new = if_finite(framework, framework.place(results[loss]), new, given)
-        elif is_step:
+        if not is_chosen:
             new = {name: framework.copy(tensor) for name, tensor in new.items()}
         return new, {name: _apart(framework, results[name]) if is_step else results[name] for name in shown}
 
