@@ -319,11 +319,11 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
 
 
 def test_a_step_of_very_many_nodes_is_not_compiled(monkeypatch):
-    from onward.engines import framework_engine
+    from onward.engines import torch as engine
 
     model, batches = digits(steps=1)
     expected = trained(model, batches, "torch", compile=False)
-    monkeypatch.setattr(framework_engine, "_MOST_NODES", 3)
+    monkeypatch.setattr(engine, "_MOST_NODES_ON_CPU", 3)
     with pytest.warns(UserWarning, match="the step is not compiled: to compile its .* nodes would take longer"):
         found = trained(model, batches, "torch")
     np.testing.assert_equal(found, expected)

@@ -114,6 +114,9 @@ class Framework(ABC):
     only_compiled: ClassVar[bool] = False
     """Whether operators cannot be executed one by one, but only as a part of what is compiled."""
 
+    most_nodes: int = 5_000
+    """Steps of more are not compiled: it takes milliseconds for each, and some take more for each the more there are."""
+
     @classmethod
     def devices(cls) -> list[str]:
         """What `device` may be, on this machine."""

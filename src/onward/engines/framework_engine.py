@@ -204,9 +204,6 @@ class Interpreted(Engine):
         return OddBatches(lambda: self.rows if part == "step" else None)
 
 
-_MOST_NODES = 5_000
-"""Compilers take milliseconds for each node, and some take more for each the more there are."""
-
 Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 
@@ -264,7 +261,7 @@ class _Part:
         other = next((v for v in inputs if v.dtype is not None and not self._framework.supports(v.dtype.numpy())), None)
         if other is not None:
             reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
-        elif (nodes := len(self.model.graph)) > _MOST_NODES and not self._framework.only_compiled:
+        elif (nodes := len(self.model.graph)) > self._framework.most_nodes and not self._framework.only_compiled:
             reason = f"to compile its {nodes:,} nodes would take longer than is won"
         else:
             return True
