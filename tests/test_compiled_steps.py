@@ -1,4 +1,5 @@
-"""What is compiled, and what is not: odd batches, what is on disk, updates that are alike. Numbers are ONNX Runtime's."""
+"""What is compiled, and what is not: odd batches, what is on disk, updates that are alike. Numbers are those of ONNX
+Runtime."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Framework(ABC):
     """Whether operators cannot be executed one by one, but only as a part of what is compiled."""
 
     most_nodes: int = 5_000
-    """Steps of more are not compiled: it takes milliseconds for each, and some take more for each the more there are."""
+    """Steps of more are not compiled: it takes milliseconds for each, and more for each the more there are."""
 
     @classmethod
     def devices(cls) -> list[str]:
