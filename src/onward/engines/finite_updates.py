@@ -22,18 +22,14 @@ def keep_unless_finite(model: Model, contract: Contract) -> dict[str, str]:
     outputs = {value.name: value for value in graph.outputs}
     loss = outputs[contract.loss]
     fixed = _leading_to(graph, (outputs[name] for name in (*contract.metrics, *contract.outputs)))
-    bad = _append(
-        graph,
-        "Or",
-        [_append(graph, "IsNaN", [loss], ir.DataType.BOOL), _append(graph, "IsInf", [loss], ir.DataType.BOOL)],
-        ir.DataType.BOOL,
-    )
+    truth = ir.TensorType(ir.DataType.BOOL)
+    bad = _append(graph, "Or", [_append(graph, name, [loss], truth) for name in ("IsNaN", "IsInf")], truth)
     old = {value.name: value for value in graph.inputs}
     kept = {}
     for name, output in contract.update.items():
         value = outputs[output]
         users = [(user, index) for user, index in value.uses() if user.graph is graph and user not in fixed]
-        made = _append(graph, "Where", [bad, old[name], value], value.dtype, value.shape)
+        made = _append(graph, "Where", [bad, old[name], value], value.type, value.shape)
         for user, index in users:
             user.replace_input_with(index, made)
         graph.outputs.append(made)
@@ -53,14 +49,10 @@ def _leading_to(graph: ir.Graph, shown: Iterable[ir.Value]) -> set[ir.Node]:
 
 
 def _append(
-    graph: ir.Graph,
-    operator: str,
-    inputs: list[ir.Value],
-    dtype: ir.DataType | None,
-    shape: ir.Shape | None = None,
+    graph: ir.Graph, operator: str, inputs: list[ir.Value], type: ir.TypeProtocol | None, shape: ir.Shape | None = None
 ) -> ir.Value:
     node = ir.node(operator, inputs)
     graph.append(node)
     (made,) = node.outputs
-    made.dtype, made.shape = dtype, shape
+    made.type, made.shape = type, shape
     return made

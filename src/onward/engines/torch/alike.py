@@ -136,7 +136,7 @@ def _is_apart(update: _Update, written: set[fx.Node]) -> bool:
 def _base(node: fx.Node) -> fx.Node:
     """What a node is a view of."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
