@@ -9,13 +9,10 @@ import subprocess
 import sys
 
 import numpy as np
-import onnx
 import pytest
-from onnx import parser
 
-import onward
 from conftest import needs
-from framework_training import assert_trains_alike
+from framework_training import assert_trains_alike, equal_layers, trained
 from onward.engines import start
 from onward.engines.odd_batches import OddBatches
 
@@ -37,23 +34,6 @@ def test_where_whole_batches_are_known_only_the_size_counts():
     assert not is_odd({"x": np.float32(1)})
 
 
-def layers(count, scale=2.0):
-    """Equal layers, with a constant that is more than a number, and batches."""
-    rng = np.random.default_rng(0)
-    calls = " ".join(f"m{i} = MatMul(h{i}, w{i}) a{i} = Add(m{i}, b{i}) h{i + 1} = Tanh(a{i})" for i in range(count))
-    proto = parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["" : 21]> g (float[n, 4] x) => (float[n, 4] y)
-        <float[4] scales = {{{scale}, 1.0, 3.0, 0.5}}>
-        {{ h0 = Mul(x, scales) {calls} y = Identity(h{count}) }}"""
-    )
-    for i in range(count):
-        for name, shape in ((f"w{i}", (4, 4)), (f"b{i}", (4,))):
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype("f"), name))
-    batches = [{"x": rng.normal(size=(6, 4)).astype("f"), "labels": rng.integers(0, 4, 6)} for _ in range(3)]
-    recipe = {"optimizer": "adamw:lr=0.01,weight_decay=0.1", "clip": "norm:0.5", "trainable": ["w*", "b*"]}
-    return onward.prepare(proto, loss="cross_entropy", **recipe), batches
-
-
 @needs("torch")
 @pytest.mark.usefixtures("one_torch_thread")
 def test_updates_that_are_alike_are_compiled_once(monkeypatch):
@@ -67,7 +47,7 @@ def test_updates_that_are_alike_are_compiled_once(monkeypatch):
 
     monkeypatch.setattr(alike, "FEWEST", 8)
     monkeypatch.setattr(compilation, "split_off_updates", split)
-    model, batches = layers(4)
+    model, batches = equal_layers(4, optimizer="adamw:lr=0.01,weight_decay=0.1", clip="norm:0.5")
     not_finite = batches[0] | {"x": np.full((6, 4), np.nan, "f")}
     with start(model, engine="torch") as engine:
         engine.step(batches[0])
@@ -80,12 +60,11 @@ def test_updates_that_are_alike_are_compiled_once(monkeypatch):
 
 
 _SECOND = """
-import json, sys, torch
+import json, torch
 from torch._dynamo.utils import counters
-from framework_training import trained
-from test_compiled_steps import layers
+from framework_training import equal_layers, trained
 torch.set_num_threads(1)
-losses = [trained(*layers(1, scale), "torch")[0] for scale in (2.0, 4.0)]
+losses = [trained(*equal_layers(1, scale), "torch")[0] for scale in (2.0, 4.0)]
 print(json.dumps({"losses": losses, **counters["aot_autograd"]}))
 """
 
@@ -93,11 +72,9 @@ print(json.dumps({"losses": losses, **counters["aot_autograd"]}))
 @needs("torch")
 def test_what_was_compiled_is_on_disk(tmp_path):
     """Another process finds it, and does not take it for what only looks the same: a model with another constant."""
-    from framework_training import trained
-
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _SECOND]
-    expected = [trained(*layers(1, scale), threads=1)[0] for scale in (2.0, 4.0)]
+    expected = [trained(*equal_layers(1, scale), threads=1)[0] for scale in (2.0, 4.0)]
     assert abs(expected[0][0] - expected[1][0]) > 1e-3
     for missed in (True, False):
         output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -109,7 +86,7 @@ def test_what_was_compiled_is_on_disk(tmp_path):
 
 
 def test_an_odd_batch_that_does_not_fit_as_it_is_runs_compiled(monkeypatch):
-    model, batches = layers(1)
+    model, batches = equal_layers(1)
     odd = {name: array[:5] for name, array in batches[0].items()}
     with start(model, engine="numpy") as engine, start(model, threads=1) as other:
         engine.rows = 6
