@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import warnings
 
 import numpy as np
@@ -13,14 +14,16 @@ import gradcheck
 import onward
 from conftest import needs
 from control_flow import CASES as CONTROL_FLOW
-from framework_training import STEPS, assert_trains_alike, trained
+from framework_training import STEPS, assert_trains_alike, equal_layers, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate.gradients import lower_gradients
 from onward.engines import function, start
-from onward.engines.framework_engine import interpreter
+from onward.engines.framework_engine import computation, framework_of, interpreter
 from onward.errors import UnknownNameError, UnsupportedError
+from onward.lowering.step import lower_for_engine
 from onward.model import load
+from onward.model.state import carried_state
 from rule_tables import FAMILIES
 
 pytestmark = needs("jax")
@@ -159,6 +162,20 @@ def test_a_step_without_a_loss_changes_nothing(compiled):
         for name, array in engine.state().items():
             np.testing.assert_array_equal(array, before[name], err_msg=name)
         assert math.isfinite(engine.step(SQUARE)["loss"])
+
+
+def test_a_step_copies_no_moments():
+    """They are written over, and what is computed of new ones reads those that are kept if the loss is finite."""
+    import jax
+
+    model, batches = equal_layers(2, optimizer="adam:lr=0.01")
+    framework = framework_of("jax")
+    compute = computation(lower_for_engine(model, None, "step"), framework)
+    state = {s.name: framework.tensor(s.array) for s in carried_state(model, 0)}
+    with framework.active():
+        made = jax.jit(lambda state, batch: compute(state | batch), donate_argnums=0).lower(state, batches[0])
+    text = made.compile().as_text()
+    assert "exp_avg_sq" in text and not re.findall(r" copy\(%exp_avg\w*", text)
 
 
 def test_state_that_was_handed_out_stays():

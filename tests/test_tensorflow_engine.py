@@ -167,12 +167,15 @@ def cnn():
     return onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam:lr=1e-2")
 
 
-def test_a_step_is_compiled_once_for_each_shape():
+def test_a_step_is_compiled_once_for_each_shape_but_odd_ones():
+    """Smaller batches run operator by operator, until they are what comes."""
     said = []
     fewer = {name: array[:3] for name, array in SQUARE.items()}
-    with start(cnn(), engine="tensorflow", on_compile=said.append) as engine:
-        for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
-            engine.step(batch)
+    batches = [SQUARE, SQUARE, fewer, SQUARE, fewer, fewer, fewer]
+    with start(cnn(), engine="tensorflow", on_compile=said.append) as engine, start(cnn(), engine="numpy") as other:
+        for batch in batches:
+            np.testing.assert_allclose(engine.step(batch)["loss"], other.step(batch)["loss"], rtol=1e-5)
+            assert len(said) == 1 + (batch is batches[-1] and other.state()["step"] == len(batches))
     assert said == [f"tensorflow compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
 
 

@@ -73,3 +73,30 @@ def test_a_run_says_when_it_compiles(tmp_path, capsys):
     assert capsys.readouterr().err == ""  # it was asked to be quiet
     onward.resume(tmp_path / "run", data(), epochs=2)
     assert "jax compiles the step for" in capsys.readouterr().err
+
+
+class Stop(onward.Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def step(self, status):
+        if status.step == self._step:
+            status.stop("stopped")
+
+
+@needs("tensorflow")
+def test_the_last_batch_of_an_epoch_is_not_compiled_for(tmp_path, capsys):
+    """Nor is that of the validation data. A run that goes on with such a batch computes the same bits."""
+    rows = {name: array[:40] for name, array in data().items()}  # batches of 16, 16 and 8
+    held_out = {name: array[56:80] for name, array in data().items()}  # of 16 and 8
+    options = {**RECIPE, "engine": "tensorflow", "batch_size": 16, "validation": held_out}
+    whole = onward.train(models.digits_mlp(), rows, epochs=2, run=tmp_path / "whole", **options)
+    said = [line for line in capsys.readouterr().err.splitlines() if "compiles" in line]
+    assert len(said) == 2 and all("[16, 64]" in line for line in said)
+    onward.train(models.digits_mlp(), rows, epochs=2, run=tmp_path / "moving", callbacks=[Stop(2)], **options)
+    capsys.readouterr()
+    moved = onward.resume(tmp_path / "moving", rows, validation=held_out, epochs=2)
+    assert "[8, 64]" not in capsys.readouterr().err
+    assert losses(moved) == losses(whole)
+    for name, value in onward.load(whole.last).graph.initializers.items():
+        np.testing.assert_array_equal(onward.load(moved.last).graph.initializers[name].const_value, value.const_value)

@@ -51,6 +51,8 @@ class Engine(ABC):
         """The metric that is minimised."""
         self.on_compile: Callable[[str], None] = lambda text: None
         """Told when a step is compiled, which takes a while."""
+        self.rows: int | None = None
+        """How many rows a whole batch of the training has, if it is known: a step is not compiled for smaller ones."""
         self.group: Group = Alone()
         """The processes that train together."""
         self.is_sharded = False
@@ -231,10 +233,16 @@ def misfit(
     return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_show_shape(shape)}"
 
 
+_IN_MEMORY_OF_THE_CPU = (1, 3, 11)
+"""Numbers of devices in the protocol by which frameworks exchange tensors: the CPU, and memory that GPUs read, too."""
+
+
 def _array(value: Any) -> Any:
     """What is given as an array, without a copy; what is on another device stays there, for the framework to take."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
         return np.asarray(value) if isinstance(value, np.generic) else value
+    if value.__dlpack_device__()[0] not in _IN_MEMORY_OF_THE_CPU:
+        return value
     try:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable

@@ -108,8 +108,14 @@ class Framework(ABC):
     fuses: ClassVar[Sequence[str]] = ()
     """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
 
+    compiles_operators: ClassVar[bool] = False
+    """Whether operators that are executed one by one are compiled one by one: then a whole step takes less time to."""
+
     only_compiled: ClassVar[bool] = False
     """Whether operators cannot be executed one by one, but only as a part of what is compiled."""
+
+    most_nodes: int = 5_000
+    """Steps of more are not compiled: it takes milliseconds for each, and more for each the more there are."""
 
     @classmethod
     def devices(cls) -> list[str]:

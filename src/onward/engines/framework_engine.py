@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ from onward.engines import FRAMEWORKS
 from onward.engines.engine import Arrays, Engine, check_options
 from onward.engines.expression import express
 from onward.engines.failures import memory_of
-from onward.engines.framework import Framework
+from onward.engines.finite_updates import keep_unless_finite
+from onward.engines.framework import Framework, Function
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
+from onward.engines.odd_batches import OddBatches
 from onward.engines.plan import Plan, plan
-from onward.errors import UnsupportedError
+from onward.errors import OutOfMemoryError, UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.step import Manner, lower_for_engine
@@ -191,12 +194,15 @@ class Interpreted(Engine):
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
             lowered = lower_for_engine(self.model, self._steps, name, Manner(self._recompute, self._rules))
-            self._parts[name] = _Part(lowered, self._framework, self._compiled)
+            self._parts[name] = _Part(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
         return self._parts[name]
 
+    def _runs_as_it_is(self, part: str) -> Callable[[Arrays], bool]:
+        """Whether a part is not compiled for a batch, where that can be had: gradients are looked at now and then."""
+        if part == "gradients":
+            return lambda batch: True
+        return OddBatches(lambda: self.rows if part == "step" else None)
 
-_MOST_NODES = 5_000
-"""Compilers take milliseconds for each node, and some take more for each the more there are."""
 
 Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 
@@ -204,18 +210,18 @@ Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 def computation(lowered: Model, framework: Framework) -> Computation:
     """A part of a training step: (state and batch) -> (what is new of the state, results to be shown)."""
     contract = contract_of(lowered)
-    execute = interpreter(lowered, framework)
     is_step = contract.part == "step"
     update: dict[str, str] = contract.update if is_step else {}
-    loss = contract.loss
+    is_chosen = is_step and contract.loss in {value.name for value in lowered.graph.outputs}
+    if is_chosen:
+        update = keep_unless_finite(lowered, contract)
+    execute = interpreter(lowered, framework)
     shown = [*contract.metrics, *contract.outputs, *contract.gradients]
 
     def compute(given: Tensors) -> tuple[Tensors, Tensors]:
         results = execute(given)
         new = {name: framework.place(results[value]) for name, value in update.items()}
-        if is_step and loss in results:
-            new = if_finite(framework, framework.place(results[loss]), new, given)
-        elif is_step:
+        if not is_chosen:
             new = {name: framework.copy(tensor) for name, tensor in new.items()}
         return new, {name: _apart(framework, results[name]) if is_step else results[name] for name in shown}
 
@@ -230,7 +236,7 @@ def _apart(framework: Framework, value: Any) -> Any:
 class _Part:
     """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
 
-    def __init__(self, lowered: Model, framework: Framework, compiled: bool):
+    def __init__(self, lowered: Model, framework: Framework, compiled: bool, as_it_is: Callable[[Arrays], bool]):
         self.model = lowered
         self.contract = contract_of(lowered)
         self._framework = framework
@@ -242,8 +248,10 @@ class _Part:
 
         compile = framework.compile_step if self.contract.part == "step" else framework.compile
         compiled = compiled and self._can_be_compiled()
+        self._plain = compute
         self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
+        self._as_it_is = as_it_is if compiled and not framework.compiles_operators else lambda batch: False
 
     def _can_be_compiled(self) -> bool:
         """Whether it is worth the trouble, and possible: what is of a type that a framework lacks stays on the host."""
@@ -253,7 +261,7 @@ class _Part:
         other = next((v for v in inputs if v.dtype is not None and not self._framework.supports(v.dtype.numpy())), None)
         if other is not None:
             reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
-        elif (nodes := len(self.model.graph)) > _MOST_NODES and not self._framework.only_compiled:
+        elif (nodes := len(self.model.graph)) > self._framework.most_nodes and not self._framework.only_compiled:
             reason = f"to compile its {nodes:,} nodes would take longer than is won"
         else:
             return True
@@ -265,9 +273,18 @@ class _Part:
         return False
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
+        given = {name: batch[name] for name in self.contract.batch}
+        if self._as_it_is(given):
+            with contextlib.suppress(OutOfMemoryError):  # what is compiled needs less
+                return self._run(self._plain, self._framework.adopt, state, given)
+        return self._run(self._compute, self._take, state, given)
+
+    def _run(
+        self, compute: Function, take: Callable[[Any], Any], state: Tensors, batch: Arrays
+    ) -> tuple[Tensors, Tensors]:
         with memory_of(self._framework.name):
-            tensors = {name: self._take(batch[name]) for name in self.contract.batch}
-            return self._compute(state, self._constants, tensors)
+            new, results = compute(state, self._constants, {name: take(value) for name, value in batch.items()})
+            return new, results
 
 
 def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:

@@ -84,6 +84,8 @@ class Loop:
         quiet = quiet or not is_first
         progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
         self.engine.on_compile = progress.say
+        if self.engine.group.size == self.engine.batches == 1:
+            self.engine.rows = self.feed.training.rows
         self.status = Status(
             Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
         )

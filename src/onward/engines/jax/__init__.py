@@ -32,6 +32,7 @@ class Jax(Framework):
     operators = table(__name__, jnp, [jax.Array, jax.core.Tracer])
 
     fuses: ClassVar[Sequence[str]] = ("Attention", "onward.Linear")
+    compiles_operators = True
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloa
 """What products may be computed in; None for what the tensors are."""
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 """Operators without a tensor among their inputs, so that they have to be told where it should be."""
+_MOST_NODES_ON_CPU = 10_000
+"""More than elsewhere: updates that are alike are compiled once."""
 
 
 class Torch(Framework):
@@ -70,6 +72,8 @@ class Torch(Framework):
         self._deterministic = deterministic
         self._on_compile = on_compile
         self._half = PRECISIONS[precision]
+        if self._device.type == "cpu":
+            self.most_nodes = _MOST_NODES_ON_CPU
         if threads is not None:
             torch.set_num_threads(threads)
         self.operators = Operators(self.operators)

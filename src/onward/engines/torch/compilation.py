@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from onward.engines.torch.alike import Updates, split_off_updates
 from onward.engines.torch.types import SAME_BITS
 from onward.errors import UnsupportedError, first_line
 
@@ -51,7 +55,8 @@ class Compiled:
 
     def _compiled(self, state: Tensors, constants: Tensors, batch: Tensors) -> Step:
         shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
-        self._report(f"torch compiles the step for {shown}" if shown else "torch compiles the step")
+        what = f"the step for {shown}" if shown else "the step"
+        self._report(f"torch compiles {what}: up to minutes the first time, then seconds")
         try:
             compiled, device = self._built(state, constants, batch)
         except (UnsupportedError, ImportError, OSError, InductorError) as error:
@@ -109,17 +114,39 @@ class _Traced:
 
     def compiled(self) -> Step:
         numbers = _split_off_numbers(self._graph)
+        updates = split_off_updates(self._graph) if self.device.type == "cpu" else Updates([], [], 0)
         with config.patch(emulate_precision_casts=self._in_half):
-            first = compile_fx(numbers, self._inputs)
-            call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
+            first = _compiled(numbers)
+            call = _compiled(self._graph)
+            alike = [(_compiled(kind.graph), kind.calls) for kind in updates.alike]
         shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
             inputs = _as_signed(*state.values(), *constants.values(), *batch.values())
-            outputs = call(*inputs, *first(*inputs))
+            inputs += first(*inputs)
+            outputs = call(*inputs)
+            if alike:
+                at_hand = [*inputs, *updates.constants, *outputs[len(outputs) - updates.handed_over :]]
+                for update, calls in alike:
+                    for places in calls:
+                        update(*[at_hand[place] for place in places])
             return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
 
         return run
+
+
+def _compiled(graph: fx.GraphModule) -> Callable[..., list[torch.Tensor]]:
+    """What the compiler makes of a graph, from disk if it has compiled the same before, in whatever process.
+
+    It looks there only where sizes could be unknown, as they may be for `torch.compile`. Here none is.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    given = (node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
+    with mode:
+        examples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
+    with tracing(TracingContext(mode)):
+        made: Callable[..., list[torch.Tensor]] = compile_fx(graph, examples, ignore_shape_env=True)
+    return made
 
 
 def _updates_in_half(state: Tensors) -> bool:
@@ -190,18 +217,20 @@ def _as_signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _merge_views(graph: fx.GraphModule) -> None:
     """Let tensors that are taken as another type and back again be what they are, and constants what they are taken as.
 
-    There is nothing but such views of types that the compiler lacks.
+    There is nothing but such views of types that the compiler lacks. What is only another name is left out.
     """
-    as_type, alias = torch.ops.aten.view.dtype, torch.ops.aten.alias.default
+    as_type, names = torch.ops.aten.view.dtype, (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
     types: dict[fx.Node, torch.dtype] = {}
     for node in graph.graph.nodes:
-        if node.op == "get_attr":
+        if node.target in names:
+            node.replace_all_uses_with(node.args[0])
+        elif node.op == "get_attr":
             (constant,) = _as_signed(getattr(graph, node.target))
             setattr(graph, node.target, constant)
             types[node] = constant.dtype
         elif node.target is as_type:
             source = node.args[0]
-            while source.target in (as_type, alias):
+            while source.target is as_type:
                 source = source.args[0]
             node.args = (source, node.args[1])
             if (types.get(source) or source.meta["val"].dtype) == node.args[1]:

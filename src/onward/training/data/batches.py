@@ -81,6 +81,11 @@ class Batches:
         return self._rows // self._size if self._last == "drop" else -(-self._rows // self._size)
 
     @property
+    def rows(self) -> int | None:
+        """How many rows a whole batch has; None for a stream, whose batches are as they are."""
+        return None if isinstance(self._data, Stream) else min(self._rows, self._size)
+
+    @property
     def is_padded(self) -> bool:
         """Whether the last batch may hold rows that were there before: `samples` tells."""
         return self._last == "pad" and isinstance(self._data, Dataset)
