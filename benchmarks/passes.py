@@ -122,8 +122,10 @@ def _processor_time(call: Callable[[], object]) -> float:
 def table(results: dict[str, dict[str, float]], ways: Iterable[str]) -> str:
     """By how much a step would be slower without."""
     titles = [WORKLOADS[name].title.split(", ") for name in results]
+    kinds = [", LoRA" if WORKLOADS[name].adapters else "" for name in results]
+    named = (f"{model}{kind}, {optimizer}" for (model, *_, optimizer), kind in zip(titles, kinds, strict=True))
     lines = [
-        "| slower without | " + " | ".join(f"{model}, {optimizer}" for model, *_, optimizer in titles) + " |",
+        f"| slower without | {' | '.join(named)} |",
         "|---" * (len(results) + 1) + "|",
     ]
     for title in ways:
