@@ -47,9 +47,10 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
         raise RecipeError(f"`{text}` is not how options are given", hint=f"write it as `{call[1]}:{call[2]}`")
     if not name.strip():
         raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
-    function = (functions or {}).get(name.strip())
-    if function is not None and rest.strip() and "=" not in _split(rest)[0]:
-        rest = f"{next(iter(options_of(function)[0]), name)}={rest}"
+    if functions is not None and rest.strip() and "=" not in _split(rest)[0]:
+        function = functions.get(name.strip())  # whoever looks for it says if there is none
+        first = next(iter(options_of(function)[0]), name) if function is not None else name
+        rest = f"{first}={rest}"
     return Spec(name.strip(), parse_options(rest, text))
 
 
