@@ -9,8 +9,7 @@ the output of a `Constant` or `ConstantOfShape` node, or integers that `Dequanti
    computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
-6. it is made of integers that cannot be rounded to: of 32 or of fewer than 8 bits, in blocks, or read in several
-   places -> constant
+6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
 7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
    a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
    -> constant
@@ -126,6 +125,12 @@ class Selection:
 
     def of(self, role: Role) -> list[Choice]:
         return [choice for choice in self.choices if choice.role == role]
+
+    def with_parameters(self, added: Sequence[ir.Value], reason: str) -> Selection:
+        """The same, with further tensors that are trained."""
+        names = {value.name for value in added}
+        others = [choice for choice in self.choices if choice.name not in names]
+        return Selection([*self.parameters, *added], [*others, *(Choice(n or "", "parameter", reason) for n in names)])
 
 
 def select(

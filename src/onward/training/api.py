@@ -18,9 +18,10 @@ from onward.engines.initialization import start_over, state_left_as_stored, with
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, taking
-from onward.recipe import replace_head
+from onward.recipe import quantize, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
+from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
@@ -32,6 +33,7 @@ from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training
 from onward.training.run import TRAINING, Place, Run
+from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
@@ -91,6 +93,8 @@ def train(
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"], "new_head")
         original = replace_head(original, **{"seed": seed, **head})
+    if "quantize" in recipe:
+        original = strip(quantize.add(original, recipe["quantize"]))
     if wanted.keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
@@ -109,9 +113,8 @@ def train(
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
-        Loop(folder, loaded, settled, feed, measures, at)(
-            [*notes, *imported, *made.notes, *feed.notes], callbacks, quiet
-        )
+        notes += [*imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
+        Loop(folder, loaded, settled, feed, measures, at)(notes, callbacks, quiet)
     group.wait()  # until all is written
     return Run(folder.path)
 

@@ -10,7 +10,7 @@ from onnxscript.values import Op, Opset
 from torch import ops
 
 from onward.build import DOMAIN, DOMAIN_VERSION
-from onward.convert.stop_gradient import stop_gradient
+from onward.recipe.stop_gradient import stop_gradient
 from onward.model import Model
 
 _SUM, _MEAN = range(2)
