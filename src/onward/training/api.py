@@ -113,8 +113,8 @@ def train(
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
-        notes += [*imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
-        Loop(folder, loaded, settled, feed, measures, at)(notes, callbacks, quiet)
+        said = [*notes, *imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
+        Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
     group.wait()  # until all is written
     return Run(folder.path)
 

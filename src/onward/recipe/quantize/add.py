@@ -101,7 +101,13 @@ class _Insertion:
         if value in self._parameters:
             return value
         if value not in self._pairs:
-            self._pairs[value] = self._pair(value, self._known_parameters(value))
+            known = self._known_parameters(value)
+            if known is not None and self._settings.activations == ir.DataType.INT8:
+                # ONNX Runtime makes uint8 of int8, but not of pairs that it puts around such operators itself.
+                node = value.producer()
+                assert node is not None and node.inputs[0] is not None
+                node.replace_input_with(0, self._rounded(node.inputs[0]))
+            self._pairs[value] = self._pair(value, known)
         return self._pairs[value]
 
     def _known_parameters(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:

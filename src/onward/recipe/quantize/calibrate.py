@@ -37,9 +37,7 @@ def calibrate(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> dict
     state: dict[str, np.ndarray] = {}
     for one, (low, high) in zip(found, measured, strict=True):
         scale, zero = parameters_as_numbers(low, high, one.dtype)
-        state[one.scale.name or ""] = scale
-        if one.dtype.is_integer():
-            state[one.zero.name or ""] = zero
+        state |= {one.scale.name or "": scale, one.zero.name or "": zero}
         if one.facts["ranges"] == "moving":
             state |= {name: np.asarray(x, np.float32) for name, x in zip(one.limits, (low, high), strict=True)}
     state[BATCHES] = np.asarray(1, np.int64)

@@ -105,16 +105,13 @@ def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) ->
     low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), found.facts.get("percentile"))
     if found.facts["ranges"] == "moving":
         low, high = _average_range(assembly, op, found, low, high, is_first)
-        scale, zero = parameters_of(op, low, high, found.dtype, zero)
+        scale, zero = parameters_of(op, low, high, found.dtype)
     else:
-        first_scale, first_zero = parameters_of(op, low, high, found.dtype, zero)
-        scale = op.Where(is_first, first_scale, scale)
-        zero = zero if first_zero is zero else _where_integer(op, is_first, first_zero, zero)
+        first_scale, first_zero = parameters_of(op, low, high, found.dtype)
+        scale, zero = op.Where(is_first, first_scale, scale), _where_integer(op, is_first, first_zero, zero)
     rounded = op.QuantizeLinear(x, scale, zero).named(f"train/{node.outputs[0].name}").like(node.outputs[0])
     new[node.outputs[0]] = rounded.value
-    new[found.scale] = scale.like(found.scale).value
-    if found.dtype.is_integer():
-        new[found.zero] = zero.like(found.zero).value
+    new[found.scale], new[found.zero] = scale.like(found.scale).value, zero.like(found.zero).value
 
 
 def _count(assembly: Assembly, found: Rounding) -> Expr:
@@ -165,11 +162,8 @@ def _known_range(found: Rounding) -> tuple[float, float]:
     return low * float(scale.numpy()), high * float(scale.numpy())
 
 
-def parameters_of(op: Builder, low: Expr, high: Expr, dtype: ir.DataType, zero: Expr) -> tuple[Expr, Expr]:
-    """Scale and zero point of a range, which is made to hold 0; floating-point types have a symmetric one."""
-    if not dtype.is_integer():
-        largest = op.Max(op.Abs(low), op.Abs(high))
-        return op.Max(largest / most_symmetric(dtype), LEAST_SCALE), zero
+def parameters_of(op: Builder, low: Expr, high: Expr, dtype: ir.DataType) -> tuple[Expr, Expr]:
+    """Scale and zero point of a range, which is made to hold 0; as PyTorch's observers have them."""
     first, last = levels(dtype)
     low, high = op.Min(low, 0.0), op.Max(high, 0.0)
     scale = op.Max((high - low) / (last - first), LEAST_SCALE)
@@ -179,15 +173,11 @@ def parameters_of(op: Builder, low: Expr, high: Expr, dtype: ir.DataType, zero: 
 
 def parameters_as_numbers(low: float, high: float, dtype: ir.DataType) -> tuple[np.ndarray, np.ndarray]:
     """The same of numbers."""
-    least = np.float32(LEAST_SCALE)
-    if not dtype.is_integer():
-        largest = np.float32(max(abs(low), abs(high)))
-        return np.maximum(largest / np.float32(most_symmetric(dtype)), least), np.zeros((), dtype.numpy())
-    first, last = levels(dtype)
+    first, last = (np.float32(level) for level in levels(dtype))
     low, high = np.float32(min(low, 0.0)), np.float32(max(high, 0.0))
-    scale = np.maximum((high - low) / np.float32(last - first), least)
-    level = np.clip(np.float32(first) - np.rint(low / scale), first, last)
-    return np.asarray(scale, np.float32), np.asarray(level).astype(np.int32).astype(dtype.numpy())
+    scale = np.asarray(np.maximum((high - low) / (last - first), np.float32(LEAST_SCALE)))
+    level = np.clip(first - np.rint(low / scale), first, last)
+    return scale, np.asarray(level, np.int32).astype(dtype.numpy())
 
 
 def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:

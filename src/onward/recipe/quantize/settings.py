@@ -31,6 +31,7 @@ _ELSEWHERE = {
 }
 """Types that one may ask for, and why they are refused."""
 _FOUR_BITS = (ir.DataType.INT4, ir.DataType.UINT4)
+_OF_ACTIVATIONS = tuple(dtype for dtype in _INTEGERS.values() if dtype not in _FOUR_BITS)
 _ONLY_NEWER = (*_FOUR_BITS, ir.DataType.INT16, ir.DataType.UINT16)
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -79,11 +80,11 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
     check_options(f"`quantize={spec.name}`", spec.options, _DEFAULTS)
     weights = _type(options["weights"] or spec.name)
     assert weights is not None
-    usual = spec.name if _type(spec.name) in _FLOATS.values() else "uint8"
-    activations = _type(usual if "activations" not in spec.options else options["activations"])
-    if activations in _FOUR_BITS:
+    usual = None if weights in _FLOATS.values() else "uint8"
+    activations = _type(options["activations"] if "activations" in spec.options else usual)
+    if activations is not None and activations not in _OF_ACTIVATIONS:
         raise UnsupportedError(
-            "activations of 4 bits are not supported: no operator of ONNX Runtime computes with them",
+            f"activations in {activations.name.lower()} are not supported: no operator of ONNX Runtime computes with them",
             hint="take `activations=uint8`, or `activations=none` for weights alone",
         )
     if options["ranges"] not in _RANGES:
