@@ -1,7 +1,7 @@
 """The forward pass as training runs it.
 
-The inference graph stays in inference mode. Where it has Dropout or BatchNormalization, or a QuantizeLinear whose range
-is observed, the algorithm gets its own copy of these nodes in training mode, and of everything behind them on the way to
+The inference graph stays in inference mode. Where it has Dropout, BatchNormalization or a QuantizeLinear whose range is
+observed, the algorithm gets its own copy of these nodes in training mode, and of everything behind them on the way to
 the loss; weights are shared by name.
 """
 
@@ -21,7 +21,8 @@ from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
-from onward.recipe.quantize.observe import is_observed, observe
+from onward.recipe.quantize.observe import observe
+from onward.recipe.quantize.ranges import is_observed
 from onward.recipe.trainable import Choice
 from onward.standard import is_standard
 from onward.transform.quantised import STORED_KEY

@@ -29,7 +29,7 @@ from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
-from onward.recipe.quantize import observe
+from onward.recipe.quantize import scales
 from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
@@ -82,7 +82,7 @@ class Recipe(StepOptions):
             trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
-        scales = observe.learned_scales(model, selection.parameters)
+        learned = scales.learned_scales(model, selection.parameters)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
@@ -100,14 +100,14 @@ class Recipe(StepOptions):
         for value in selection.parameters:
             bind_initial_value(assembly, value, init)
         chosen = groups(selection.parameters, optimizer, self.groups, found)
-        if scales:
-            observe.bind_learned(assembly, scales, init)
-            chosen += observe.groups_of_scales(scales, model, chosen[-1], len(chosen))
-        self._train(assembly, [*selection.parameters, *scales], loss, chosen, trained)
-        observe.follow(assembly, trained, init)
+        if learned:
+            scales.bind_learned(assembly, learned, init)
+            chosen += scales.groups_of_scales(learned, model, chosen[-1], len(chosen))
+        self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained)
+        scales.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
-        assembly.fact("selection", _selection_fact(selection.with_parameters(scales, "a scale that is learned")))
+        assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         if self.times > 1:
             assembly.fact("times", self.times)
@@ -158,7 +158,7 @@ class Recipe(StepOptions):
             master_weights=self.master_weights,
         )
         gradients = _gradients(assembly, update.scale_loss(loss), parameters)
-        update.apply(observe.scale_gradients(assembly, gradients, trained))
+        update.apply(scales.scale_gradients(assembly, gradients, trained))
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:

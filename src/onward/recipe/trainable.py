@@ -4,7 +4,7 @@ The rule, in order. A tensor is a candidate if it is a constant of the model wit
 the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` turns into floats. Then:
 
 1. no gradient reaches it from the loss -> constant
-2. it is a running mean or variance of BatchNormalization -> statistics
+2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
    computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
@@ -245,6 +245,8 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     role = _recorded_role(value)
     if role in _NEVER:
         return Choice(name, "constant", _NEVER[role])
+    if role == "statistics":
+        return Choice(name, "statistics", "measured by the step")
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")

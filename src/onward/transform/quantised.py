@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -110,13 +109,11 @@ def stored_as_integers(model: Model) -> dict[str, str]:
 def quantise(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """What a QuantizeLinear makes: rounded half to even, and saturated."""
     scale, zero = (_spread(node, parameter, floats) for parameter in (scale, zero))
-    if not ir.DataType.from_numpy(zero.dtype).is_integer():
-        most = float(ml_dtypes.finfo(zero.dtype).max)
-        narrow: np.ndarray = np.clip(floats / scale, -most, most).astype(zero.dtype)
-        return narrow
-    limits = ml_dtypes.iinfo(zero.dtype)
-    levels = np.rint(floats / scale) + zero.astype(np.float32)
-    rounded: np.ndarray = np.clip(levels, limits.min, limits.max).astype(np.int32).astype(zero.dtype)
+    dtype, levels = ir.DataType.from_numpy(zero.dtype), floats / scale
+    if dtype.is_integer():
+        levels = np.rint(levels) + zero.astype(np.float32)
+    within = np.clip(levels, float(dtype.min), float(dtype.max))
+    rounded: np.ndarray = (within.astype(np.int32) if dtype.is_integer() else within).astype(zero.dtype)
     return rounded
 
 
@@ -144,7 +141,9 @@ def pair_of_weight(product: ir.Node) -> ir.Node | None:
 
 def stored_biases(model: Model) -> dict[str, tuple[str, str]]:
     """The names of biases that will be stored as integers -> those of the integers, and of their scale."""
-    facts = ((node, json.loads(node.metadata_props[BIAS_KEY])) for node in model.graph if BIAS_KEY in node.metadata_props)
+    facts = (
+        (node, json.loads(node.metadata_props[BIAS_KEY])) for node in model.graph if BIAS_KEY in node.metadata_props
+    )
     return {node.inputs[2].name or "": (fact["integers"], fact["scale"]) for node, fact in facts if node.inputs[2]}
 
 

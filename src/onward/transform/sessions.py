@@ -33,7 +33,8 @@ def open_session(
     """A session for the inference graph of a model. A `Model` must be the caller's own: large tensors leave it.
 
     `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes;
-    `integers` lets it compute in integers what stands between DequantizeLinear and QuantizeLinear. A `library` has operators that the model uses beside those of ONNX Runtime.
+    `integers` lets it compute in integers what stands between DequantizeLinear and QuantizeLinear. A `library` has
+    operators that the model uses beside those of ONNX Runtime.
     """
     import onnxruntime as ort
 

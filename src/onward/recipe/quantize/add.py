@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onward.build import Names
 from onward.constants import add_initializer, constant_tensor
-from onward.errors import RecipeError, UnsupportedError
+from onward.errors import UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import check_signatures
 from onward.model.state import with_tags
@@ -19,16 +19,13 @@ from onward.recipe.constants import expose, separate_merged
 from onward.recipe.head import refuse_training
 from onward.recipe.quantize.fold import fold_normalizations
 from onward.recipe.quantize.places import MOVES, Place, places
-from onward.recipe.quantize.settings import Settings, middle, most_symmetric, settings_of
+from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
+from onward.recipe.quantize.settings import Settings, middle, settings_of
+from onward.recipe.quantize.take_over import take_over
 from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.opset import convert_opset, of_one_opset
-from onward.transform.quantised import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, can_be_trained, open_bias_up
+from onward.transform.quantised import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY
 from onward.transform.types import fill_in_types
-
-LEAST_SCALE = float(np.finfo(np.float32).eps)
-"""Scales are not smaller than that, as in PyTorch."""
-_TAKEN_OVER = ("ranges", "percentile", "momentum", "calibrate")
-"""Settings that a model can be given which is quantised already: the others are what it is."""
 
 
 def add(model: Source, given: str | Mapping[str, Any]) -> Model:
@@ -44,25 +41,11 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
     separate_merged(changed)
     if any(node.op_type == "DequantizeLinear" for node in changed.graph):
-        _take_over(changed, settings)
+        take_over(changed, settings)
         return changed
     fold_normalizations(changed)
     _Insertion(changed, settings).run()
     return changed
-
-
-def described(settings: Settings, known: bool = False) -> str:
-    """What the metadata of a QuantizeLinear says about its range, which may be known already."""
-    facts: dict[str, Any] = {"ranges": settings.ranges}
-    if settings.ranges == "moving":
-        facts["momentum"] = settings.momentum
-    if settings.percentile is not None:
-        facts["percentile"] = settings.percentile
-    if known:
-        facts["known"] = True
-    elif settings.calibrate:
-        facts["calibrate"] = settings.calibrate
-    return json.dumps(facts)
 
 
 class _Insertion:
@@ -249,67 +232,5 @@ class _Insertion:
         return add_initializer(self._graph, tensor.name, tensor)
 
 
-def symmetric_scale(array: np.ndarray, dtype: ir.DataType, axis: int, block: int | None) -> np.ndarray:
-    """The scale with which the largest number of each channel or block is the largest that the type has."""
-    size = np.abs(array)
-    if block:
-        starts = np.arange(0, array.shape[axis], block)
-        largest = np.maximum.reduceat(size, starts, axis)
-    else:
-        largest = size.max(axis=tuple(i for i in range(array.ndim) if i != axis))
-    scale: np.ndarray = np.maximum(largest / np.float32(most_symmetric(dtype)), np.float32(LEAST_SCALE))
-    return scale.astype(np.float32)
-
-
-def tag_scale(tensor: ir.TensorProtocol, settings: Settings, weight: str | None = None) -> ir.TensorProtocol:
-    """A scale, with what it is in training."""
-    role = "parameter" if settings.ranges == "lsq" else "statistics"
-    return with_tags(tensor, role=role, param=weight, slot="scale")
-
-
 def _is_float(value: ir.Value) -> bool:
     return value.dtype == ir.DataType.FLOAT
-
-
-# ---- models that are quantised already -------------------------------------------------------------------------------
-
-
-def _take_over(model: Model, settings: Settings) -> None:
-    """Open up what is rounded already: biases too, and scales where they are to change."""
-    own = [name for name in settings.named if name not in _TAKEN_OVER]
-    if own:
-        raise RecipeError(
-            f"the model is quantised already, so `{own[0]}` of `quantize` has no effect",
-            hint=f"of a quantised model one can say {', '.join(_TAKEN_OVER)}; others are for floating-point models",
-        )
-    graph, seen = model.graph, set()
-    for node in list(graph):
-        if node.op_type in ("Conv", "Gemm"):
-            open_bias_up(graph, node)
-        stored = constant_tensor(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
-        if stored is not None and can_be_trained(node, stored):
-            expose(graph, node.outputs[0])
-            rounding = node.inputs[0].producer() if node.inputs[0] is not None else None
-            if rounding is not None and _is_symmetric(rounding):
-                _observe(rounding, settings)
-        if node.op_type == "QuantizeLinear" and STORED_KEY not in node.metadata_props:
-            scale, zero = node.inputs[1], (*node.inputs, None)[2]
-            if scale not in seen and all(one is not None and one.is_initializer() for one in (scale, zero)):
-                seen.add(scale)
-                _observe(node, settings)
-
-
-def _observe(node: ir.Node, settings: Settings) -> None:
-    node.metadata_props[RANGE_KEY] = described(settings, known=True)
-    x, scale, zero = node.inputs
-    assert scale is not None and scale.const_value is not None and zero is not None and zero.const_value is not None
-    is_weight = STORED_KEY in node.metadata_props
-    scale.const_value = tag_scale(scale.const_value, settings, x.name if is_weight and x is not None else None)
-    if not is_weight:
-        zero.const_value = with_tags(zero.const_value, role="statistics")
-
-
-def _is_symmetric(rounding: ir.Node) -> bool:
-    """Whether the zero points of a weight are in the middle: then its scale can follow its numbers."""
-    zero = constant_tensor(rounding.inputs[2])
-    return zero is not None and bool((zero.numpy().astype(np.int64) == middle(zero.dtype)).all())

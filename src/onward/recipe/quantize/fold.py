@@ -66,8 +66,8 @@ def _fold(model: Model, layer: ir.Node, node: ir.Node) -> None:
     graph.remove(node, safe=True)
     new.name, new.type, new.shape = name, type_, dims
     for value in read:
-        if not value.uses() and value.name in graph.initializers and value not in graph.inputs:
-            graph.initializers.pop(value.name)
+        if not value.uses() and value.is_initializer() and value not in graph.inputs:
+            graph.initializers.pop(value.name or "")
 
 
 def _numbers(value: ir.Value | None) -> np.ndarray:

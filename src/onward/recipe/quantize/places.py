@@ -51,7 +51,9 @@ class Place:
         """What it makes, after an activation that only this goes into."""
         value = self.node.outputs[0]
         uses = tuple(value.uses())
-        while len(uses) == 1 and not value.is_graph_output() and uses[0].node.op_type in _ACTIVATIONS and uses[0].idx == 0:
+        while (
+            len(uses) == 1 and not value.is_graph_output() and uses[0].node.op_type in _ACTIVATIONS and uses[0].idx == 0
+        ):
             value = uses[0].node.outputs[0]
             uses = tuple(value.uses())
         return value
@@ -100,6 +102,8 @@ def _place(node: ir.Node, known: dict[ir.Node, Layer]) -> Place | None:
         weight = node.inputs[1]
         stored = constant_tensor(weight) is not None
         return Place(node, (*own, weight.name or ""), weight, 1) if stored and weight is not None else None
-    if node.op_type in WEIGHTED and (node.op_type != "MatMul" or any(constant_tensor(v) is not None for v in node.inputs)):
+    if node.op_type in WEIGHTED and (
+        node.op_type != "MatMul" or any(constant_tensor(v) is not None for v in node.inputs)
+    ):
         return None
     return Place(node, own) if own else None

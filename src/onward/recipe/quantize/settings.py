@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import ml_dtypes
 import onnx_ir as ir
 
 from onward.errors import RecipeError, UnsupportedError
@@ -84,7 +83,7 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
     activations = _type(options["activations"] if "activations" in spec.options else usual)
     if activations is not None and activations not in _OF_ACTIVATIONS:
         raise UnsupportedError(
-            f"activations in {activations.name.lower()} are not supported: no operator of ONNX Runtime computes with them",
+            f"activations cannot be {activations.name.lower()}: no operator of ONNX Runtime computes with such",
             hint="take `activations=uint8`, or `activations=none` for weights alone",
         )
     if options["ranges"] not in _RANGES:
@@ -134,11 +133,7 @@ def _number(name: str, given: Any, least: float, most: float, whole: bool = Fals
 
 def levels(dtype: ir.DataType) -> tuple[float, float]:
     """The least and the largest number of a type."""
-    if dtype.is_integer():
-        limits = ml_dtypes.iinfo(dtype.numpy())
-        return float(limits.min), float(limits.max)
-    most = float(ml_dtypes.finfo(dtype.numpy()).max)
-    return -most, most
+    return float(dtype.min), float(dtype.max)
 
 
 def middle(dtype: ir.DataType) -> int:
