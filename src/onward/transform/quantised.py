@@ -159,9 +159,13 @@ def open_bias_up(graph: ir.Graph, product: ir.Node) -> ir.Value | None:
         return None
     floats = tensor.numpy().astype(np.float32) * factor.numpy().astype(np.float32)
     described = {
-        "integers": integers.name, "scale": scale.name, "zero": zero.name if zero is not None else None,
-        "node": node.name, "shape": list(factor.shape.numpy()), "axis": node.attributes.get_int("axis", None),
-    }  # fmt: skip
+        "integers": integers.name,
+        "scale": scale.name,
+        "shape": list(factor.shape.numpy()),
+        "zero": None if zero is None else [zero.name, list(constant_tensor(zero).shape.numpy())],  # type: ignore[union-attr]
+        "node": node.name,
+        "axis": node.attributes.get_int("axis", None),
+    }
     name = bias.name or ""
     product.replace_input_with(2, None)
     graph.remove(node, safe=True)
@@ -192,7 +196,8 @@ def _put_bias_away(graph: ir.Graph, product: ir.Node) -> None:
     inputs.append(add_initializer(graph, fact["integers"], numbers))
     inputs.append(add_initializer(graph, fact["scale"], factor.reshape(fact["shape"])))
     if fact["zero"]:
-        inputs.append(add_initializer(graph, fact["zero"], np.zeros(fact["shape"], np.int32)))
+        name, shape = fact["zero"]
+        inputs.append(add_initializer(graph, name, np.zeros(shape, np.int32)))
     axis = [] if fact["axis"] is None else [ir.AttrInt64("axis", fact["axis"])]
     made = ir.Node("", "DequantizeLinear", inputs, axis, name=fact["node"])
     made.outputs[0].name, made.outputs[0].type, made.outputs[0].shape = bias.name, bias.type, bias.shape
