@@ -183,6 +183,8 @@ class _Insertion:
         quantise.metadata_props[RANGE_KEY] = described(self._settings)
         rounded, floating = quantise.outputs[0], ir.DataType.FLOAT
         back = self._node("DequantizeLinear", weight, [rounded, scale, zero], floating, f"{name}/dequantized", where)
+        for use in [use for use in weight.uses() if use.node.op_type == "Shape"]:  # which is the same
+            use.node.replace_input_with(0, back.outputs[0])
         self._graph.insert_before(self._graph[0], [quantise, back])
         return back.outputs[0]
 

@@ -28,12 +28,13 @@ def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
         return False
     if layer.op_type == "ConvTranspose" and layer.attributes.get_int("group", 1) > 1:
         return False  # a slice of its weight serves several channels
-    own = [*layer.inputs[1:], *node.inputs[1:]]
-    stored = [constant_tensor(value) for value in own]
-    alone = all(value is not None and len(value.uses()) == 1 for value in layer.inputs[1:])
+    weight, bias = layer.inputs[1], layer.inputs[2] if len(layer.inputs) > 2 else None
+    stored = [constant_tensor(value) for value in (*layer.inputs[1:], *node.inputs[1:])]
     extra = any(output.uses() for output in node.outputs[1:])
     return (
-        alone
+        weight is not None
+        and [use.node for use in weight.uses() if use.node.op_type != "Shape"] == [layer]
+        and (bias is None or len(bias.uses()) == 1)
         and not extra
         and not between.is_graph_output()
         and not node.attributes.get_int("training_mode", 0)
@@ -59,6 +60,11 @@ def _fold(model: Model, layer: ir.Node, node: ir.Node) -> None:
         added = add_initializer(graph, fresh, (shift - mean * factor).astype(np.float32))
         layer.resize_inputs(3)
         layer.replace_input_with(2, added)
+    _take_place(graph, layer, node)
+
+
+def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
+    """Let a layer give what the normalization behind it gave, which goes with all that only it has read."""
     old, new = node.outputs[0], layer.outputs[0]
     name, type_, dims = old.name, old.type, old.shape
     read = [value for value in node.inputs[1:] if value is not None]
