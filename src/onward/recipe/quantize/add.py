@@ -11,12 +11,13 @@ import onnx_ir as ir
 
 from onward.build import Names
 from onward.constants import add_initializer, constant_tensor
-from onward.errors import UnsupportedError
+from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import check_signatures
 from onward.model.state import with_tags
 from onward.recipe.constants import expose, separate_merged
 from onward.recipe.head import refuse_training
+from onward.recipe.lora.adapters import adapters
 from onward.recipe.quantize.fold import fold_normalizations
 from onward.recipe.quantize.places import MOVES, Place, places
 from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
@@ -36,6 +37,11 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
     settings = settings_of(given)
     source = check_signatures(load(model))
     refuse_training(source, "quantise it")
+    if adapters(source):
+        raise RecipeError(
+            "adapters are added to weights in the end, which would have to be rounded anew",
+            hint="merge them first (`onward.lora.merge`), and quantise the model that they make",
+        )
     changed = of_one_opset(source, OLDEST_OPSET)
     changed = (changed if changed.opset >= settings.opset else convert_opset(changed, settings.opset)).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)

@@ -9,10 +9,9 @@ import onnx_ir as ir
 
 from onward.constants import constant_tensor
 from onward.errors import UnknownNameError
-from onward.model.state import SLOT_KEY
 from onward.recipe.layers import Layer, layers, listing
 from onward.recipe.quantize.settings import FIRST, LAST, WEIGHTED, Settings
-from onward.recipe.trainable import ADAPTERS, matching
+from onward.recipe.trainable import matching
 from onward.standard import is_standard
 
 MOVES = frozenset(("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
@@ -93,9 +92,7 @@ def _matching(patterns: Sequence[str], found: Iterable[Place]) -> list[Place]:
 def _place(node: ir.Node, known: dict[ir.Node, Layer]) -> Place | None:
     own = tuple(name for name in (node.name, node.outputs[0].name if node.outputs else None) if name)
     if (layer := known.get(node)) is not None:
-        tensor = constant_tensor(layer.weight)
-        is_adapter = tensor is not None and tensor.metadata_props.get(SLOT_KEY) in ADAPTERS
-        if is_adapter or any(step.op_type not in _ON_THE_WAY for step in layer.path):
+        if any(step.op_type not in _ON_THE_WAY for step in layer.path):
             return None
         return Place(node, layer.names, layer.weight, 0 if layer.units_first else len(layer.shape) - 1)
     if node.op_type == "ConvTranspose":
