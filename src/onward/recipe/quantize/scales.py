@@ -126,7 +126,8 @@ def _symmetric_scale(op: Builder, one: Rounding, weight: Expr) -> Expr:
         parts = [*shape[:axis], -1, block, *shape[axis + 1 :]]
         size, axes = op.Reshape(whole, np.asarray(parts, np.int64)), [axis + 1]
     else:
-        axes = [i for i in range(len(shape)) if i != axis % len(shape)] if np.prod(kept) > 1 or kept else []
+        own = axis % len(shape)
+        axes = [i for i in range(len(shape)) if i != own] if kept == (shape[own],) else []
     largest = op.ReduceMax(size, np.asarray(axes, np.int64) if axes else None, keepdims=0)
     scale = op.Max(largest / most_symmetric(one.dtype), LEAST_SCALE)
     result: Expr = op.Reshape(scale, np.asarray(kept, np.int64)).like(one.scale)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
-from onward.errors import RecipeError
+from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
@@ -26,21 +26,39 @@ def take_over(model: Model, settings: Settings) -> None:
             f"the model is quantised already, so `{own[0]}` of `quantize` has no effect",
             hint=f"of a quantised model one can say {', '.join(_SETTINGS)}; others are for floating-point models",
         )
-    graph, seen = model.graph, set()
-    for node in list(graph):
+    for node in list(model.graph):
         if node.op_type in ("Conv", "Gemm"):
-            open_bias_up(graph, node)
-        stored = constant_tensor(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
-        if stored is not None and can_be_trained(node, stored):
-            expose(graph, node.outputs[0])
-            rounding = node.inputs[0].producer() if node.inputs[0] is not None else None
-            if rounding is not None and _is_symmetric(rounding):
-                _observe(rounding, settings)
-        if node.op_type == "QuantizeLinear" and STORED_KEY not in node.metadata_props:
-            scale, zero = node.inputs[1], (*node.inputs, None)[2]
-            if scale not in seen and all(one is not None and one.is_initializer() for one in (scale, zero)):
-                seen.add(scale)
-                _observe(node, settings)
+            open_bias_up(model.graph, node)
+        elif node.op_type == "DequantizeLinear":
+            _open_weight(model.graph, node, settings)
+    if settings.ranges == "fixed":
+        return
+    activations = [n for n in model.graph if n.op_type == "QuantizeLinear" and STORED_KEY not in n.metadata_props]
+    for node in {node.inputs[1]: node for node in reversed(activations)}.values():  # the first of those with one range
+        _check_range(node)
+        _observe(node, settings)
+
+
+def _open_weight(graph: ir.Graph, node: ir.Node, settings: Settings) -> None:
+    stored = constant_tensor(node.inputs[0])
+    if stored is None or not can_be_trained(node, stored):
+        return
+    expose(graph, node.outputs[0])
+    rounding = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if rounding is not None and _is_symmetric(rounding):
+        _observe(rounding, settings)
+
+
+def _check_range(node: ir.Node) -> None:
+    """Refuse ranges that have no place in the file for what training finds."""
+    scale, zero = (*node.inputs[1:], None)[:2]
+    stored = all(value is not None and value.is_initializer() for value in (scale, zero))
+    if not stored or any(len(constant_tensor(value).shape) for value in (scale, zero)):  # type: ignore[union-attr]
+        raise UnsupportedError(
+            f"the range of `{node.inputs[0].name}` cannot change: it is not a scale and a zero point "  # type: ignore[union-attr]
+            "that are initializers, one number each",
+            hint="take `ranges=fixed`",
+        )
 
 
 def _observe(node: ir.Node, settings: Settings) -> None:
