@@ -61,7 +61,9 @@ class Place:
 def places(graph: ir.Graph, settings: Settings) -> list[Place]:
     """The nodes that settings name, in order."""
     known = {layer.node: layer for layer in layers(graph)}
-    found = [place for node in graph if is_standard(node) and (place := _place(node, known))]
+    possible = {*WEIGHTED, *settings.operators}
+    nodes = (node for node in graph if is_standard(node) and node.op_type in possible)
+    found = [place for node in nodes if (place := _place(node, known))]
     weighted = [place for place in found if place.weight is not None]
     kept: list[Place] = []
     for word in settings.keep:
