@@ -19,6 +19,7 @@ from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.recipe import quantize
 from onward.training.export import in_form_of
 from quantized_models import BATCHES, FLOAT, WEIGHTS, TorchNetwork
+from thread_group import run_together
 
 RNG = np.random.default_rng(1)
 LEVELS = {"x": (0, 255), "r": (0, 255), "cw": (-8, 7), "w": (-8, 7)}
@@ -192,6 +193,25 @@ def test_native_kernels_and_accumulation_and_averages_go_with_it():
     assert not onward.check(model.to_proto())
     with_kernels, without = (stepped(model, threads=1, kernels=wanted)[0] for wanted in (True, False))
     np.testing.assert_allclose(with_kernels, without, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["int4:activations=none,ranges=lsq", "int8"])
+def test_processes_share_weights_that_are_rounded_but_no_ranges(spec, monkeypatch):
+    model = prepared(spec, "adam:lr=0.01")
+
+    def steps(group=None):
+        with start(model, **({} if group is None else {"strategy": "ddp"})) as running:
+            target = next(name for name in running.inputs if name != "x")
+            parts = [running.group.part({"x": batch["x"], target: batch["y_target"]}) for batch in BATCHES]
+            return [float(running.step(part)["loss"]) for part in parts]
+
+    if spec == "int8":
+        with pytest.raises(UnsupportedError, match="ReduceMin .* over the samples of a batch"):
+            run_together(2, monkeypatch, steps)
+    else:
+        expected = steps()
+        for losses in run_together(2, monkeypatch, steps):
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_onnxruntime_computes_in_integers(tmp_path):

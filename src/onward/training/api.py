@@ -164,7 +164,8 @@ def resume(
             feed = open_feed(loaded, config)
             folder.configure(config.to_json())
             measures = _measures(training, config)
-            Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
+            said = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
+            Loop(folder, loaded, config, feed, measures, place)(said, callbacks, quiet)
     group.wait()
     return Run(folder.path)
 

@@ -14,8 +14,8 @@ def calibrate_on(feed: Feed, engine: Engine) -> list[str]:
     """Give a training model that is fresh its ranges, where it has such; what to say about that."""
     if engine.group.size > 1 and has_ranges(engine.model):
         raise UnsupportedError(
-            "ranges are observed by one process, and here are several",
-            hint="train in one process, or take `ranges=fixed` of a model that is quantised already",
+            "the ranges of activations are those of what one process sees, and here are several",
+            hint="train in one process, or round weights alone: `quantize=int8:activations=none`",
         )
     wanted = needs_calibration(engine.model)
     if not wanted:
