@@ -206,7 +206,7 @@ def test_processes_share_weights_that_are_rounded_but_no_ranges(spec, monkeypatc
             return [float(running.step(part)["loss"]) for part in parts]
 
     if spec == "int8":
-        with pytest.raises(UnsupportedError, match="ReduceMin .* over the samples of a batch"):
+        with pytest.raises(UnsupportedError, match=r"ReduceMin .* over the samples of a batch"):
             run_together(2, monkeypatch, steps)
     else:
         expected = steps()
@@ -357,3 +357,46 @@ def test_what_cannot_be_is_said(spec, error, words):
 def test_what_a_quantised_model_is_cannot_be_asked_for(quantised):
     with pytest.raises(RecipeError, match="quantised already, so `weights`"):
         prepared("int8:weights=int4", model=quantised)
+
+
+# ---- pruning ---------------------------------------------------------------------------------------------------------
+
+
+@needs("torch")
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.05,momentum=0.9", "adamw:lr=0.01"])
+def test_pruned_weights_are_those_of_pytorch(optimizer):
+    """By `torch.nn.utils.prune`, over steps: the same masks, losses and weights."""
+    import torch
+    from torch.nn.utils import prune
+
+    network = TorchNetwork(**dict.fromkeys(("x", "r", "cw", "w"), lambda x: x))
+    holder = torch.nn.Module()
+    for name in ("cw", "w"):
+        holder.register_parameter(name, network.parameters[name])
+        prune.l1_unstructured(holder, name, amount=0.6)
+        mask = holder.get_buffer(f"{name}_mask")
+        network.rounding[name] = mask.mul
+    made = torch.optim.SGD if optimizer.startswith("sgd") else torch.optim.AdamW
+    settings = {"lr": 0.05, "momentum": 0.9} if optimizer.startswith("sgd") else {"lr": 0.01}
+    expected = network.train(made(network.parameters.values(), **settings))
+    model = onward.prepare(FLOAT, loss="mse", optimizer=optimizer, prune="magnitude:sparsity=0.6")
+    assert not onward.check(model.to_proto())
+    losses, updated, _ = stepped(model, threads=1)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    result = onward.transform.strip(updated)
+    for name in ("cw", "w"):
+        pruned = (network.parameters[name] * holder.get_buffer(f"{name}_mask")).detach().numpy()
+        np.testing.assert_allclose(result.array(name), pruned, rtol=1e-3, atol=1e-5)
+        assert ((result.array(name) == 0) == (pruned == 0)).all()
+
+
+def test_some_of_many_are_left_in_integers_and_averages_too():
+    recipe = {"optimizer": "adamw:lr=0.01", "ema": 0.5, "prune": "2of4:keep=first", "quantize": "int8:ranges=lsq"}
+    updated = stepped(onward.prepare(FLOAT, loss="mse", **recipe), threads=1)[1]
+    result = in_form_of(onward.load(FLOAT), updated)
+    left = result.array("w/quantized").reshape(3, 9, 4) != 0
+    assert (left.sum(-1) <= 2).all() and left.sum() > 45
+    with pytest.raises(RecipeError, match="sums up 1 numbers"):
+        onward.prepare(FLOAT, loss="mse", prune="2of4")
+    with pytest.raises(UnknownNameError, match="no way to prune `half`"):
+        onward.prepare(FLOAT, loss="mse", prune="half")

@@ -18,7 +18,7 @@ from onward.model.serde import stamp
 from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
-from onward.recipe import lora, objective, preprocessing, quantize
+from onward.recipe import lora, objective, preprocessing, prune, quantize
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
@@ -83,6 +83,7 @@ class Recipe(StepOptions):
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
         learned = scales.learned_scales(model, selection.parameters)
+        masks = self._prune(model, selection.parameters)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
@@ -103,7 +104,7 @@ class Recipe(StepOptions):
         if learned:
             scales.bind_learned(assembly, learned, init)
             chosen += scales.groups_of_scales(learned, model, chosen[-1], len(chosen))
-        self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained)
+        self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
         scales.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
@@ -128,6 +129,16 @@ class Recipe(StepOptions):
             model = quantize.add(model, self.quantize)
         return model
 
+    def _prune(self, model: Model, parameters: Sequence[ir.Value]) -> prune.Masks:
+        if self.prune is None:
+            return {}
+        if self.init != "file":
+            raise RecipeError(
+                "weights that are drawn anew have no size by which they could be pruned",
+                hint="train the model first, and prune what comes out",
+            )
+        return prune.prune(model, parameters, self.prune)
+
     def _distillation(self) -> Distillation | None:
         if self.teacher is not None:
             return Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
@@ -144,6 +155,7 @@ class Recipe(StepOptions):
         loss: Expr,
         chosen: list[Group],
         trained: Mapping[ir.Value, ir.Value],
+        masks: prune.Masks,
     ) -> None:
         if self.lr_decay is not None:
             chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
@@ -158,7 +170,9 @@ class Recipe(StepOptions):
             master_weights=self.master_weights,
         )
         gradients = _gradients(assembly, update.scale_loss(loss), parameters)
+        gradients = prune.mask_gradients(assembly, gradients, masks)
         update.apply(scales.scale_gradients(assembly, gradients, trained))
+        prune.mask_updates(assembly, masks)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:
