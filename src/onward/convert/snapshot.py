@@ -209,7 +209,7 @@ def _check_differentiated(step: Step) -> None:
         problems.refuse()
 
 
-_WORDS = {"augment": "it augments its data", "teacher": "it learns from a teacher"}
+_WORDS = {"augment": "it augments its data", "prune": "it prunes its weights", "teacher": "it learns from a teacher"}
 """Parts of a recipe that no framework has an object for."""
 
 
