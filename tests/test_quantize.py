@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper, parser
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
+from sklearn.datasets import load_digits
 
 import onward
 from commands import run
@@ -317,6 +318,49 @@ def test_a_run_gives_integers_and_goes_on_bit_for_bit(tmp_path):
         "1 weight to int8, a scale for each channel: 108 numbers"
         in run("show", str(whole.path / "training.onnx")).stdout
     )
+
+
+DIGITS = {
+    "MLP": """f = Flatten(image)  a = Gemm<transB = 1>(f, w1, b1)  r = Relu(a)  c = Gemm<transB = 1>(r, w2, b2)
+      h = Relu(c)  logits = Gemm<transB = 1>(h, w3, b3)""",
+    "CNN": """a = Conv<pads = [1, 1, 1, 1]>(image, c1, b1)  r = Relu(a)
+      p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(r)  c = Conv<pads = [1, 1, 1, 1]>(p, c2, b2)
+      h = Relu(c)  f = Flatten(h)  logits = Gemm<transB = 1>(f, w4, b3)""",
+    "attention": """rows = Squeeze(image, one)  q = MatMul(rows, q1)  k = MatMul(rows, k1)  v = MatMul(rows, v1)
+      t = Transpose<perm = [0, 2, 1]>(k)  s = MatMul(q, t)  p = Softmax(s)  m = MatMul(p, v)  h = Relu(m)
+      f = Flatten(h)  logits = Gemm<transB = 1>(f, w5, b3)""",
+}
+SIZES = {
+    "w1": (32, 64), "b1": (32,), "w2": (32, 32), "b2": (32,), "w3": (10, 32), "b3": (10,), "c1": (32, 1, 3, 3),
+    "c2": (32, 32, 3, 3), "w4": (10, 512), "q1": (8, 16), "k1": (8, 16), "v1": (8, 16), "w5": (10, 128),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["int8", "int8:ranges=lsq", "int4", "int8:activations=int8"])
+@pytest.mark.parametrize("kind", DIGITS)
+def test_predictions_for_digits_are_those_of_training(kind, spec, tmp_path):
+    """Of all pictures, by the file in ONNX Runtime; and logits within one step of 8 bits."""
+    heading = '<ir_version: 10, opset_import: ["" : 21]> g (float[n,1,8,8] image) => (float[n,10] logits)'
+    proto = parser.parse_model(f"{heading} {{ {DIGITS[kind]} }}")
+    draw = np.random.default_rng(0)
+    for name in sorted({name for node in proto.graph.node for name in node.input if name in SIZES}):
+        weight = draw.standard_normal(SIZES[name]) / np.sqrt(max(np.prod(SIZES[name][1:]), 8))
+        proto.graph.initializer.append(numpy_helper.from_array(weight.astype("f"), name))
+    proto.graph.initializer.append(numpy_helper.from_array(np.asarray([1], np.int64), "one"))
+    found = load_digits()
+    digits = {"image": (found.images[:, None] / 16).astype("f"), "labels": found.target.astype(np.int64)}
+    usual = {"loss": "cross_entropy", "quiet": True, "threads": 1}
+    exact = onward.train(proto, digits, optimizer="adam:lr=3e-3", epochs=8, run=tmp_path / "float", **usual).last
+    trained = onward.train(
+        exact, digits, optimizer="adam:lr=3e-4", epochs=2, run=tmp_path / "run", quantize=spec, **usual
+    )
+    with start(trained.model, threads=1) as running:
+        expected = running.evaluate(digits)["logits"]
+    (logits,) = on_onnxruntime(trained.last.to_proto(), {"image": digits["image"]})
+    assert (expected.argmax(1) == digits["labels"]).mean() > 0.8
+    np.testing.assert_array_equal(logits.argmax(1), expected.argmax(1))
+    np.testing.assert_allclose(logits, expected, atol=np.ptp(expected) / 255)
 
 
 def test_preprocessing_stays_outside(tmp_path):
