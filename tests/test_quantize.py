@@ -9,7 +9,6 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper, parser
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
-from sklearn.datasets import load_digits
 
 import onward
 from commands import run
@@ -341,6 +340,8 @@ SIZES = {
 @pytest.mark.parametrize("kind", DIGITS)
 def test_predictions_for_digits_are_those_of_training(kind, spec, tmp_path):
     """Of all pictures, by the file in ONNX Runtime; and logits within one step of 8 bits."""
+    from sklearn.datasets import load_digits
+
     heading = '<ir_version: 10, opset_import: ["" : 21]> g (float[n,1,8,8] image) => (float[n,10] logits)'
     proto = parser.parse_model(f"{heading} {{ {DIGITS[kind]} }}")
     draw = np.random.default_rng(0)
