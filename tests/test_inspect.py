@@ -244,7 +244,7 @@ def test_numbers_of_a_second_step_are_its_own() -> None:
 WEIGHT = "bytes group name numbers reason role shape steps type"
 AMOUNT = "bytes numbers tensors"
 KEYS = {
-    "": "file format inputs name outputs parameters remarks steps weights",
+    "": "file format inputs name outputs parameters quantization remarks steps weights",
     "file": "bytes external_bytes external_files functions ir_version nodes opset opsets path producer",
     "inputs": "name shape type",
     "outputs": "name shape type",

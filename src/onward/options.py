@@ -203,6 +203,19 @@ class RecipeOptions:
         "first add low-rank adapters, such as `8,targets=*attn*`, and train them alone",
         also="or what `lora.add` takes as a mapping",
     )
+    quantize: str | Mapping[str, Any] | None = _option(
+        None,
+        _WHAT,
+        "SPEC",
+        "train a model that computes with integers afterwards: `int8`, `int4`, or "
+        "`int8:weights=int4,block=32,keep=first+last,ranges=lsq`",
+    )
+    prune: str | Mapping[str, Any] | None = _option(
+        None,
+        _WHAT,
+        "SPEC",
+        "leave out the smallest weights: `magnitude:sparsity=0.5`, or `2of4`",
+    )
     trainable: Sequence[str] | str | None = _option(
         None, _WHAT, "PATTERN", "train these parameters alone; also `biases`, `norms` or the `head`", repeated=True
     )

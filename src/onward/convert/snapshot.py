@@ -32,6 +32,7 @@ from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax
 from onward.recipe.spec import Spec
 from onward.rules.quantization import rounds, rounds_only_in_pairs
+from onward.transform.quantised import RANGE_KEY
 from onward.transform.training import without_steps
 
 
@@ -151,6 +152,11 @@ def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
 
     `in_pairs`: whether it takes QuantizeLinear and DequantizeLinear, one after the other, for what they stand for.
     """
+    if any(RANGE_KEY in node.metadata_props for node in model.graph):
+        raise UnsupportedError(
+            "the ranges that the model rounds to change in training, which objects of a framework would not do",
+            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+        )
     if rounds(model) and not (in_pairs and rounds_only_in_pairs(model)):
         raise UnsupportedError(
             "the model rounds numbers to integers: gradients pass straight through that, and the framework's own would "
@@ -205,6 +211,7 @@ def _check_differentiated(step: Step) -> None:
 
 _WORDS = {
     "augment": "it augments its data",
+    "prune": "it prunes its weights",
     "teacher": "it learns from a teacher",
     "sample_weight": "it weights its samples",
 }

@@ -194,7 +194,12 @@ class OnnxRuntime(Engine):
         model = for_onnxruntime(model)
         optimize = not _has_many_small_nodes(model.graph, self._carried.values())
         return open_session(
-            model, threads=self._threads, providers=self._providers, optimize=optimize, library=self._library
+            model,
+            threads=self._threads,
+            providers=self._providers,
+            optimize=optimize,
+            integers=False,  # gradients are of what the file says, in floating-point numbers
+            library=self._library,
         )
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:

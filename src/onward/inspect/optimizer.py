@@ -71,7 +71,10 @@ def trained_parameters(model: Model, step: Step) -> list[ir.Value]:
 
 
 def is_statistics(value: ir.Value) -> bool:
-    """Whether it is a running mean or variance."""
+    """Whether it is a running mean or variance, or else what a step measures."""
+    tags = value.const_value.metadata_props if value.const_value is not None else {}
+    if tags.get(ROLE_KEY) == "statistics":
+        return True
     return any(use.node.op_type == "BatchNormalization" and use.idx in (3, 4) for use in value.uses())
 
 

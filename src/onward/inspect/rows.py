@@ -21,7 +21,17 @@ from onward.inspect.formatting import (
     size,
 )
 from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import Amount, Group, Loss, LossTerm, Port, Progress, Role, Training
+from onward.inspect.summary_fields import (
+    Amount,
+    Group,
+    Loss,
+    LossTerm,
+    Port,
+    Progress,
+    Quantization,
+    Role,
+    Training,
+)
 from onward.recipe.optimizers import OPTIMIZERS
 
 Row = tuple[str, str | Sequence[str]]
@@ -41,6 +51,7 @@ _STATE_WORDS = {
     "accum": "gradient sums",
     "scaler": "loss scaler",
 }
+_RANGES = {"moving": "observed, moving averages", "lsq": "learned", "fixed": "fixed"}
 _CLIPPED = {"norm": "norm of all gradients", "tensor_norm": "norm of each gradient", "value": "each element"}
 
 
@@ -58,6 +69,8 @@ def model_rows(summary: Summary) -> Iterator[Row]:
     for role in ("frozen", "trainable", "statistics", "constant"):
         if summary.parameters[role].tensors:
             yield _LABELS.get(role, role), "\n".join([amount(summary.parameters[role]), *_reasons(summary, role)])
+    if summary.quantization is not None:
+        yield "quantized", "\n".join(_quantization(summary.quantization))
     for text in summary.remarks:
         yield "note", text
 
@@ -72,6 +85,16 @@ def _file(summary: Summary) -> list[str]:
         nodes += f" + {training:,} for training"
     parts += [f"opset {file.opset}", f"IR {file.ir_version}", nodes]
     return [*parts, quantity(len(file.functions), "function")] if file.functions else parts
+
+
+def _quantization(found: Quantization) -> Iterator[str]:
+    for kind in found.weights:
+        weights = quantity(kind.tensors, "weight")
+        yield f"{weights} to {kind.type}, a scale for each {kind.per}: {kind.numbers:,} numbers"
+    for name, count in found.activations.items():
+        yield f"{quantity(count, 'activation')} to {name}"
+    if found.ranges:
+        yield f"ranges: {', '.join(_RANGES.get(word, word) for word in found.ranges)}"
 
 
 def _ports(label: str, ports: Sequence[Port]) -> Iterator[Row]:

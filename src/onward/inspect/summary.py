@@ -12,7 +12,8 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import Error, InvalidModelError
 from onward.inspect.parameters import weights
-from onward.inspect.summary_fields import ROLES, Amount, File, Port, Role, Training, Weight
+from onward.inspect.quantization import describe_quantization
+from onward.inspect.summary_fields import ROLES, Amount, File, Port, Quantization, Role, Training, Weight
 from onward.inspect.training import describe_step
 from onward.inspect.values import plain, port
 from onward.model import Model, Source, load
@@ -33,6 +34,7 @@ class Summary:
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
     - `remarks`: sentences about what an exporter seems to have folded away
+    - `quantization`: null, or weights (list of type, per, tensors, numbers), activations (numbers by type), ranges
     - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
     - `steps`: none for an inference model, else a list of
         - `name`, `nodes`, `initialization`; `inputs` and `metrics` that inference does not have
@@ -53,6 +55,7 @@ class Summary:
     outputs: tuple[Port, ...]
     parameters: dict[Role, Amount]
     remarks: tuple[str, ...]
+    quantization: Quantization | None
     weights: tuple[Weight, ...]
     steps: tuple[Training, ...]
 
@@ -105,6 +108,7 @@ def _summary(model: Model) -> Summary:
         outputs=tuple(port(value) for value in model.outputs),
         parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
         remarks=tuple(folding_remarks(model)),
+        quantization=describe_quantization(model),
         weights=found,
         steps=steps,
     )

@@ -75,6 +75,28 @@ class Amount:
 
 
 @dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights that are rounded in the same way."""
+
+    type: str
+    per: str
+    """What has a scale of its own: a tensor, a channel, or a block."""
+    tensors: int
+    numbers: int
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is rounded to integers."""
+
+    weights: tuple[QuantizedWeights, ...]
+    activations: dict[str, int]
+    """How many, by type."""
+    ranges: tuple[str, ...]
+    """How training comes by scales: `moving`, `lsq` or `fixed`."""
+
+
+@dataclass(frozen=True)
 class LossTerm:
     """One summand, as the file records it."""
 

@@ -91,6 +91,15 @@ class Assembly:
         self.output(new.named(f"{value.name}/new").like(value))
         self.step.update[value.name] = new.name
 
+    def amend(self, name: str, change: Callable[[Expr], Expr]) -> None:
+        """Bind a state variable to what is made of the new value that it is bound to."""
+        outputs = self.step.algorithm.outputs
+        old = next(value for value in outputs if value.name == self.step.update[name])
+        outputs.remove(old)
+        self.op.names.release([old.name or ""])
+        old.name = self.op.names.fresh(f"{name}/updated")
+        self.update(name, change(self.op(old)))
+
     def output(self, expr: Expr) -> None:
         self.step.algorithm.outputs.append(expr.value)
 

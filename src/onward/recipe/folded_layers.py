@@ -27,7 +27,8 @@ def folding_remarks(model: Model) -> Iterator[str]:
     layers = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose", "Gemm") and _has_bias(node)]
     traces = [node for node in layers if _had_batch_norm(node)]
     normalizes = any(name.endswith("Normalization") or name == "Sqrt" for name in operators)
-    if not normalizes and (traces or _is_residual(layers)):
+    is_quantised = "DequantizeLinear" in operators  # then it is meant to be so
+    if not normalizes and not is_quantised and (traces or _is_residual(layers)):
         where = f", such as `{traces[0].name or traces[0].outputs[0].name}`" if traces else ""
         yield (
             f"it looks as if BatchNormalization was folded into {len(traces or layers)} of its layers{where}: they "

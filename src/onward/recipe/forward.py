@@ -1,7 +1,8 @@
 """The forward pass as training runs it.
 
-The inference graph stays in inference mode. Where it has Dropout or BatchNormalization, the algorithm gets its own copy
-of these nodes in training mode, and of everything behind them on the way to the loss; weights are shared by name.
+The inference graph stays in inference mode. Where it has Dropout, BatchNormalization or a QuantizeLinear whose range is
+observed, the algorithm gets its own copy of these nodes in training mode, and of everything behind them on the way to
+the loss; weights are shared by name.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
+from onward.recipe.quantize.observe import observe
+from onward.recipe.quantize.ranges import is_observed
 from onward.recipe.trainable import Choice
 from onward.standard import is_standard
+from onward.transform.quantised import STORED_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""
@@ -48,6 +52,8 @@ def training_forward(
             continue
         if node.op_type == "BatchNormalization" and is_switchable(node, frozen):
             _batch_normalization(assembly, node, new, variance)
+        elif is_observed(node) and STORED_KEY not in node.metadata_props:
+            observe(assembly, node, new)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             _dropout(assembly, node, new)
         elif any(value in new for value in read_by(node)):
@@ -107,8 +113,9 @@ def _shortest(attribute: float) -> float:
 
 
 def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Make the running statistics state, bound to what the normalizations computed; returns them."""
-    found = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new]
+    """Make the running statistics state, bound to what the step computed; returns them."""
+    bound = assembly.step.update
+    found = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new and v.name not in bound]
     for value in found:
         assert value.name is not None and value.const_value is not None
         if value in assembly.model.graph.inputs:

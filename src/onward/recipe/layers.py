@@ -15,7 +15,7 @@ from onward.standard import is_standard
 
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 _PRODUCTS = {"MatMul", "Gemm", "Conv"}
-_ON_THE_WAY = {"Identity", "Transpose", "Cast", "DequantizeLinear"}
+_ON_THE_WAY = {"Identity", "Transpose", "Cast", "QuantizeLinear", "DequantizeLinear"}
 _MOST_LISTED = 8
 
 # What may stand between the layer that gives the logits and an output, reading the logits as its first input.

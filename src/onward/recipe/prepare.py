@@ -18,7 +18,7 @@ from onward.model.serde import stamp
 from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
-from onward.recipe import lora, objective, preprocessing
+from onward.recipe import lora, objective, preprocessing, prune, quantize
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
@@ -29,6 +29,7 @@ from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
+from onward.recipe.quantize import scales
 from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
@@ -81,6 +82,8 @@ class Recipe(StepOptions):
             trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
+        learned = scales.learned_scales(model, selection.parameters)
+        masks = self._prune(model, selection.parameters)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
@@ -97,10 +100,15 @@ class Recipe(StepOptions):
         check_patterns(init, selection.parameters)
         for value in selection.parameters:
             bind_initial_value(assembly, value, init)
-        self._train(assembly, selection, loss, groups(selection.parameters, optimizer, self.groups, found))
+        chosen = groups(selection.parameters, optimizer, self.groups, found)
+        if learned:
+            scales.bind_learned(assembly, learned, init)
+            chosen += scales.groups_of_scales(learned, model, chosen[-1], len(chosen))
+        self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
+        scales.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
-        assembly.fact("selection", _selection_fact(selection))
+        assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         if self.times > 1:
             assembly.fact("times", self.times)
@@ -117,7 +125,19 @@ class Recipe(StepOptions):
             model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head, "new_head")})
         if self.lora is not None:
             model = lora.add(model, **{"seed": self.seed, **arguments(lora.add, self.lora, "lora")})
+        if self.quantize is not None:
+            model = quantize.add(model, self.quantize)
         return model
+
+    def _prune(self, model: Model, parameters: Sequence[ir.Value]) -> prune.Masks:
+        if self.prune is None:
+            return {}
+        if self.init != "file":
+            raise RecipeError(
+                "weights that are drawn anew have no size by which they could be pruned",
+                hint="train the model first, and prune what comes out",
+            )
+        return prune.prune(model, parameters, self.prune)
 
     def _distillation(self) -> Distillation | None:
         if self.teacher is not None and self.sample_weight is not None:
@@ -132,7 +152,15 @@ class Recipe(StepOptions):
             raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
         return None
 
-    def _train(self, assembly: Assembly, selection: Selection, loss: Expr, chosen: list[Group]) -> None:
+    def _train(
+        self,
+        assembly: Assembly,
+        parameters: Sequence[ir.Value],
+        loss: Expr,
+        chosen: list[Group],
+        trained: Mapping[ir.Value, ir.Value],
+        masks: prune.Masks,
+    ) -> None:
         if self.lr_decay is not None:
             chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
         update = Update(
@@ -145,8 +173,10 @@ class Recipe(StepOptions):
             loss_scale=self.loss_scale,
             master_weights=self.master_weights,
         )
-        gradients = _gradients(assembly, update.scale_loss(loss), selection.parameters)
-        update.apply(gradients)
+        gradients = _gradients(assembly, update.scale_loss(loss), parameters)
+        gradients = prune.mask_gradients(assembly, gradients, masks)
+        update.apply(scales.scale_gradients(assembly, gradients, trained))
+        prune.mask_updates(assembly, masks)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:

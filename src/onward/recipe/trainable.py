@@ -4,13 +4,12 @@ The rule, in order. A tensor is a candidate if it is a constant of the model wit
 the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` turns into floats. Then:
 
 1. no gradient reaches it from the loss -> constant
-2. it is a running mean or variance of BatchNormalization -> statistics
+2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
    computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
-6. it is made of integers that cannot be rounded to: of 32 or of fewer than 8 bits, in blocks, or read in several
-   places -> constant
+6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
 7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
    a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
    -> constant
@@ -127,6 +126,12 @@ class Selection:
     def of(self, role: Role) -> list[Choice]:
         return [choice for choice in self.choices if choice.role == role]
 
+    def with_parameters(self, added: Sequence[ir.Value], reason: str) -> Selection:
+        """The same, with further tensors that are trained."""
+        names = {value.name for value in added}
+        others = [choice for choice in self.choices if choice.name not in names]
+        return Selection([*self.parameters, *added], [*others, *(Choice(n or "", "parameter", reason) for n in names)])
+
 
 def select(
     model: Model,
@@ -240,6 +245,8 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     role = _recorded_role(value)
     if role in _NEVER:
         return Choice(name, "constant", _NEVER[role])
+    if role == "statistics":
+        return Choice(name, "statistics", "measured by the step")
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")

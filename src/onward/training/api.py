@@ -18,8 +18,10 @@ from onward.engines.initialization import start_over, state_left_as_stored, with
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, taking
+from onward.recipe import quantize
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
+from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
@@ -29,6 +31,7 @@ from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training, with_head_of
 from onward.training.run import TRAINING, Place, Run
+from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
@@ -88,6 +91,8 @@ def train(
         training = start_over(training if wanted.seed is None else with_seed(training, seed))
         made.notes.append(_reset_note(training))
     original = with_head_of(recipe, original, seed)
+    if "quantize" in recipe:
+        original = strip(quantize.add(original, recipe["quantize"]))
     if wanted.keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
@@ -106,9 +111,8 @@ def train(
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
-        Loop(folder, loaded, settled, feed, measures, at)(
-            [*notes, *imported, *made.notes, *feed.notes], callbacks, quiet
-        )
+        said = [*notes, *imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
+        Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
     group.wait()  # until all is written
     return Run(folder.path)
 
@@ -158,7 +162,8 @@ def resume(
             feed = open_feed(loaded, config)
             folder.configure(config.to_json())
             measures = measures_of(training, config.metrics, config.monitor)
-            Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
+            said = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
+            Loop(folder, loaded, config, feed, measures, place)(said, callbacks, quiet)
     group.wait()
     return Run(folder.path)
 

@@ -10,7 +10,7 @@ from onward.model import Model
 from onward.model.state import all_states, with_metadata
 from onward.recipe import lora
 from onward.recipe.lora.adapters import adapters
-from onward.transform.quantised import stored_as_integers
+from onward.transform.quantised import stored_as_integers, stored_biases
 from onward.transform.training import strip
 
 
@@ -23,7 +23,9 @@ def in_form_of(original: Model, training: Model) -> Model:
     trained = strip(_put_averages(training))
     stored = stored_as_integers(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
-    names = [stored.get(name, name) for name in updated if name in training.graph.initializers]
+    biases = stored_biases(training)
+    names = [stored.get(name, name) for name in updated if name in training.graph.initializers and name not in biases]
+    names += [name for both in biases.values() for name in both]
     if (added := adapters(trained)) and not adapters(original):
         names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
         try:

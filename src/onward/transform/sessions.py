@@ -27,12 +27,14 @@ def open_session(
     threads: int | None = None,
     providers: Sequence[str] = CPU,
     optimize: bool = True,
+    integers: bool = True,
     library: Path | None = None,
 ) -> Any:
     """A session for the inference graph of a model. A `Model` must be the caller's own: large tensors leave it.
 
-    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes. A
-    `library` has operators that the model uses beside those of ONNX Runtime.
+    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes;
+    `integers` lets it compute in integers what stands between DequantizeLinear and QuantizeLinear. A `library` has
+    operators that the model uses beside those of ONNX Runtime.
     """
     import onnxruntime as ort
 
@@ -43,6 +45,8 @@ def open_session(
         options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not integers:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if library is not None:
         options.register_custom_ops_library(str(library))
     handed = _hand_over_large_tensors(model, options) if isinstance(model, Model) else []

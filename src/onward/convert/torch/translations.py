@@ -10,8 +10,8 @@ from onnxscript.values import Op, Opset
 from torch import ops
 
 from onward.build import DOMAIN, DOMAIN_VERSION
-from onward.convert.stop_gradient import stop_gradient
 from onward.model import Model
+from onward.recipe.stop_gradient import stop_gradient
 
 _SUM, _MEAN = range(2)
 """Modes of EmbeddingBag."""

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from onward.convert.graph_building import cast, dtype_of, same_operator
 from onward.convert.jax.jaxpr.values import where, widely
-from onward.convert.stop_gradient import stop_gradient
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
+from onward.recipe.stop_gradient import stop_gradient
 
 primitives = Operators()
 

@@ -1,4 +1,4 @@
-"""Where gradients end, for graphs of frameworks that can say so: ONNX has no operator for it."""
+"""Where gradients end: in graphs of frameworks that say so, and before ranges that are observed. ONNX cannot say it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Pruning: weights of layers that are zero, and stay so while the others are trained.
+
+What is left is decided once, by the size of the weights in the file: masks are constants of the step. Gradients and
+new weights go through them, whatever the optimizer does, so that the file holds the zeros at any time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.errors import RecipeError, UnknownNameError
+from onward.model import Model
+from onward.model.state import with_metadata
+from onward.recipe.assembly import Assembly, register
+from onward.recipe.layers import Layer, layers, listing
+from onward.recipe.spec import check_options, parse
+from onward.recipe.trainable import matching
+
+_SOME_OF = re.compile(r"(\d+)of(\d+)")
+_OPTIONS: Mapping[str, Any] = {"sparsity": 0.5, "targets": "*", "keep": ()}
+
+Masks = dict[ir.Value, np.ndarray]
+"""Weights, and which of their numbers are left."""
+
+
+def prune(model: Model, parameters: Sequence[ir.Value], given: str | Mapping[str, Any]) -> Masks:
+    """Set the smallest numbers of weights that are trained to zero, in place.
+
+    `magnitude:sparsity=0.5` takes that share of each weight; `2of4` leaves the two largest of every four numbers that
+    are summed up one after the other.
+    """
+    spec = parse(given)
+    found = _SOME_OF.fullmatch(spec.name)
+    if not found and spec.name != "magnitude":
+        raise UnknownNameError(f"there is no way to prune `{spec.name}`", hint="there are `magnitude` and `2of4`")
+    known = {name: value for name, value in _OPTIONS.items() if name != "sparsity" or not found}
+    check_options(f"`prune={spec.name}`", spec.options, known)
+    options = {**known, **spec.options}
+    chosen = _chosen(model, parameters, options["targets"], options["keep"])
+    left = (int(found[1]), int(found[2])) if found else None
+    if left is not None and not 0 < left[0] < left[1]:
+        raise RecipeError(f"`{spec.name}` leaves nothing out, or nothing in", hint="write `2of4`")
+    masks = {}
+    for layer in chosen:
+        array = layer.weight.const_value.numpy()  # type: ignore[union-attr]
+        mask = _largest(array, _share(options["sparsity"])) if left is None else _some_of(layer, array, *left)
+        masks[layer.weight] = mask
+        old = layer.weight.const_value
+        assert old is not None
+        layer.weight.const_value = with_metadata(ir.Tensor(array * mask), dict(old.metadata_props), like=old)
+    return masks
+
+
+def _share(sparsity: Any) -> float:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
+        raise RecipeError(f"the sparsity is `{sparsity}`, but must be a number between 0 and 1")
+    return float(sparsity)
+
+
+def _chosen(model: Model, parameters: Sequence[ir.Value], targets: Any, keep: Any) -> list[Layer]:
+    known = list({layer.weight: layer for layer in layers(model.graph) if layer.weight in parameters}.values())
+    words = keep.split("+") if isinstance(keep, str) else list(keep)
+    ends = {"first": known[:1], "last": known[-1:]}
+    kept = [layer for word in words for layer in ends.get(word, [one for one in known if matching([word], one.names)])]
+    patterns = targets.split("+") if isinstance(targets, str) else list(targets)
+    chosen = [layer for layer in known if matching(patterns, layer.names) and layer not in kept]
+    if not chosen:
+        raise UnknownNameError("nothing is left to prune", hint=listing(known))
+    return chosen
+
+
+def _largest(array: np.ndarray, sparsity: float) -> np.ndarray:
+    """All but so large a share, the smallest; of equal ones, the first go."""
+    order = np.argsort(np.abs(array), axis=None, kind="stable")
+    mask = np.ones(array.size, bool)
+    mask[order[: round(sparsity * array.size)]] = False
+    return mask.reshape(array.shape)
+
+
+def _some_of(layer: Layer, array: np.ndarray, left: int, size: int) -> np.ndarray:
+    """Of every `size` numbers along what is summed up, the `left` largest."""
+    axis = 1 if layer.units_first else 0
+    if array.shape[axis] % size:
+        raise RecipeError(
+            f"`{layer.names[0]}` sums up {array.shape[axis]} numbers, which cannot be divided by {size}",
+            hint=f"keep it as it is: `keep={layer.names[0]}`",
+        )
+    moved = np.moveaxis(array, axis, -1)
+    parts = np.abs(moved).reshape(*moved.shape[:-1], -1, size)
+    ranks = np.argsort(np.argsort(-parts, -1, kind="stable"), -1)
+    return np.moveaxis((ranks < left).reshape(moved.shape), -1, axis)
+
+
+def mask_gradients(assembly: Assembly, gradients: Mapping[ir.Value, Expr], masks: Masks) -> dict[ir.Value, Expr]:
+    """Gradients that are zero where weights are."""
+    return {value: _masked(assembly, value, g, masks).like(value) for value, g in gradients.items()}
+
+
+def mask_updates(assembly: Assembly, masks: Masks) -> None:
+    """Bind weights, and averages of them, to what goes through their masks."""
+    for value in masks:
+        for name in (value.name or "", f"ema/{value.name}"):
+            if name in assembly.step.update:
+                assembly.amend(name, lambda new, value=value: _masked(assembly, value, new, masks))  # type: ignore[misc]
+
+
+def _masked(assembly: Assembly, value: ir.Value, expr: Expr, masks: Masks) -> Expr:
+    if value not in masks:
+        return expr
+    name = f"{value.name}/mask"
+    if name not in assembly.values:
+        assembly.values[name] = register(assembly.op, name, ir.Tensor(masks[value]))
+    masked: Expr = assembly.op.Where(assembly.op(assembly.values[name]), assembly.op(expr.value), 0.0)
+    return masked

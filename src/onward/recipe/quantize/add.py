@@ -1,0 +1,244 @@
+"""Fake quantisation, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Names
+from onward.constants import add_initializer, constant_tensor
+from onward.errors import RecipeError, UnsupportedError
+from onward.model import Model, Source, load
+from onward.model.signature import check_signatures
+from onward.model.state import with_tags
+from onward.recipe.constants import expose, separate_merged
+from onward.recipe.head import refuse_training
+from onward.recipe.lora.adapters import adapters
+from onward.recipe.quantize.fold import fold_normalizations
+from onward.recipe.quantize.places import MOVES, Place, places
+from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
+from onward.recipe.quantize.settings import Settings, middle, settings_of
+from onward.recipe.quantize.take_over import take_over
+from onward.standard import METADATA_IR, OLDEST_OPSET
+from onward.transform.opset import convert_opset, of_one_opset
+from onward.transform.quantised import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY
+from onward.transform.types import fill_in_types
+
+
+def add(model: Source, given: str | Mapping[str, Any]) -> Model:
+    """A copy that rounds weights and activations as integers would, and whose weights can be trained.
+
+    One that is quantised already, in the form QDQ, is opened up: what it rounds, and to which types, stays.
+    """
+    settings = settings_of(given)
+    source = check_signatures(load(model))
+    refuse_training(source, "quantise it")
+    if adapters(source):
+        raise RecipeError(
+            "adapters are added to weights in the end, which would have to be rounded anew",
+            hint="merge them first (`onward.lora.merge`), and quantise the model that they make",
+        )
+    changed = of_one_opset(source, OLDEST_OPSET)
+    changed = (changed if changed.opset >= settings.opset else convert_opset(changed, settings.opset)).copy()
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
+    separate_merged(changed)
+    if any(node.op_type == "DequantizeLinear" for node in changed.graph):
+        take_over(changed, settings)
+        return changed
+    fold_normalizations(changed)
+    _Insertion(changed, settings).run()
+    return changed
+
+
+class _Insertion:
+    def __init__(self, model: Model, settings: Settings):
+        self._model, self._graph, self._settings = model, model.graph, settings
+        self._names: Names = model.names()
+        self._parameters: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        """What a DequantizeLinear makes -> its scale and zero point."""
+        self._pairs: dict[ir.Value, ir.Value] = {}
+        """A value -> the same, rounded."""
+
+    def run(self) -> None:
+        found = places(self._graph, self._settings)
+        read = [place.node.inputs[i] for place in found for i in place.inputs]
+        fill_in_types(self._model, [v for v in (*read, *(place.node.outputs[0] for place in found)) if v is not None])
+        for place in found:
+            self._quantise(place)
+
+    def _quantise(self, place: Place) -> None:
+        node = place.node
+        if self._settings.activations is not None:
+            for i in place.inputs:
+                value = node.inputs[i]
+                if value is not None and _is_float(value):
+                    node.replace_input_with(i, self._rounded(value))
+        if place.weight is not None:
+            self._quantise_weight(place, place.weight)
+            self._mark_bias(place)
+        if self._settings.activations is not None and place.rounds_result and _is_float(node.outputs[0]):
+            self._round_result(place.result)
+
+    # ---- activations -------------------------------------------------------------------------------------------------
+
+    def _rounded(self, value: ir.Value) -> ir.Value:
+        """A value as integers have it. What was moved since it was rounded has the same scale."""
+        if value in self._parameters:
+            return value
+        if value not in self._pairs:
+            known = self._known_parameters(value)
+            if known is not None and self._settings.activations == ir.DataType.INT8:
+                # ONNX Runtime makes uint8 of int8, but not of pairs that it puts around such operators itself.
+                node = value.producer()
+                assert node is not None and node.inputs[0] is not None
+                node.replace_input_with(0, self._rounded(node.inputs[0]))
+            self._pairs[value] = self._pair(value, known)
+        return self._pairs[value]
+
+    def _known_parameters(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+        source: ir.Value | None = value
+        while source is not None and source not in self._parameters:
+            node = source.producer()
+            source = node.inputs[0] if node is not None and node.op_type in MOVES else None
+        return self._parameters[source] if source is not None else None
+
+    def _round_result(self, value: ir.Value) -> None:
+        """Let all who read a result read it rounded; as an output of the model it keeps its name."""
+        if value in self._pairs:
+            return
+        uses, is_output = list(value.uses()), value.is_graph_output()
+        rounded = self._pairs[value] = self._pair(value, None)
+        for node, i in uses:
+            node.replace_input_with(i, rounded)
+        if is_output:
+            at = list(self._graph.outputs).index(value)
+            self._graph.outputs[at] = rounded
+            name = value.name or ""
+            value.name = self._names.fresh(f"{name}/exact")
+            rounded.name = name
+
+    def _pair(self, value: ir.Value, shared: tuple[ir.Value, ir.Value] | None) -> ir.Value:
+        dtype = self._settings.activations
+        assert dtype is not None and value.name is not None
+        scale, zero = shared or self._new_parameters(value.name, dtype)
+        quantise = self._node("QuantizeLinear", value, [value, scale, zero], dtype, f"{value.name}/quantized")
+        if shared is None:
+            quantise.metadata_props[RANGE_KEY] = described(self._settings)
+        rounded = quantise.outputs[0]
+        floating = ir.DataType.FLOAT
+        back = self._node("DequantizeLinear", value, [rounded, scale, zero], floating, f"{value.name}/dequantized")
+        self._insert_behind(value, [quantise, back])
+        self._parameters[back.outputs[0]] = scale, zero
+        return back.outputs[0]
+
+    def _new_parameters(self, name: str, dtype: ir.DataType) -> tuple[ir.Value, ir.Value]:
+        zero = with_tags(ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype), role="statistics")
+        scale = tag_scale(ir.Tensor(np.ones((), np.float32)), self._settings)
+        return self._store(f"{name}/scale", scale), self._store(f"{name}/zero", zero)
+
+    def _insert_behind(self, value: ir.Value, nodes: list[ir.Node]) -> None:
+        producer = value.producer()
+        if producer is not None:
+            self._graph.insert_after(producer, nodes)
+        else:
+            self._graph.insert_before(self._graph[0], nodes)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def _quantise_weight(self, place: Place, weight: ir.Value) -> None:
+        if weight in self._pairs:
+            rounded = self._pairs[weight]
+        else:
+            weight = self._stored_weight(weight)
+            rounded = self._pairs[weight] = self._weight_pair(weight, place.axis)
+        index, reader = 1, place.node
+        while (value := reader.inputs[index]) is not None and value is not weight and value is not rounded:
+            step = value.producer()
+            if step is None:
+                return
+            reader, index = step, 0
+        reader.replace_input_with(index, rounded)
+
+    def _stored_weight(self, weight: ir.Value) -> ir.Value:
+        stored = expose(self._graph, weight)
+        assert stored.const_value is not None
+        if stored.const_value.dtype != ir.DataType.FLOAT:
+            raise UnsupportedError(
+                f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
+                hint="keep it out with `keep`, or convert the model to float32 first",
+            )
+        return stored
+
+    def _weight_pair(self, weight: ir.Value, axis: int) -> ir.Value:
+        dtype, name = self._settings.weights, weight.name or ""
+        array = weight.const_value.numpy()  # type: ignore[union-attr]
+        block = self._settings.block if array.ndim == 2 else None
+        if block:
+            axis = 1 - axis  # along what is summed up
+        scale_numbers = symmetric_scale(array, dtype, axis, block)
+        zeros = ir.Tensor(np.full(scale_numbers.shape, middle(dtype)).astype(dtype.numpy()), dtype=dtype)
+        scale = self._store(f"{name}/scale", tag_scale(ir.Tensor(scale_numbers), self._settings, name))
+        zero = self._store(f"{name}/zero", zeros)
+        where = [ir.AttrInt64("axis", axis), *([ir.AttrInt64("block_size", block)] if block else [])]
+        quantise = self._node("QuantizeLinear", weight, [weight, scale, zero], dtype, f"{name}/quantized", where)
+        quantise.metadata_props[STORED_KEY] = quantise.outputs[0].name or ""
+        quantise.metadata_props[RANGE_KEY] = described(self._settings)
+        rounded, floating = quantise.outputs[0], ir.DataType.FLOAT
+        back = self._node("DequantizeLinear", weight, [rounded, scale, zero], floating, f"{name}/dequantized", where)
+        for use in [use for use in weight.uses() if use.node.op_type == "Shape"]:  # which is the same
+            use.node.replace_input_with(0, back.outputs[0])
+        self._graph.insert_before(self._graph[0], [quantise, back])
+        return back.outputs[0]
+
+    def _mark_bias(self, place: Place) -> None:
+        """Say that a bias is to be stored as integers of 32 bits, which is how integer products take it."""
+        node, settings = place.node, self._settings
+        whole = settings.weights in EXACT and settings.activations in EXACT and not settings.block
+        bias = node.inputs[2] if node.op_type in ("Conv", "Gemm") and len(node.inputs) > 2 else None
+        tensor = constant_tensor(bias)
+        factors = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+        if not whole or bias is None or tensor is None or factors != [1.0, 1.0]:
+            return
+        if len(bias.uses()) > 1 or len(tensor.shape) != 1 or tensor.dtype != ir.DataType.FLOAT:
+            return
+        bias = expose(self._graph, bias)
+        name, size = bias.name or "", tensor.shape.numpy()
+        facts = {
+            "integers": self._names.fresh(f"{name}/quantized"),
+            "scale": self._names.fresh(f"{name}/scale"),
+            "zero": None,
+            "node": self._names.fresh(f"{name}/DequantizeLinear"),
+            "shape": list(size),
+            "axis": 0,
+        }
+        node.metadata_props[BIAS_KEY] = json.dumps(facts)
+
+    # ---- nodes and tensors -------------------------------------------------------------------------------------------
+
+    def _node(
+        self,
+        operator: str,
+        of: ir.Value,
+        inputs: list[ir.Value],
+        dtype: ir.DataType,
+        name: str,
+        attributes: list[ir.Attr] | None = None,
+    ) -> ir.Node:
+        node = ir.Node("", operator, inputs, attributes or [])
+        output = node.outputs[0]
+        output.name = self._names.fresh(name)
+        node.name = self._names.fresh(f"{of.name}/{operator}")
+        output.type, output.shape = ir.TensorType(dtype), of.shape
+        return node
+
+    def _store(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        tensor.name = self._names.fresh(name)
+        return add_initializer(self._graph, tensor.name, tensor)
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype == ir.DataType.FLOAT
