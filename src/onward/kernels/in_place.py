@@ -23,9 +23,9 @@ def update_in_place(model: Model, update: Mapping[str, str], loss: str | None) -
     results = {value.name: value for value in graph.outputs}
     given = {value.name: value for value in graph.inputs}
     minimised = results.get(loss)
-    updates = [node for node in graph if any(map(_is_update, _executed(node)))]
     if minimised is None or minimised.dtype != ir.DataType.FLOAT:
         return set()
+    updates = _updates(graph)
     inside = {inner for node in updates for inner in _executed(node)}
     in_place = {
         name
@@ -37,12 +37,24 @@ def update_in_place(model: Model, update: Mapping[str, str], loss: str | None) -
     return in_place
 
 
+def _updates(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes that make updates which nothing but other updates read."""
+    found: list[ir.Node] = []
+    inside: set[ir.Node] = set()
+    for node in reversed(graph):
+        executed = set(_executed(node))
+        if any(map(_is_update, executed)) and all(use.node in inside for value in node.outputs for use in value.uses()):
+            found.append(node)
+            inside |= executed
+    return found[::-1]
+
+
 def _executed(node: ir.Node) -> Iterator[ir.Node]:
-    """A node, and those of the branches that it chooses from: an update may be made now and then."""
+    """A node, and all in the branches that it chooses from: an update may be made now and then."""
     yield node
     if node.op_type == "If":
         for branch in _branches(node):
-            yield from branch
+            yield from branch.all_nodes()
 
 
 def _branches(node: ir.Node) -> Iterator[ir.Graph]:
