@@ -54,8 +54,7 @@ def test_it_trains_in_a_page_as_onward_train_does(name: str, browser: Browser, t
     whole, site = case.whole(), tmp_path / "site"
     site.mkdir()
     rows = case.data | {f"validation/{of}": array for of, array in case.measured_with(seed=0).items()}
-    noise = [drawn for epoch in range(EPOCHS) if (drawn := case.drawn([epoch], seed=0))]
-    write_for_javascript(site, whole, rows, noise)
+    write_for_javascript(site, whole, rows, [case.drawn([epoch], seed=0) for epoch in range(EPOCHS)])
     results = in_a_page(browser, site, whole)
     check_close(whole, results, case.trained(tmp_path, EPOCHS, seed=0))
     assert results.outputs[whole.contract["stopped"]] == FINISHED
