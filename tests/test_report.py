@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import onward
+from browser import find_chromium, needs_chromium
 from fake_runs import STEPS_PER_EPOCH, fake_run
 from models import digits_mlp
 from onward.cli.commands import app
@@ -24,7 +24,6 @@ from onward.training.log import Log
 from onward.training.report.charts import curve
 from onward.training.report.history import History, Series
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "input"}
 
 
@@ -377,7 +376,7 @@ document.title = JSON.stringify({ read, sizes, fits, bad: document.querySelector
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@needs_chromium
 @pytest.mark.parametrize("width", [1200, 500])
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
     """The page as it is logs no error; with a script that plays with it, what one points at is read out everywhere."""
@@ -394,7 +393,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     assert result["fits"] and not result["bad"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@needs_chromium
 def test_odd_runs_in_a_browser(tmp_path: Path) -> None:
     page(write_log(tmp_path / "empty"))
     one = {"event": "weights", "step": 1, "histograms": {"w": {"edges": [2, 2], "counts": [7]}}}
@@ -408,8 +407,9 @@ def test_odd_runs_in_a_browser(tmp_path: Path) -> None:
 
 def browse(path: Path, width: int = 1200) -> str:
     """The document after its scripts have run; none may have written to the console."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
+    program = find_chromium()
+    assert program is not None
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
     command += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--window-size={width},900", "--dump-dom"]
     done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
