@@ -62,6 +62,8 @@ USAGE = [
     ("lower training.onnx --part forward", "`forward` is not one of", "lower --help"),
     ("lower training.onnx --all notes.txt", "`notes.txt` is a file", "name a folder"),
     ("lower training.onnx --all x --part step", "`--all` and `--part` do not go together", "leave one"),
+    ("page digits.onnx", "missing option `--output` / `-o`", "page --help"),
+    ("pipeline scale --rest x.onnx", "`--rest` is what is left of a model", "name the model"),
     ("verify training.onnx --steps 0", "`--steps`: it must be at least 1", "verify --help"),
     ("verify training.onnx --tolerance nan", "`--tolerance`: it must be at least 0", "verify --help"),
     ("check-gradients digits.onnx --order 3", "`--order`: it must be at most 2", "check-gradients --help"),
@@ -81,6 +83,8 @@ USAGE = [
     ("strip", "missing argument `MODEL`", "strip --help"),
 ]
 WRONG = [
+    ("pipeline resise:3", "there is no preprocessing `resise`", "did you mean `resize`?"),
+    ("prepare digits.onnx --loss ce --quantize int7", "no type to quantise to `int7`", "did you mean `int8`"),
     ("train digits.onnx --data d.npz --from c --reset", "`reset` has no effect with a checkpoint", "how it goes on"),
     ("set training.onnx a=b=1", "no initializer `a=b`", "fc1.weight"),
     ("train training.onnx --data d.npz --lr 1", "the model carries its training already, so `lr` has no", "strip"),
