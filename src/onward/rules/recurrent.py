@@ -185,6 +185,7 @@ def _layer(op, node, cell, functions, x, w, r, b, p, lengths, *initial):
     directions = zip(*(_per_direction(op, value, count) for value in (w, r, b, p, *initial)), strict=True)
     runs = []
     for i, (w_, r_, b_, p_, *states) in enumerate(directions):
+        _say_sizes(node, settings["hidden_size"], x, w_, r_, b_)
         sizes = _Sizes(op, x, r_)
         weights = _Weights(w_, r_, b_, p_, chosen[i * len(functions) :][: len(functions)], sizes.parts)
         runs.append(_scan(op, sizes, cell(weights), states, inside, backwards[i], bool(node.outputs[0].name)))
@@ -194,6 +195,22 @@ def _layer(op, node, cell, functions, x, w, r, b, p, lengths, *initial):
         None if every[0] is None else _side_by_side(op, every, 1, [2, 0, 1, 3] if batch_first else None),
         *(_side_by_side(op, states, 0, [1, 0, 2] if batch_first else None) for states in last),
     ]
+
+
+_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+
+
+def _say_sizes(node, hidden, x, w, r, b):
+    """Give weights the shapes that follow from the hidden size: exporters compute weights, and leave open how large.
+
+    Where a size is not known, every gradient looks in every step of the Scan for axes that were broadcast.
+    """
+    if not hidden:
+        return
+    rows, inputs = _GATES[node.op_type] * hidden, None if x.value.shape is None else x.value.shape[-1]
+    for value, shape in ((w, [rows, inputs]), (r, [rows, hidden]), (b, [2 * rows])):
+        if value is not None and (value.value.shape is None or not value.value.shape.is_static()):
+            _shape_or_none(value, *shape)
 
 
 def _inside(op, x, lengths):
