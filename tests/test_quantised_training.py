@@ -12,18 +12,9 @@ from control_flow import on_onnxruntime
 from onward.engines import start
 from onward.errors import RecipeError, UnsupportedError
 from onward.training.export import in_form_of
+from quantized_models import FLOAT
 
 RNG = np.random.default_rng(0)
-FLOAT = parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
-g (float[n,1,6,6] x) => (float[n,3] y) {
-  c = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x, cw, cb)
-  r = Relu(c)
-  p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)
-  f = Flatten(p)
-  y = Gemm <transB = 1> (f, w, b)
-}""")
-for _name, _shape in {"cw": (4, 1, 3, 3), "cb": (4,), "w": (3, 36), "b": (3,)}.items():
-    FLOAT.graph.initializer.append(numpy_helper.from_array((RNG.standard_normal(_shape) * 0.3).astype("f"), _name))
 X = RNG.standard_normal((8, 1, 6, 6)).astype("f")
 INT8, UINT8 = QuantType.QInt8, QuantType.QUInt8
 FORMS = {

@@ -40,7 +40,9 @@ _UNTOLD = ("loss", "optimizer", "schedule")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments(TrainOptions):
+class TrainArguments(TrainOptions):
+    """What `train` takes."""
+
     model: Source = None  # type: ignore[assignment]  # then a configuration has it
     _: dataclasses.KW_ONLY
     config: str | os.PathLike[str] | None = None
@@ -48,7 +50,7 @@ class _Arguments(TrainOptions):
     quiet: bool = False
 
 
-@taking(_Arguments)
+@taking(TrainArguments)
 def train(
     config: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Callback] = (),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 from onward.engines.group import join_group
 from onward.errors import DataError, UnsupportedError
-from onward.model import Source, load
+from onward.model import load
 from onward.model.storage import write_file
-from onward.options import TrainOptions, taking
-from onward.training.api import new_folder, resume, train
+from onward.options import taking
+from onward.training.api import TrainArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders, write_settings
 from onward.training.run import CONFIG, TRAINING, Run
@@ -129,16 +128,7 @@ def _is_done(run: Run) -> bool:
     return last.get("event") == "end" and last.get("reason") in _DONE
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arguments(TrainOptions):
-    model: Source = None  # type: ignore[assignment]  # then a configuration has it
-    _: dataclasses.KW_ONLY
-    config: str | os.PathLike[str] | None = None
-    callbacks: Sequence[Callback] = ()
-    quiet: bool = False
-
-
-@taking(_Arguments)
+@taking(TrainArguments)
 def cross_validate(
     config: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Callback] = (),
