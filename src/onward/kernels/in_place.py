@@ -25,20 +25,19 @@ def update_in_place(model: Model, update: Mapping[str, str], loss: str | None) -
     minimised = results.get(loss)
     if minimised is None or minimised.dtype != ir.DataType.FLOAT:
         return set()
-    updates = _updates(graph)
-    inside = {inner for node in updates for inner in _executed(node)}
+    updates, inside = _updates(graph)
     in_place = {
         name
         for name, new in update.items()
         if name in given and new in results and _is_written_last(given[name], results[new], inside)
     }
     if in_place:
-        _put_last(graph, updates, minimised, model.names())
+        _put_last(graph, updates, inside, minimised, model.names())
     return in_place
 
 
-def _updates(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes that make updates which nothing but other updates read."""
+def _updates(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Node]]:
+    """The nodes that make updates which nothing but other updates read; and these with all nodes in their branches."""
     found: list[ir.Node] = []
     inside: set[ir.Node] = set()
     for node in reversed(graph):
@@ -46,7 +45,7 @@ def _updates(graph: ir.Graph) -> list[ir.Node]:
         if any(map(_is_update, executed)) and all(use.node in inside for value in node.outputs for use in value.uses()):
             found.append(node)
             inside |= executed
-    return found[::-1]
+    return found[::-1], inside
 
 
 def _executed(node: ir.Node) -> Iterator[ir.Node]:
@@ -86,9 +85,8 @@ def _writes_over(node: ir.Node, index: int, new: ir.Value) -> bool:
     return index >= numbers and (index - numbers) // tensors == (new.index() or 0) // per_item
 
 
-def _put_last(graph: ir.Graph, updates: Sequence[ir.Node], loss: ir.Value, names: Names) -> None:
-    """Make all updates depend on all other nodes."""
-    inside = {inner for node in updates for inner in _executed(node)}
+def _put_last(graph: ir.Graph, updates: Sequence[ir.Node], inside: Set[ir.Node], loss: ir.Value, names: Names) -> None:
+    """Make all updates, with what is `inside` of them, depend on all other nodes."""
     ends = [
         next(value for value in node.outputs if value.name)
         for node in graph

@@ -40,7 +40,7 @@ def open_session(
 
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what it would print is in the errors that it raises
-    options.enable_mem_pattern = False
+    options.enable_mem_pattern = False  # it would hold what the first run allocated a second time, and gains nothing
     if threads is not None:
         options.intra_op_num_threads = threads
     if not optimize:

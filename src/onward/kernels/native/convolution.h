@@ -155,6 +155,7 @@ template <class At>
 void gather_products(const Call& call, const Gathering& g, const At& at) {
   if (g.pixels() == 0 || g.columns == 0) return;
   const Index together = pixels_together(g);
+  if (together == 1) return gather_each(call, g, at);
   Gathering wide = g;
   wide.offsets.clear();
   for (const auto& [down, right] : g.offsets)
