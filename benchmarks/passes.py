@@ -75,7 +75,7 @@ KERNELS: dict[str, Switch] = {
     "gradients of softmax": _no_rules("Softmax", "LogSoftmax"),
     "cross entropy": _off("onward.kernels.selection.use_cross_entropy"),
     "gradients of embeddings": _no_rules("Gather"),
-    "gradients of weights and biases": _off("onward.kernels.selection.use_row_sums"),
+    "products, and sums of rows": _off("onward.kernels.selection.use_products"),
     "updates in one pass": _off("onward.kernels.selection.fuse_updates"),
 }
 """Each with what switches it off."""

@@ -1,4 +1,4 @@
-"""Weight gradients, sums of rows and gradients of lookups by native kernels: against numpy in double precision."""
+"""Products, sums of rows and gradients of lookups by native kernels: against numpy in double precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,31 @@ SIZES = [(1, 1, 1), (5, 7, 3), (3, 24, 64), (700, 25, 65), (1025, 97, 130), (204
 
 
 @pytest.mark.parametrize(("depth", "rows", "columns"), SIZES)
-def test_products_are_those_of_numpy(depth, rows, columns):
+@pytest.mark.parametrize("turned", [0, 1])
+def test_products_are_those_of_numpy(depth, rows, columns, turned):
+    a, b, bias = numbers(rows, depth), numbers(depth, columns, seed=1), numbers(columns, seed=2)
+    given = (a, b.T.copy() if turned else b, bias)
+    (one,), (two,) = (run_kernel("Product", *given, turned=turned, threads=threads) for threads in (1, 2))
+    assert_close(one, a.astype(np.float64) @ b + bias, rtol=1e-5)
+    np.testing.assert_array_equal(one, two)  # whatever the number of threads
+
+
+def test_products_keep_all_axes_but_the_last():
+    x, w = numbers(3, 5, 7), numbers(7, 2)
+    (found,) = run_kernel("Product", x, w)
+    assert_close(found, x @ w)
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 3, 2), (4, 0, 2), (4, 3, 0)])
+def test_products_of_nothing_are_the_bias(rows, depth, columns):
+    bias = numbers(columns)
+    (found,) = run_kernel("Product", np.ones((rows, depth), np.float32), np.ones((depth, columns), np.float32), bias)
+    wanted = np.broadcast_to(bias, (rows, columns)) if depth == 0 else np.zeros((rows, columns))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("depth", "rows", "columns"), SIZES)
+def test_transposed_products_are_those_of_numpy(depth, rows, columns):
     a, b = numbers(depth, rows), numbers(depth, columns, seed=1)
     (one,) = run_kernel("TransposedProduct", a, b, threads=1)
     (two,) = run_kernel("TransposedProduct", a, b)
@@ -37,22 +61,23 @@ def test_products_are_those_of_numpy(depth, rows, columns):
     np.testing.assert_array_equal(one, two)  # whatever the number of threads
 
 
-def test_products_take_all_leading_axes_as_rows():
+def test_transposed_products_take_all_leading_axes_as_rows():
     a, b = numbers(3, 5, 7), numbers(5, 3, 2)
     (found,) = run_kernel("TransposedProduct", a, b)
     assert_close(found, a.reshape(15, 7).T @ b.reshape(15, 2))
 
 
 @pytest.mark.parametrize("shape", [((0, 3), (0, 2)), ((4, 0), (4, 2)), ((4, 3), (4, 0))])
-def test_products_of_nothing_are_zero(shape):
+def test_transposed_products_of_nothing_are_zero(shape):
     (found,) = run_kernel("TransposedProduct", *(np.ones(sizes, np.float32) for sizes in shape))
     np.testing.assert_array_equal(found, np.zeros((shape[0][1], shape[1][1]), np.float32))
 
 
-def test_products_keep_what_is_not_finite_where_it_is():
+@pytest.mark.parametrize("name", ["TransposedProduct", "Product"])
+def test_products_keep_what_is_not_finite_where_it_is(name):
     a, b = numbers(40, 30), numbers(40, 70)
     a[3, 5], b[7, 11] = np.nan, np.inf
-    (found,) = run_kernel("TransposedProduct", a, b)
+    (found,) = run_kernel(name, a if name == "TransposedProduct" else a.T.copy(), b)
     wrong = ~np.isfinite(found)
     wanted = np.zeros_like(wrong)
     wanted[5], wanted[:, 11] = True, True
@@ -97,6 +122,10 @@ def test_lookups_are_added_up_in_order(table, places):
 @pytest.mark.parametrize(
     ("name", "inputs", "settings"),
     [
+        ("Product", [numbers(4, 3), numbers(4, 5)], {}),
+        ("Product", [numbers(4, 3), numbers(3, 5)], {"turned": 1}),
+        ("Product", [numbers(4, 3), numbers(3, 5), numbers(3)], {}),
+        ("Product", [numbers(4, 3), numbers(3)], {}),
         ("TransposedProduct", [numbers(4, 3), numbers(5, 3)], {}),
         ("TransposedProduct", [numbers(4), numbers(4)], {}),
         ("LeadingSum", [numbers(4, 3)], {"axes": 3}),
@@ -114,9 +143,9 @@ def test_what_does_not_fit_is_refused(name, inputs, settings):
 
 
 def test_a_model_has_the_same_gradients_with_and_without():
-    model = onward.prepare(small_transformer(1, width=128), loss="value:loss", optimizer="sgd:lr=0.1")
+    model = onward.prepare(small_transformer(1, width=256), loss="value:loss", optimizer="sgd:lr=0.1")
     made = {node.op_type for node in lower_for_engine(model, manner=Manner(kernels=True)).graph}
-    assert made >= {"TransposedProduct", "LeadingSum", "LookupGradient", "Elementwise"}, made
+    assert made >= {"Product", "TransposedProduct", "LeadingSum", "LookupGradient", "Elementwise"}, made
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 32, (3, 50)) for name in ("tokens", "labels")}
     found = []

@@ -7,7 +7,7 @@ from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import put_channels_last
 from onward.kernels.library import DOMAIN
 from onward.kernels.losses import use_cross_entropy
-from onward.kernels.row_sums import use_row_sums
+from onward.kernels.products import use_products
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
@@ -40,7 +40,7 @@ def use_kernels(model: Model) -> None:
 
 def finish_with_kernels(model: Model) -> None:
     """Let kernels compute what they can of a step that is lowered already, in place."""
-    use_row_sums(model)
+    use_products(model)
     fuse_updates(model)
     remove_unused(model.graph)
 

@@ -57,6 +57,7 @@ std::vector<Operator> operators() {
       {"SigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<Sigmoid>>},
       {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
+      {"Product", {number, number, maybe}, {number}, make_kernel<Product>},
       {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},
       {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},
       {"LookupGradient", {sizes, number, sizes}, {number}, make_kernel<LookupGradient>},

@@ -185,7 +185,6 @@ thread_local Buffer buffers[kSlots];
 }  // namespace
 
 float* scratch(int slot, Index count) {
-  constexpr Index kLine = 16;  // floats in a cache line
   Buffer& buffer = buffers[slot];
   if (buffer.count < count) {
     std::free(buffer.data);

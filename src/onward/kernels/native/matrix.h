@@ -1,18 +1,105 @@
-// What weight gradients are made of: a transposed matrix times a matrix, and sums of rows. What a number is summed up
-// from, and in which order, depends on sizes alone, never on the number of threads.
+// Products of matrices, as layers and their gradients have them, and sums of rows. What a number is summed up from, and
+// in which order, depends on sizes alone, never on the number of threads.
 #pragma once
 #include "products.h"
 
 namespace onward {
 namespace ONWARD_ISA {
 
-// ---- a transposed matrix times a matrix: both are read along their rows ----------------------------------------------
+// ---- matrices, in pieces that stay in caches -------------------------------------------------------------------------
 
-constexpr Index kDepth = 1024;  // rows that are packed at once
-constexpr Index kMostColumns = 4096;  // of each matrix: more would crowd caches, and memory
+constexpr Index kDepth = 1024;  // numbers of a sum that are multiplied at once
+constexpr Index kStrip = 64;  // columns that are packed together: with that depth, they fit into the second cache
+constexpr Index kMostColumns = 4096;  // that are packed for all threads: more would crowd caches, and memory
+constexpr Index kTasks = 24;  // enough to keep threads busy to the end
+constexpr Index kRowsAtOnce = 24;  // that stay in the first cache for all tiles of a strip: a multiple of all `rows_of`
+
+// A matrix whose rows are `stride` apart; `is_turned` if what is meant is its transpose.
+struct Matrix {
+  const float* data;
+  Index stride;
+  bool is_turned;
+
+  const float* at(Index row, Index column) const {
+    return data + (is_turned ? column * stride + row : row * stride + column);
+  }
+};
+
+// to[j][i] = from[i][j]
+inline void turn(const float* from, Index stride, Index rows, Index columns, float* to, Index to_stride) {
+  const Index whole_rows = rows / kLanes * kLanes, whole_columns = columns / kLanes * kLanes;
+  for (Index i = 0; i < whole_rows; i += kLanes)
+    for (Index j = 0; j < whole_columns; j += kLanes)
+      turn_block(from + i * stride + j, stride, to + j * to_stride + i, to_stride);
+  for (Index i = 0; i < rows; i++)
+    for (Index j = i < whole_rows ? whole_columns : 0; j < columns; j++) to[j * to_stride + i] = from[i * stride + j];
+}
+
+// The piece of `columns` columns from `column` on that is `length` rows high and begins with row k.
+inline Packed pack_strip(const Matrix& b, Index k, Index length, Index column, Index columns, float* to) {
+  Packed packed{tiles_of(columns), 1, length, to};
+  for (size_t i = 0; i < packed.tiles.size(); i++) {
+    const Tile& tile = packed.tiles[i];
+    const float* from = b.at(k, column + tile.first);
+    float* row = to + packed.offset(i);
+    if (b.is_turned) {
+      if (tile.count < tile.width()) std::fill(row, row + length * tile.width(), 0.f);
+      turn(from, b.stride, tile.count, length, row, tile.width());
+    } else {
+      for (Index j = 0; j < length; j++, from += b.stride, row += tile.width())
+        std::fill(std::copy(from, from + tile.count, row), row + tile.width(), 0.f);
+    }
+  }
+  return packed;
+}
+
+// Rows times a strip: that goes to `out`, where their product begins, or is added to it.
+inline void multiply_strip(const float* a, Index stride, Index rows, const Packed& strip, float* out, Index out_stride,
+                           bool adds, const float* bias) {
+  Run run;
+  float* to[kMostRows];
+  for (Index first = 0; first < rows; first += kRowsAtOnce)
+    for (size_t i = 0; i < strip.tiles.size(); i++) {
+      const Tile& tile = strip.tiles[i];
+      const Index step = rows_of(tile.vectors), last = std::min(first + kRowsAtOnce, rows);
+      run.weights = strip.data + strip.offset(i);
+      for (Index row = first; row < last; row += step) {
+        const Index valid = std::min(step, last - row);
+        for (Index m = 0; m < step; m++) {  // beyond the last one, that again, for nothing
+          const Index at = row + std::min(m, valid - 1);
+          run.rows[m] = a + at * stride;
+          to[m] = out + at * out_stride + tile.first;
+        }
+        multiply_rows_of(tile.vectors)(&run, 1, strip.length, to, valid, tile.count, adds,
+                                       bias == nullptr ? nullptr : bias + tile.first);
+      }
+    }
+}
+
+struct Sizes {
+  Index rows, depth, columns;
+  Index pieces() const { return ceiling(depth, kDepth); }
+  Index begin(Index piece) const { return depth * piece / pieces(); }
+};
+
+// out = a b + bias, a being rows as they are. Each task packs a strip of b, which many rows are worth.
+inline void multiply(const Call& call, const Sizes& n, const float* a, const Matrix& b, const float* bias, float* out) {
+  constexpr Index kFewest = 192;
+  const Index strips = ceiling(n.columns, kStrip);
+  const Index groups = std::max<Index>(1, std::min(ceiling(kTasks, strips), n.rows / kFewest));
+  call.parallel(strips * groups, [&](Index task) {
+    const Index column = task / groups * kStrip, columns = std::min(kStrip, n.columns - column);
+    const Index row = n.rows * (task % groups) / groups, rows = n.rows * (task % groups + 1) / groups - row;
+    for (Index piece = 0; piece < n.pieces(); piece++) {
+      const Index k = n.begin(piece), length = n.begin(piece + 1) - k;
+      const Packed strip = pack_strip(b, k, length, column, columns, scratch(0, Packed::size(columns, 1, length)));
+      multiply_strip(a + row * n.depth + k, n.depth, rows, strip, out + row * n.columns + column, n.columns, piece > 0,
+                     bias == nullptr ? nullptr : bias + column);
+    }
+  });
+}
+
 constexpr Index kPanel = 24;  // columns of the first, rows of the result: a multiple of all that `outer_rows` says
-constexpr Index kPanels = 8;  // that are packed by a task: rows are read in long pieces
-constexpr Index kTasks = 64;  // enough to keep threads busy to the end
 
 // For each row, as many numbers as a panel is wide, filled up with zeros; one panel after the other.
 inline void pack_panels(const float* a, Index stride, Index depth, Index count, float* to) {
@@ -24,15 +111,6 @@ inline void pack_panels(const float* a, Index stride, Index depth, Index count, 
       else
         std::fill(std::copy(a + c, a + count, panel), panel + kPanel, 0.f);
     }
-}
-
-inline void pack_tile(const Packed& packed, size_t tile, const float* b, Index stride) {
-  const Tile& t = packed.tiles[tile];
-  float* to = packed.data + packed.offset(tile);
-  for (Index k = 0; k < packed.length; k++, to += t.width()) {
-    const float* row = b + k * stride + t.first;
-    std::fill(std::copy(row, row + t.count, to), to + t.width(), 0.f);
-  }
 }
 
 // A panel times a tile goes to `out`, which is their place in the result.
@@ -54,55 +132,82 @@ inline void multiply_panel(const float* panel, Index rows, const Packed& packed,
   }
 }
 
-// out[m][n] = sum over k of a[k][m] * b[k][n]
-inline void multiply_transposed(const Call& call, const float* a, Index rows, Index depth, const float* b,
-                                Index columns, float* out) {
-  const Index pieces = ceiling(depth, kDepth), most_rows = kMostColumns / kPanel * kPanel;
-  for (Index piece = 0; piece < pieces; piece++)
-    for (Index first_row = 0; first_row < rows; first_row += most_rows) {
-      const Index k = depth * piece / pieces, length = depth * (piece + 1) / pieces - k;
-      const Index row_count = std::min(most_rows, rows - first_row), panels = ceiling(row_count, kPanel);
-      float* packed_a = scratch(1, panels * kPanel * length);
-      call.parallel(ceiling(panels, kPanels), [&](Index i) {
-        const Index row = i * kPanels * kPanel, count = std::min(kPanels * kPanel, row_count - row);
-        pack_panels(a + k * rows + first_row + row, rows, length, count, packed_a + row * length);
+// out = aᵀ b. Strips of b are packed once for all, and each task packs some columns of a.
+inline void multiply_transposed(const Call& call, const Sizes& n, const float* a, const float* b, float* out) {
+  constexpr Index kPanelsOfTask = 4, kFewestTasks = 8;
+  const Index panels = ceiling(n.rows, kPanel);
+  const Index groups = std::max(std::min(panels, kTasks), ceiling(panels, kPanelsOfTask));
+  for (Index piece = 0; piece < n.pieces(); piece++)
+    for (Index first = 0; first < n.columns; first += kMostColumns) {
+      const Index k = n.begin(piece), length = n.begin(piece + 1) - k;
+      const Index width = std::min(kMostColumns, n.columns - first), strips = ceiling(width, kStrip);
+      float* packed = scratch(0, strips * Packed::size(kStrip, 1, length));
+      std::vector<Packed> strip(static_cast<size_t>(strips));
+      call.parallel(strips, [&](Index i) {
+        strip[static_cast<size_t>(i)] =
+            pack_strip({b, n.columns, false}, k, length, first + i * kStrip, std::min(kStrip, width - i * kStrip),
+                       packed + i * Packed::size(kStrip, 1, length));
       });
-      for (Index first = 0; first < columns; first += kMostColumns) {
-        const Index count = std::min(kMostColumns, columns - first);
-        const Packed packed{tiles_of(count), 1, length, scratch(0, Packed::size(count, 1, length))};
-        const Index tiles = static_cast<Index>(packed.tiles.size()), groups = std::min(panels, ceiling(kTasks, tiles));
-        call.parallel(tiles,
-                      [&](Index i) { pack_tile(packed, static_cast<size_t>(i), b + k * columns + first, columns); });
-        call.parallel(tiles * groups, [&](Index task) {
-          const size_t tile = static_cast<size_t>(task / groups);
-          const Index group = task % groups;
-          for (Index p = panels * group / groups; p < panels * (group + 1) / groups; p++) {
-            const Index row = p * kPanel;
-            multiply_panel(packed_a + row * length, std::min(kPanel, row_count - row), packed, tile,
-                           out + (first_row + row) * columns + first + packed.tiles[tile].first, columns, piece > 0);
-          }
-        });
-      }
+      const Index parts = std::min(strips, ceiling(kFewestTasks, groups));
+      call.parallel(groups * parts, [&](Index task) {
+        const Index row = panels * (task / parts) / groups * kPanel;
+        const Index rows = std::min(panels * (task / parts + 1) / groups * kPanel, n.rows) - row, part = task % parts;
+        float* own = scratch(1, ceiling(rows, kPanel) * kPanel * length);
+        pack_panels(a + k * n.rows + row, n.rows, length, rows, own);
+        for (Index i = strips * part / parts; i < strips * (part + 1) / parts; i++) {
+          const Packed& s = strip[static_cast<size_t>(i)];
+          for (size_t tile = 0; tile < s.tiles.size(); tile++)
+            for (Index m = 0; m < rows; m += kPanel)
+              multiply_panel(own + m * length, std::min(kPanel, rows - m), s, tile,
+                             out + (row + m) * n.columns + first + i * kStrip + s.tiles[tile].first, n.columns,
+                             piece > 0);
+        }
+      });
     }
 }
 
-struct TransposedProduct : Kernel {  // two matrices with as many rows; other axes than the last are rows, too
+// All axes but the last are rows.
+inline Index rows_in(const std::vector<Index>& sizes) {
+  Index rows = 1;
+  for (size_t i = 0; i + 1 < sizes.size(); i++) rows *= sizes[i];
+  return rows;
+}
+
+struct Product : Kernel {  // of rows with a matrix, or its transpose, and with a bias
+  explicit Product(const Attributes& attributes) : is_turned(attributes.integer("turned", 0) != 0) {}
+  void compute(const Call& call) const override {
+    const auto a = call.input(0), b = call.input(1), bias = call.input(2);
+    require(!a.sizes.empty() && b.sizes.size() == 2, "a product has rows and a matrix");
+    const Sizes n{rows_in(a.sizes), b.sizes[is_turned], b.sizes[!is_turned]};
+    require(a.sizes.back() == n.depth, "rows of a product are not as long as the matrix is high");
+    require(!bias || bias.size() == n.columns, "the bias of a product has a number for each column");
+    auto sizes = a.sizes;
+    sizes.back() = n.columns;
+    auto out = call.output(0, sizes);
+    if (out.size() == 0) return;
+    if (n.depth > 0)
+      multiply(call, n, a.data, {b.data, b.sizes[1], is_turned}, bias.data, out.data);
+    else
+      for (Index row = 0; row < n.rows; row++)
+        for (Index i = 0; i < n.columns; i++) out.data[row * n.columns + i] = bias ? bias.data[i] : 0.f;
+  }
+
+ private:
+  bool is_turned;
+};
+
+struct TransposedProduct : Kernel {  // of two matrices with as many rows, the first one transposed
   explicit TransposedProduct(const Attributes&) {}
   void compute(const Call& call) const override {
     const auto a = call.input(0), b = call.input(1);
     require(a.sizes.size() >= 2 && b.sizes.size() >= 2, "a product has matrices");
-    const auto rows_in = [](const std::vector<Index>& sizes) {
-      Index rows = 1;
-      for (size_t i = 0; i + 1 < sizes.size(); i++) rows *= sizes[i];
-      return rows;
-    };
-    const Index depth = rows_in(a.sizes), rows = a.sizes.back(), columns = b.sizes.back();
-    require(depth == rows_in(b.sizes), "matrices of a product have different rows");
-    auto out = call.output(0, {rows, columns});
-    if (depth == 0)
+    const Sizes n{a.sizes.back(), rows_in(a.sizes), b.sizes.back()};
+    require(n.depth == rows_in(b.sizes), "matrices of a product have different rows");
+    auto out = call.output(0, {n.rows, n.columns});
+    if (n.depth == 0)
       std::fill(out.data, out.data + out.size(), 0.f);
     else if (out.size() > 0)
-      multiply_transposed(call, a.data, rows, depth, b.data, columns, out.data);
+      multiply_transposed(call, n, a.data, b.data, out.data);
   }
 };
 

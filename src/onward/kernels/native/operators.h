@@ -14,6 +14,8 @@ namespace onward {
 
 using Index = int64_t;
 
+constexpr Index kLine = 16;  // floats in a cache line
+
 inline void require(bool holds, const char* otherwise) {
   if (!holds) throw std::runtime_error(otherwise);
 }

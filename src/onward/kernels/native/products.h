@@ -1,8 +1,6 @@
 // Products of rows that lie anywhere in memory with packed weights: what convolutions are made of, without copying
 // windows. Images are channels-last, so that the channels of a pixel are such a row.
 #pragma once
-#include <utility>
-
 #include "vectors.h"
 
 namespace onward {

@@ -10,6 +10,7 @@ namespace onward {
 namespace ONWARD_ISA {
 
 constexpr Index kBlock = 512;  // floats
+constexpr Index kAhead = 2 * kBlock;  // what is fetched while a block is computed; one block further is too late
 
 using Step = void (*)(const float* a, const float* b, float* to, Index count);
 
@@ -91,6 +92,26 @@ struct Elementwise : Kernel {
       instructions.push_back(it);
     }
     for (Index result : results) require(result >= numbers + tensors && result < known, "a result is not computed");
+    give_places();
+  }
+
+  // Each result of an instruction gets a place in memory that nothing needs any more, so that few stay in the first cache.
+  void give_places() {
+    const size_t given = static_cast<size_t>(numbers + tensors);
+    std::vector<size_t> last_use(given + instructions.size(), 0);
+    for (size_t i = 0; i < instructions.size(); i++)
+      for (Index operand : instructions[i].operands) last_use[static_cast<size_t>(operand)] = i;
+    for (Index result : results) last_use[static_cast<size_t>(result)] = instructions.size();
+    std::vector<size_t> taken_until;
+    for (size_t i = 0; i < instructions.size(); i++) {
+      const auto free = std::find_if(taken_until.begin(), taken_until.end(), [&](size_t until) { return until <= i; });
+      places.push_back(free - taken_until.begin());
+      if (free == taken_until.end())
+        taken_until.push_back(last_use[given + i]);
+      else
+        *free = last_use[given + i];
+    }
+    place_count = static_cast<Index>(taken_until.size());
   }
 
   struct Item {
@@ -136,11 +157,10 @@ struct Elementwise : Kernel {
   }
 
   void run(const std::vector<Item>& items, const std::vector<const float*>& values, Index begin, Index end) const {
-    const size_t places = values.size() + static_cast<size_t>(tensors);
-    float* memory = scratch(3, static_cast<Index>(instructions.size() + static_cast<size_t>(tensors)) * kBlock);
+    float* memory = scratch(3, (place_count + tensors) * kBlock);
     std::vector<const float*> operands(values);
-    operands.resize(places + instructions.size());
-    for (size_t i = 0; i < instructions.size(); i++) operands[places + i] = memory + static_cast<Index>(i) * kBlock;
+    operands.resize(values.size() + static_cast<size_t>(tensors));
+    for (Index place : places) operands.push_back(memory + place * kBlock);
     const auto next = [](Index block, const Item& item) { return block < item.first_block; };
     auto item = std::upper_bound(items.begin(), items.end(), begin, next) - 1;
     for (Index block = begin; block < end; block++) {
@@ -149,14 +169,14 @@ struct Elementwise : Kernel {
       for (size_t i = 0; i < static_cast<size_t>(tensors); i++) {
         const float* from = item->inputs[i] + offset;
         if (count < kBlock) {  // vectors may read on
-          float* copy = memory + static_cast<Index>(instructions.size() + i) * kBlock;
+          float* copy = memory + (place_count + static_cast<Index>(i)) * kBlock;
           std::copy(from, from + count, copy);
           std::fill(copy + count, copy + ceiling(count, kLanes) * kLanes, 0.f);
           from = copy;
         }
         operands[values.size() + i] = from;
       }
-      execute(operands, places, memory, count);
+      execute(operands, memory, count, offset + kAhead + kBlock <= item->size);
       for (size_t i = 0; i < results.size(); i++) {  // after all is read: it may be the memory of an input
         const float* from = operands[static_cast<size_t>(results[i])];
         std::copy(from, from + count, item->outputs[i] + offset);
@@ -164,14 +184,24 @@ struct Elementwise : Kernel {
     }
   }
 
-  void execute(const std::vector<const float*>& operands, size_t places, float* memory, Index count) const {
+  void execute(const std::vector<const float*>& operands, float* memory, Index count, bool has_more) const {
     for (size_t i = 0; i < instructions.size(); i++) {
+      if (has_more) fetch_share(operands, static_cast<Index>(i));
       auto [a, b, c] = instructions[i].operands;
       if (instructions[i].operation == kWhere) a = b = *operands[static_cast<size_t>(a)] != 0 ? b : c;
       const Step step = find_step(instructions[i].operation, a < numbers, b < numbers,
                                   std::make_integer_sequence<int, kOperations>());
-      step(operands[static_cast<size_t>(a)], operands[static_cast<size_t>(b)], memory + static_cast<Index>(i) * kBlock,
-           count);
+      step(operands[static_cast<size_t>(a)], operands[static_cast<size_t>(b)], memory + places[i] * kBlock, count);
+    }
+  }
+
+  // Memory would rest while a block is computed, and the processor while the next one is read. So each instruction asks
+  // for its share of the lines of a later block: more at once than a processor waits for are forgotten.
+  void fetch_share(const std::vector<const float*>& operands, Index instruction) const {
+    const Index lines = tensors * kBlock / kLine, parts = static_cast<Index>(instructions.size());
+    for (Index line = lines * instruction / parts; line < lines * (instruction + 1) / parts; line++) {
+      const float* tensor = operands[static_cast<size_t>(numbers + line % tensors)];
+      __builtin_prefetch(tensor + kAhead + line / tensors * kLine);
     }
   }
 
@@ -179,6 +209,8 @@ struct Elementwise : Kernel {
   bool is_guarded;
   std::vector<Index> results;
   std::vector<Instruction> instructions;
+  std::vector<Index> places;  // of what instructions give
+  Index place_count;
 };
 
 }  // namespace ONWARD_ISA

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -53,6 +54,36 @@ inline void put(float* p, V v, Index lanes) { lanes == kLanes ? store(p, v) : st
 
 inline V choose(VI where, V yes, V no) { return where ? yes : no; }
 inline V larger(V a, V b) { return choose(a > b, a, b); }
+
+// Half of the numbers of two vectors, from `first` on: one of each after the other.
+template <int first, int... i>
+V interleaved(V a, V b, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (first + i / 2 + i % 2 * kLanes)...);
+#else
+  return __builtin_shuffle(a, b, VI{(first + i / 2 + i % 2 * kLanes)...});
+#endif
+}
+
+// to[j][i] = from[i][j], for as many rows as there are lanes.
+inline void turn_block(const float* from, Index stride, float* to, Index to_stride) {
+  constexpr std::make_integer_sequence<int, kLanes> kEachLane;
+  V rows[kLanes], next[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) rows[i] = load(from + i * stride);
+#pragma GCC unroll 4
+  for (int step = 1; step < kLanes; step *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; i++) {
+      next[2 * i] = interleaved<0>(rows[i], rows[i + kLanes / 2], kEachLane);
+      next[2 * i + 1] = interleaved<kLanes / 2>(rows[i], rows[i + kLanes / 2], kEachLane);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) rows[i] = next[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) store(to + i * to_stride, rows[i]);
+}
 
 inline Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
 
