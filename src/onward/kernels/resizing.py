@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_ints
+from onward.constants import constant_ints, constant_tensor
 from onward.kernels.known import Known
-from onward.kernels.rewriting import made_by
+from onward.kernels.rewriting import Rewriting, made_by
+from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
+from onward.standard import is_standard
 
 
 class Table(NamedTuple):
@@ -20,6 +22,17 @@ class Table(NamedTuple):
 
     sources: np.ndarray
     parts: np.ndarray
+
+
+def write_out_scales(model: Model) -> None:
+    """Make constants of scales that an exporter has put together of some: sizes that follow are inferred from them."""
+    rewriting = Rewriting(model)
+    for node in model.graph:
+        scales = node.inputs[2] if node.op_type == "Resize" and is_standard(node) and len(node.inputs) > 2 else None
+        known = Known().array(scales)
+        if known is not None and constant_tensor(scales) is None:
+            with rewriting.before(node) as op:
+                node.replace_input_with(2, op.constant(known).value)
 
 
 def tables_of(node: ir.Node, opset: int) -> list[Table] | None:

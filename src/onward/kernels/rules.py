@@ -136,6 +136,7 @@ def _activation(name: str, kernel: str, *, by_output: bool = False, domain: str 
 
 _activation("HardSigmoid", "HardSigmoid", by_output=True)
 _activation("HardSwish", "HardSwish")
+_activation("LeakyRelu", "LeakyRelu")
 _activation("Sigmoid", "Sigmoid", by_output=True)
 _activation("Swish", "Swish")
 _activation("Tanh", "Tanh", by_output=True)

@@ -63,6 +63,7 @@ std::vector<Operator> operators() {
       {"HardSigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<HardSigmoid>>},
       {"SigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<Sigmoid>>},
       {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
+      {"LeakyReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<LeakyRelu>>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
       {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},
       {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},

@@ -17,6 +17,7 @@ struct ConvTranspose : Kernel {  // x, weights [C, O / groups, height, width], b
             "weights of a convolution do not fit its image");
     const Image y({image.count, outputs(0, image.height), outputs(1, image.width), w.sizes[1] * window.groups});
     require(!b || b.size() == y.channels, "a convolution has a bias of each channel");
+    require(y.height >= 0 && y.width >= 0, "a window of a transposed convolution does not fit its pads");
     check_gradient(window, y, image);
     auto out = call.output(0, {y.count, y.height, y.width, y.channels});
     if (x.size() == 0)
