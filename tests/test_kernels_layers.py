@@ -174,6 +174,32 @@ def test_other_sizes_of_pytorch(mode: str, corners: bool | None) -> None:
     np.testing.assert_allclose(dx, image.grad, atol=1e-4)
 
 
+def add_nodes(proto: onnx.ModelProto, text: str, **constants: np.ndarray) -> None:
+    """What others make of `y0`, the result of the convolution; `z` is the output."""
+    proto.graph.node.extend(onnx.parser.parse_graph(f"g (float[N] y0) => (float[N] z) {{ {text} }}").node)
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    proto.graph.output[0].name = "z"
+
+
+PUT_TOGETHER = {
+    "scales": "scales = Concat <axis = 0> (ones, factors) a = Resize (y0, , scales) z = Resize (a, , scales)",
+    "sizes": """shape = Shape (y0) first = Slice (shape, zero, two, zero) all = Concat <axis = 0> (first, sizes)
+        z = Resize (y0, , , all)""",
+}
+
+
+@pytest.mark.parametrize("case", PUT_TOGETHER)
+def test_sizes_that_exporters_put_together(case: str) -> None:
+    proto, inputs = after_convolution(IMAGE)
+    numbers = {"zero": np.array([0]), "two": np.array([2]), "sizes": np.array([12, 8])}
+    factors = {"ones": np.ones(2, np.float32), "factors": np.array([2, 1.5], np.float32)}
+    add_nodes(proto, PUT_TOGETHER[case], **numbers, **factors)
+    made = assert_the_same(proto, inputs)
+    assert "ResizeGradient" in used_kernels(made) and not any(
+        node.op_type == "Resize" and not node.domain for node in made.graph
+    )
+
+
 LEFT_ALONE: dict[str, Layer] = {
     "cubic": ("Resize", {"roi": NOTHING, "scales": np.array([1, 1, 2, 2], np.float32)}, {"mode": "cubic"}),
     "channels": ("Resize", {"roi": NOTHING, "scales": np.array([1, 2, 2, 2], np.float32)}, {}),
@@ -206,6 +232,21 @@ def test_signals_keep_their_order() -> None:
         )
     )
     assert used_kernels(made).count("ChannelsLast") == 1
+    assert sum(node.op_type == "Transpose" for node in made.graph) == 1  # the gradient of the input
+
+
+@pytest.mark.parametrize("shape", [IMAGE, SIGNAL])
+def test_models_that_put_channels_last_themselves(shape: tuple[int, ...]) -> None:
+    """As for a normalization over channels: nothing is transposed but what goes in."""
+    there, back = ("[0, 2, 1]",) * 2 if len(shape) == 3 else ("[0, 2, 3, 1]", "[0, 3, 1, 2]")
+    proto, inputs = after_convolution(shape)
+    text = f"""a = Transpose <perm = {there}> (y0) b = LayerNormalization (a, scale) c = Transpose <perm = {back}> (b)
+        d = Sigmoid (c) e = Mul (c, d) f = Conv (e, kernel) g = Add (f, y0) z = ReduceMean <keepdims = 0> (g, axes)"""
+    kernel = random(6, 6, *[1] * (len(shape) - 2), seed=1)
+    add_nodes(proto, text, scale=random(6), kernel=kernel, axes=np.arange(2, len(shape)))
+    made = assert_the_same(proto, inputs)
+    kernels = used_kernels(made)
+    assert kernels.count("ChannelsLast") == 1 and "SwishGradient" in kernels
     assert sum(node.op_type == "Transpose" for node in made.graph) == 1  # the gradient of the input
 
 

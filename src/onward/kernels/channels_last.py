@@ -79,9 +79,9 @@ class _ChannelsLast:
             with self._rewriting.before(node) as self._op:
                 if convert(self, node):
                     replaced.append(node)
-        for node in replaced:
+        for node in reversed(replaced):  # so that those are gone that have read its results
             self._give_back_order(node)
-        self._graph.remove(replaced, safe=True)
+            self._graph.remove(node, safe=True)
 
     def _give_back_order(self, node: ir.Node) -> None:
         """Transpose what others read, who do not know of the new order."""
@@ -218,6 +218,36 @@ class _ChannelsLast:
             self._rewriting.replace(node.outputs[0], mean)
         return True
 
+    def _transposition(self, node: ir.Node) -> bool:
+        """Where a model changes the order itself, what it asks for is there already, or is what kernels want."""
+        x, output, order = node.inputs[0], node.outputs[0], attributes(node, self._opset)["perm"]
+        if x is None or _image_sizes(output) is None or order is None:
+            return False
+        to_last, to_first = ([0, 2, 1],) * 2 if _is_signal(output) else (TO_LAST, TO_FIRST)
+        if x in self._last and list(order) == to_last:
+            image = self._op(self._last[x])
+            self._rewriting.replace(
+                output, self._op.Squeeze(image, [1]) if _is_signal(output) else self._op.Identity(image)
+            )
+            return True
+        if x in self._last or list(order) != to_first or not self._is_wanted(output):
+            return False
+        self._made(output, self._op.Unsqueeze(x, [1]) if _is_signal(output) else self._op.Identity(x))
+        return True
+
+    def _is_wanted(self, value: ir.Value) -> bool:
+        """Whether kernels read an image, or what is computed of it element by element."""
+        reached = [value]
+        for one in reached:  # which grows
+            for node, index in one.uses():
+                if node.op_type in ("Conv", "ConvTranspose") and index == 0:
+                    return True
+                if node.op_type in POINTWISE:
+                    if any(other in self._last for other in node.inputs):
+                        return True
+                    reached += [output for output in node.outputs if output not in reached]
+        return False
+
     def _concatenation(self, node: ir.Node) -> bool:
         if not all(value in self._last for value in node.inputs):
             return False
@@ -251,4 +281,5 @@ _CONVERSIONS: dict[str, Callable[[_ChannelsLast, ir.Node], bool]] = {
     "GlobalAveragePool": _ChannelsLast._mean,
     "ReduceMean": _ChannelsLast._mean,
     "Concat": _ChannelsLast._concatenation,
+    "Transpose": _ChannelsLast._transposition,
 }
