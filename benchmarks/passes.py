@@ -69,7 +69,7 @@ KERNELS: dict[str, Switch] = {
     "attention without scores": _off("onward.kernels.selection.use_attention"),
     "activations in one pass": _off("onward.kernels.selection.use_activations"),
     "gradients of activations": _no_rules(
-        "Relu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Gelu", "GeluOfTanh", "Swish"
+        "Relu", "HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid", "Tanh", "Gelu", "GeluOfTanh", "Swish"
     ),
     "gradients of LayerNormalization": _no_rules("LayerNormalization"),
     "gradients of softmax": _no_rules("Softmax", "LogSoftmax"),

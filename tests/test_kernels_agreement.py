@@ -5,65 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 import gradcheck
-import onward
-from native_kernels import needs_kernels
-from onward.differentiate.gradients import lower_gradients
+from native_kernels import lowered, needs_kernels, with_gradient
 from onward.errors import UnsupportedError
-from onward.kernels import DOMAIN, find_rule, finish_with_kernels, library, use_kernels
-from onward.lowering.runtime import for_onnxruntime
-from onward.model import load
-from onward.standard import OLDEST_OPSET
-from onward.transform.opset import of_one_opset
+from onward.kernels import DOMAIN, library
 from onward.transform.sessions import open_session
-from onward.transform.unused import remove_unused
 from representatives import chosen
 from rule_tables import ALL, without_onnxruntime
 
 pytestmark = needs_kernels
 ON_ONNXRUNTIME = [name for name in ALL if not without_onnxruntime(name)]
 QUICK = {"normalization_softmax_of_masked_rows", "test_attention_23_boolmask_fullymasked_row_nan_robustness_expanded"}
-
-
-def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str]) -> onnx.ModelProto:
-    """The model with its outputs, weighted at random and added up, as a loss, and the gradients as outputs."""
-    made = onnx.ModelProto.FromString(proto.SerializeToString())
-    graph, rng = made.graph, np.random.default_rng(0)
-    parts = []
-    for i, (name, value) in enumerate(gradcheck.evaluate(proto, inputs).items()):
-        if name not in gradcheck.float_outputs(proto):
-            continue
-        weights = gradcheck.direction(rng, value).astype(np.float32)
-        graph.initializer.append(numpy_helper.from_array(np.asarray(weights), f"weights{i}"))
-        graph.node.append(helper.make_node("Mul", [name, f"weights{i}"], [f"weighted{i}"]))
-        graph.node.append(helper.make_node("ReduceSum", [f"weighted{i}"], [f"part{i}"], keepdims=0))
-        parts.append(f"part{i}")
-    graph.node.append(helper.make_node("Sum", parts, ["total"]))
-    gradients = [f"gradient{i}" for i in range(len(xs))]
-    graph.node.append(
-        helper.make_node(
-            "Gradient", xs, gradients, domain="ai.onnx.preview.training", xs=xs, y="total", name="Gradient"
-        )
-    )
-    made.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
-    graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("total", *gradients))
-    return made
-
-
-def lowered(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
-    model = of_one_opset(load(proto), OLDEST_OPSET).copy()
-    if kernels:
-        use_kernels(model)
-        model = lower_gradients(model, find=find_rule)
-        finish_with_kernels(model)
-    else:
-        model = lower_gradients(model)
-    remove_unused(model.graph)
-    return for_onnxruntime(model)
 
 
 def is_plain(value: Any) -> bool:

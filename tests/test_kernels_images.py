@@ -56,6 +56,11 @@ def check_convolution(size: tuple[int, ...], kernel: tuple[int, int], channels: 
     sizes = np.array(x.shape, np.int64)
     assert_near(run_kernel("ConvInputGradient", dy, w, sizes, **settings)[0], last(dx))
     assert_near(run_kernel("ConvWeightGradient", x, dy, **settings)[0], dw.numpy())
+    bias = random(inputs, seed=4)
+    covered = [(y.shape[i + 2] - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1 for i in range(2)]
+    more = [(height, width)[i] + window["pads"][i] + window["pads"][i + 2] - covered[i] for i in range(2)]
+    turned = run_kernel("ConvTranspose", dy, w, bias, output_padding=more, **settings)[0]
+    assert_near(turned, last(dx) + bias)
 
 
 PLAIN = {"strides": [1, 1], "dilations": [1, 1], "pads": [1, 1, 1, 1], "group": 1}
@@ -144,6 +149,21 @@ def test_max_pool() -> None:
     assert_near(run_kernel("MaxPoolGradient", dy, x, **window)[0], last(dx))
 
 
+@needs("torch")
+@pytest.mark.parametrize("counts_pads", [False, True])
+def test_average_pool(counts_pads: bool) -> None:
+    import torch
+
+    x = random(2, 9, 8, 19)
+    image = torch.from_numpy(x).permute(0, 3, 1, 2).requires_grad_()
+    y = torch.nn.functional.avg_pool2d(image, (3, 2), 2, 1, count_include_pad=counts_pads)
+    dy = random(*last(y).shape, seed=1)
+    (dx,) = torch.autograd.grad(y, image, torch.from_numpy(dy).permute(0, 3, 1, 2))
+    window = {"kernel_shape": [3, 2], "strides": [2, 2], "pads": [1] * 4, "count_include_pad": int(counts_pads)}
+    assert_near(run_kernel("AveragePool", x, **window)[0], last(y))
+    assert_near(run_kernel("AveragePoolGradient", dy, np.array(x.shape), **window)[0], last(dx))
+
+
 # ---- what is odd, or wrong -------------------------------------------------------------------------------------------
 
 
@@ -154,7 +174,13 @@ def test_nothing_at_all() -> None:
     assert run_kernel("Conv", x, w, **window)[0].shape == dy.shape
     assert run_kernel("ConvInputGradient", dy, w, np.array(x.shape), **window)[0].shape == x.shape
     assert not run_kernel("ConvWeightGradient", x, dy, **window)[0].any()
+    assert run_kernel("ConvTranspose", dy, w, random(3), **window)[0].shape == x.shape
     assert run_kernel("MaxPool", x, kernel_shape=[2, 2])[0].shape == (0, 4, 4, 3)
+    assert run_kernel("AveragePool", x, kernel_shape=[2, 2])[0].shape == (0, 4, 4, 3)
+    assert run_kernel("AveragePoolGradient", dy, np.array((0, 6, 6, 4)), kernel_shape=[2, 2])[0].shape == (0, 6, 6, 4)
+    assert run_kernel("Resize", x, *TABLE, *TABLE)[0].shape == (0, 2, 2, 3)
+    no_channels = np.zeros((1, 0, 5, 3), np.float32)
+    assert run_kernel("AveragePool", no_channels, kernel_shape=[2, 2])[0].shape == (1, 0, 4, 3)
 
 
 def test_not_a_number_stays() -> None:
@@ -167,6 +193,8 @@ def test_not_a_number_stays() -> None:
     assert np.isnan(normal[..., 4]).all() and np.isfinite(normal[..., 5]).all()
 
 
+TABLE = [np.array([[0, 1], [3, 4]]), np.full((2, 2), 0.5, np.float32)]
+"""Two lines, or columns, each of which is mixed of two."""
 WRONG: Mapping[str, tuple[str, list[np.ndarray], dict[str, Any]]] = {
     "channels": ("Conv", [random(1, 5, 5, 3), random(4, 2, 3, 3)], {"kernel_shape": [3, 3]}),
     "axes": ("Conv", [random(5, 5, 3), random(4, 3, 3, 3)], {"kernel_shape": [3, 3]}),
@@ -178,6 +206,21 @@ WRONG: Mapping[str, tuple[str, list[np.ndarray], dict[str, Any]]] = {
         [random(1, 3, 3, 4), random(4, 3, 3, 3), np.array([1, 9, 9, 3])],
         {"kernel_shape": [3, 3]},
     ),
+    "channels, transposed": ("ConvTranspose", [random(1, 5, 5, 3), random(4, 2, 3, 3)], {"kernel_shape": [3, 3]}),
+    "a bias, transposed": (
+        "ConvTranspose",
+        [random(1, 5, 5, 4), random(4, 2, 3, 3), random(4)],
+        {"kernel_shape": [3, 3]},
+    ),
+    "nothing left": (
+        "ConvTranspose",
+        [random(1, 1, 1, 4), random(4, 2, 3, 3)],
+        {"kernel_shape": [3, 3], "pads": [2] * 4},
+    ),
+    "averages": ("AveragePoolGradient", [random(1, 9, 9, 4), np.array([1, 5, 5, 4])], {"kernel_shape": [2, 2]}),
+    "a line that is not there": ("Resize", [random(1, 4, 5, 2), *TABLE, *TABLE], {}),
+    "parts": ("Resize", [random(1, 5, 5, 2), TABLE[0], random(2, 1), *TABLE], {}),
+    "other sizes": ("ResizeGradient", [random(1, 2, 3, 2), *TABLE, *TABLE, np.array([1, 5, 5, 2])], {}),
     "a scale": ("BatchNormalization", [random(2, 3, 3, 4), random(3), random(4)], {"outputs": 3}),
     "a pool": ("MaxPoolGradient", [random(1, 9, 9, 4), random(1, 5, 5, 4)], {"kernel_shape": [2, 2]}),
 }

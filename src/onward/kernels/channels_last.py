@@ -2,7 +2,8 @@
 
 Kernels read the channels of a pixel in one go. Convolutions are replaced by kernels that want this order, and it is
 kept through what does not care about it, so that images are transposed where the model begins and ends and not between.
-It is done before differentiation: gradients follow the order of what they are gradients of.
+It is done before differentiation: gradients follow the order of what they are gradients of. Signals, [N, C, W], are
+images of one line: [N, 1, W, C].
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import constant_ints
 from onward.kernels.library import DOMAIN
+from onward.kernels.resizing import Table, tables_of
 from onward.kernels.rewriting import Rewriting
+from onward.kernels.windows import of_two_axes, window_of
 from onward.model import Model
 from onward.model.walk import attributes
-from onward.shapes import dims
+from onward.shapes import Dims, dims
 from onward.standard import is_standard
 
 TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
@@ -39,9 +43,21 @@ def put_channels_last(model: Model) -> None:
     _ChannelsLast(model).convert()
 
 
-def _is_float_image(value: ir.Value | None) -> bool:
-    sizes = dims(value) if value is not None else None
-    return value is not None and value.dtype == ir.DataType.FLOAT and sizes is not None and len(sizes) == RANK
+def _image_sizes(value: ir.Value | None) -> Dims | None:
+    """[N, C, H, W] of an image or [N, C, W] of a signal; None of anything else."""
+    sizes = dims(value)
+    if value is None or value.dtype != ir.DataType.FLOAT or sizes is None:
+        return None
+    return sizes if len(sizes) in (RANK - 1, RANK) else None
+
+
+def _rank(value: ir.Value | None) -> int:
+    assert value is not None and value.shape is not None
+    return value.shape.rank()
+
+
+def _is_signal(value: ir.Value) -> bool:
+    return _rank(value) == RANK - 1
 
 
 class _ChannelsLast:
@@ -58,14 +74,14 @@ class _ChannelsLast:
         replaced: list[ir.Node] = []
         for node in list(self._graph):
             convert = _CONVERSIONS.get(node.op_type) if is_standard(node) else None
-            if convert is None:
+            if convert is None or node.outputs[0].shape is None:
                 continue
             with self._rewriting.before(node) as self._op:
                 if convert(self, node):
                     replaced.append(node)
-        for node in replaced:
+        for node in reversed(replaced):  # so that those are gone that have read its results
             self._give_back_order(node)
-        self._graph.remove(replaced, safe=True)
+            self._graph.remove(node, safe=True)
 
     def _give_back_order(self, node: ir.Node) -> None:
         """Transpose what others read, who do not know of the new order."""
@@ -73,21 +89,23 @@ class _ChannelsLast:
             last = self._last.get(output)
             if last is not None and (output.uses() or output.is_graph_output()):
                 with self._rewriting.before(node) as op:
-                    self._rewriting.replace(output, op.Transpose(last, perm=TO_FIRST))
+                    image = op.Transpose(last, perm=TO_FIRST)
+                    self._rewriting.replace(output, op.Squeeze(image, [2]) if _is_signal(output) else image)
 
     # ---- images ------------------------------------------------------------------------------------------------------
 
     def _image(self, value: ir.Value) -> Expr:
         if value in self._last:
             return self._op(self._last[value])
-        self._made(value, self._kernel("ChannelsLast", value))
+        image = self._op.Unsqueeze(value, [2]) if _is_signal(value) else value
+        self._made(value, self._kernel("ChannelsLast", image))
         return self._op(self._last[value])
 
     def _made(self, value: ir.Value, turned: Expr) -> None:
         """Say what an image is with channels last."""
         turned.value.type = value.type
         sizes = dims(value)
-        turned.value.shape = None if sizes is None else ir.Shape([sizes[axis] for axis in TO_LAST])
+        turned.value.shape = None if sizes is None else ir.Shape([sizes[0], *of_two_axes(sizes[2:], 1), sizes[1]])
         self._last[value] = turned.value
 
     def _kernel(self, name: str, *inputs: Any, **settings: Any) -> Any:
@@ -96,27 +114,24 @@ class _ChannelsLast:
     # ---- operators; each says whether it was converted ---------------------------------------------------------------
 
     def _convolution(self, node: ir.Node) -> bool:
+        """Transposed ones, too."""
         x, w = node.inputs[:2]
-        sizes = dims(w) if w is not None else None
-        given = attributes(node, self._opset)
-        is_fixed = given["auto_pad"] in ("NOTSET", "VALID") and sizes is not None and len(sizes) == RANK
-        if x is None or not (is_fixed and _is_float_image(x) and all(isinstance(n, int) for n in sizes or ())):
+        sizes, weights, given = _image_sizes(x), dims(w), attributes(node, self._opset)
+        if x is None or w is None or sizes is None or weights is None or len(weights) != len(sizes):
             return False
-        assert sizes is not None
+        kernel = [n for n in weights[2:] if isinstance(n, int)]
+        window = window_of(given, kernel, sizes) if all(isinstance(n, int) for n in weights) else None
+        if window is None:
+            return False
+        settings: dict[str, Any] = {"group": given["group"]}
+        if node.op_type == "ConvTranspose":
+            settings["output_padding"] = of_two_axes(given["output_padding"] or [0] * len(kernel), 0)
+            is_long = any(n >= step for n, step in zip(settings["output_padding"], window["strides"], strict=True))
+            if is_long or given["output_shape"] or given["auto_pad"] not in ("NOTSET", "VALID"):
+                return False
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        pads = given["pads"] if given["auto_pad"] == "NOTSET" else None
-        y = self._kernel(
-            "Conv",
-            self._image(x),
-            w,
-            bias,
-            kernel_shape=list(sizes[2:]),
-            strides=_list(given["strides"], 2),
-            dilations=_list(given["dilations"], 2),
-            pads=_list(pads, 4, 0),
-            group=given["group"],
-        )
-        self._made(node.outputs[0], y)
+        kernels = self._op.Unsqueeze(w, [2]) if _is_signal(x) else w
+        self._made(node.outputs[0], self._kernel(node.op_type, self._image(x), kernels, bias, **window, **settings))
         return True
 
     def _batch_normalization(self, node: ir.Node) -> bool:
@@ -137,20 +152,24 @@ class _ChannelsLast:
             self._rewriting.replace(old, new)
         return True
 
-    def _max_pool(self, node: ir.Node) -> bool:
+    def _pool(self, node: ir.Node) -> bool:
         x, given = node.inputs[0], attributes(node, self._opset)
-        is_plain = len(node.outputs) == 1 and given["auto_pad"] in ("NOTSET", "VALID") and not given["ceil_mode"]
-        if x not in self._last or not is_plain:
+        sizes = dims(x) if x in self._last and len(node.outputs) == 1 and not given["ceil_mode"] else None
+        window = window_of(given, given["kernel_shape"], sizes) if sizes is not None else None
+        if x is None or window is None:
             return False
-        y = self._kernel(
-            "MaxPool",
-            self._last[x],
-            kernel_shape=list(given["kernel_shape"]),
-            strides=_list(given["strides"], 2),
-            dilations=_list(given["dilations"], 2),
-            pads=_list(given["pads"] if given["auto_pad"] == "NOTSET" else None, 4, 0),
-        )
-        self._made(node.outputs[0], y)
+        counting = {"count_include_pad": given["count_include_pad"]} if node.op_type == "AveragePool" else {}
+        self._made(node.outputs[0], self._kernel(node.op_type, self._last[x], **window, **counting))
+        return True
+
+    def _resized(self, node: ir.Node) -> bool:
+        x = node.inputs[0]
+        tables = tables_of(node, self._opset) if x is not None and x in self._last else None
+        if x is None or tables is None:
+            return False
+        whole = Table(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32))
+        lines, columns = of_two_axes(tables, whole)
+        self._made(node.outputs[0], self._kernel("Resize", self._last[x], *lines, *columns))
         return True
 
     def _activation(self, node: ir.Node) -> bool:
@@ -170,7 +189,9 @@ class _ChannelsLast:
         """Of several inputs, others than such images must be single numbers."""
         images = [value for value in node.inputs if value in self._last]
         output = node.outputs[0]
-        if not images or len(node.outputs) != 1 or not _is_float_image(output):
+        if not images or len(node.outputs) != 1 or _image_sizes(output) is None:
+            return False
+        if any(_is_signal(value) != _is_signal(output) for value in images if value is not None):  # axes are other ones
             return False
         if not all(value is None or value in self._last or _is_number(value) for value in node.inputs):
             return False
@@ -187,7 +208,7 @@ class _ChannelsLast:
         keeps = True
         if node.op_type == "ReduceMean":
             axes = _constant_axes(node.inputs[1]) if len(node.inputs) > 1 else None
-            if axes is None or sorted(axis % RANK for axis in axes) != [2, 3]:
+            if axes is None or sorted(axis % _rank(x) for axis in axes) != list(range(2, _rank(x))):
                 return False
             keeps = bool(attributes(node, self._opset)["keepdims"])
         mean = self._op.ReduceMean(self._last[x], [1, 2], keepdims=int(keeps))
@@ -197,17 +218,44 @@ class _ChannelsLast:
             self._rewriting.replace(node.outputs[0], mean)
         return True
 
+    def _transposition(self, node: ir.Node) -> bool:
+        """Where a model changes the order itself, what it asks for is there already, or is what kernels want."""
+        x, output, order = node.inputs[0], node.outputs[0], attributes(node, self._opset)["perm"]
+        if x is None or _image_sizes(output) is None or order is None:
+            return False
+        to_last, to_first = ([0, 2, 1],) * 2 if _is_signal(output) else (TO_LAST, TO_FIRST)
+        if x in self._last and list(order) == to_last:
+            image = self._op(self._last[x])
+            self._rewriting.replace(
+                output, self._op.Squeeze(image, [1]) if _is_signal(output) else self._op.Identity(image)
+            )
+            return True
+        if x in self._last or list(order) != to_first or not self._is_wanted(output):
+            return False
+        self._made(output, self._op.Unsqueeze(x, [1]) if _is_signal(output) else self._op.Identity(x))
+        return True
+
+    def _is_wanted(self, value: ir.Value) -> bool:
+        """Whether kernels read an image, or what is computed of it element by element."""
+        reached = [value]
+        for one in reached:  # which grows
+            for node, index in one.uses():
+                if node.op_type in ("Conv", "ConvTranspose") and index == 0:
+                    return True
+                if node.op_type in POINTWISE:
+                    if any(other in self._last for other in node.inputs):
+                        return True
+                    reached += [output for output in node.outputs if output not in reached]
+        return False
+
     def _concatenation(self, node: ir.Node) -> bool:
-        axis = node.attributes["axis"].as_int() % RANK
         if not all(value in self._last for value in node.inputs):
             return False
+        axis = node.attributes["axis"].as_int() % _rank(node.inputs[0])
+        axis += 1 if axis > 1 and _is_signal(node.outputs[0]) else 0
         parts = [self._last[value] for value in node.inputs if value is not None]
         self._made(node.outputs[0], self._op.Concat(*parts, axis=TO_LAST.index(axis)))
         return True
-
-
-def _list(values: Sequence[int] | None, count: int, usual: int = 1) -> list[int]:
-    return list(values) if values else [usual] * count
 
 
 def _constant_axes(value: ir.Value | None) -> Sequence[int] | None:
@@ -225,9 +273,13 @@ _CONVERSIONS: dict[str, Callable[[_ChannelsLast, ir.Node], bool]] = {
     **dict.fromkeys(POINTWISE, _ChannelsLast._pointwise),
     **dict.fromkeys(_ACTIVATIONS, _ChannelsLast._activation),
     "Conv": _ChannelsLast._convolution,
+    "ConvTranspose": _ChannelsLast._convolution,
     "BatchNormalization": _ChannelsLast._batch_normalization,
-    "MaxPool": _ChannelsLast._max_pool,
+    "MaxPool": _ChannelsLast._pool,
+    "AveragePool": _ChannelsLast._pool,
+    "Resize": _ChannelsLast._resized,
     "GlobalAveragePool": _ChannelsLast._mean,
     "ReduceMean": _ChannelsLast._mean,
     "Concat": _ChannelsLast._concatenation,
+    "Transpose": _ChannelsLast._transposition,
 }

@@ -52,6 +52,14 @@ def conv(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, group):
     return dx, dw, op.ReduceSum(dy, [0, 1, 2], keepdims=0)
 
 
+@_native("ConvTranspose")
+def conv_transpose(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, group):
+    """Conv with the roles of image and gradient exchanged."""
+    window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads, "group": group}
+    dw = op.node(DOMAIN, "ConvWeightGradient", dy, x, **window)
+    return op.node(DOMAIN, "Conv", dy, w, **window), dw, op.ReduceSum(dy, [0, 1, 2], keepdims=0)
+
+
 @_native("BatchNormalization")
 def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon, activation=0):
     """Y = f(N scale + bias) with the statistics of the batch, which may be asked for themselves."""
@@ -81,6 +89,18 @@ def max_pool(op, dy, x, *, kernel_shape, strides, dilations, pads):
     """To the first of the largest of each window."""
     window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads}
     return op.node(DOMAIN, "MaxPoolGradient", dy, x, **window)
+
+
+@_native("AveragePool")
+def average_pool(op, dy, x, *, kernel_shape, strides, dilations, pads, count_include_pad):
+    window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads}
+    return op.node(DOMAIN, "AveragePoolGradient", dy, op.Shape(x), **window, count_include_pad=count_include_pad)
+
+
+@_native("Resize", inputs=(0,))
+def resize(op, dy, x, lines, parts_of_lines, columns, parts_of_columns):
+    """Each gets its parts back."""
+    return op.node(DOMAIN, "ResizeGradient", dy, lines, parts_of_lines, columns, parts_of_columns, op.Shape(x))
 
 
 @_native("Relu", domain="")
@@ -116,6 +136,7 @@ def _activation(name: str, kernel: str, *, by_output: bool = False, domain: str 
 
 _activation("HardSigmoid", "HardSigmoid", by_output=True)
 _activation("HardSwish", "HardSwish")
+_activation("LeakyRelu", "LeakyRelu")
 _activation("Sigmoid", "Sigmoid", by_output=True)
 _activation("Swish", "Swish")
 _activation("Tanh", "Tanh", by_output=True)

@@ -8,6 +8,7 @@ from onward.kernels.channels_last import put_channels_last
 from onward.kernels.library import DOMAIN
 from onward.kernels.losses import use_cross_entropy
 from onward.kernels.products import use_products
+from onward.kernels.resizing import write_out_scales
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
 from onward.model.core import is_gradient, string, values
@@ -28,6 +29,7 @@ def can_use_kernels(model: Model) -> bool:
 
 def use_kernels(model: Model) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
+    write_out_scales(model)
     fill_in_types(model, values(model.graph))
     use_attention(model)
     use_cross_entropy(model)

@@ -187,7 +187,7 @@ def _part(op, image, begin, sizes, rank):
     return op.Pad(part, op.Concat([0] * (rank + 4), missing, axis=0))
 
 
-def half_of_padding(op, total, auto_pad):
+def half_of_padding(op: Any, total: Any, auto_pad: str) -> Any:
     """The part of a padding that comes first: with SAME_UPPER the smaller half, else the larger."""
     if isinstance(total, Expr):
         total = op.Max(total, [0])

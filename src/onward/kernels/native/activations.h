@@ -65,6 +65,12 @@ struct Relu {
   V slope(V x) const { return choose(x > 0.f, all(1.f), V{}); }  // of x and of y alike
 };
 
+struct LeakyRelu {
+  explicit LeakyRelu(const Attributes& a) : alpha(a.number("alpha", 0.01f)) {}
+  V slope(V x) const { return choose(x > 0.f, all(1.f), all(alpha)); }
+  float alpha;
+};
+
 struct HardSwish {
   HardSwish() = default;
   explicit HardSwish(const Attributes&) {}

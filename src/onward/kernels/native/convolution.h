@@ -202,6 +202,12 @@ inline const float* add_border(const Call& call, const Window& w, const Image& x
   return to;
 }
 
+// What is left where nothing is added up.
+inline void fill_pixels(float* to, Index count, Index channels, const float* bias) {
+  if (bias == nullptr) return std::fill(to, to + count * channels, 0.f);
+  for (Index i = 0; i < count; i++) std::copy(bias, bias + channels, to + i * channels);
+}
+
 inline Window without_pads(Window w) {
   std::fill(w.pads, w.pads + 4, 0);
   return w;
@@ -210,7 +216,7 @@ inline Window without_pads(Window w) {
 void convolve_by_channel(const Call&, const Window&, const Image&, const Image&, const float*, const float*,
                          const float*, float*);
 void image_gradient_by_channel(const Call&, const Window&, const Image&, const Image&, const float*, const float*,
-                               float*);
+                               const float*, float*);
 void weight_gradient_by_channel(const Call&, const Window&, const Image&, const Image&, const float*, const float*,
                                 float*);
 
@@ -244,9 +250,10 @@ inline void convolve(const Call& call, Window w, Image x, const Image& y, const 
   });
 }
 
+// Also a transposed convolution, which may have a bias.
 inline void image_gradient(const Call& call, const Window& w, const Image& x, const Image& y, const float* dy,
-                           const float* weights, float* dx) {
-  if (is_by_channel(w, x, y)) return image_gradient_by_channel(call, w, x, y, dy, weights, dx);
+                           const float* weights, const float* bias, float* dx) {
+  if (is_by_channel(w, x, y)) return image_gradient_by_channel(call, w, x, y, dy, weights, bias, dx);
   const Index taps = w.taps(), inputs = x.channels / w.groups, outputs = y.channels / w.groups;
   // With strides, pixels of the image fall into kinds, each of which is reached by some of the taps.
   for (Index kind_h = 0; kind_h < std::min(w.strides[0], x.height); kind_h++)
@@ -267,13 +274,12 @@ inline void image_gradient(const Call& call, const Window& w, const Image& x, co
       g.target_first[0] = kind_h, g.target_first[1] = kind_w;
       g.count = x.count;
       g.height = ceiling(x.height - kind_h, w.strides[0]), g.width = ceiling(x.width - kind_w, w.strides[1]);
-      g.groups = w.groups, g.length = outputs, g.across = 1, g.columns = inputs;
+      g.groups = w.groups, g.length = outputs, g.across = 1, g.columns = inputs, g.bias = bias;
       if (reached.empty()) {  // no output has seen them
         for (Index i = 0; i < g.pixels(); i++) {
           const Index row = i / g.width, n = row / g.height, h = row % g.height * w.strides[0] + kind_h;
           const Index v = i % g.width * w.strides[1] + kind_w;
-          float* to = dx + ((n * x.height + h) * x.width + v) * x.channels;
-          std::fill(to, to + x.channels, 0.f);
+          fill_pixels(dx + ((n * x.height + h) * x.width + v) * x.channels, 1, x.channels, bias);
         }
         continue;
       }
@@ -410,7 +416,8 @@ inline void weight_gradient(const Call& call, Window w, Image x, const Image& y,
 // By whatever way is the fastest; in winograd.h, since those ways use what is here.
 void convolve_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, const float*,
                       float*);
-void image_gradient_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, float*);
+void image_gradient_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*,
+                            const float*, float*);
 void weight_gradient_quickly(const Call&, const Window&, const Image&, const Image&, const float*, const float*, float*);
 
 struct Conv : Kernel {
@@ -448,9 +455,9 @@ struct ConvInputGradient : Kernel {  // dy, weights, the sizes of x
             "weights of a convolution do not fit its gradient");
     auto dx = call.output(0, shape);
     if (dy.size() == 0)
-      std::fill(dx.data, dx.data + dx.size(), 0.f);
+      fill_pixels(dx.data, x.pixels(), x.channels, nullptr);
     else
-      image_gradient_quickly(call, window, x, y, dy.data, w.data, dx.data);
+      image_gradient_quickly(call, window, x, y, dy.data, w.data, nullptr, dx.data);
   }
   Window window;
 };

@@ -153,7 +153,7 @@ inline void spread_line(const Window& w, const Image& x, const Image& y, const f
 
 // With strides of 1, the gradient is a convolution with the kernels turned around; else each pixel asks who has seen it.
 inline void image_gradient_by_channel(const Call& call, const Window& w, const Image& x, const Image& y,
-                                      const float* dy, const float* weights, float* dx) {
+                                      const float* dy, const float* weights, const float* bias, float* dx) {
   const Index channels = x.channels;
   const bool is_plain = w.strides[0] == 1 && w.strides[1] == 1 && w.pads[0] < w.covered(0) && w.pads[1] < w.covered(1);
   const float* kernels = turned(weights, channels, w.taps(), is_plain);
@@ -163,13 +163,13 @@ inline void image_gradient_by_channel(const Call& call, const Window& w, const I
       back.pads[i] = w.covered(i) - 1 - w.pads[i];
       back.pads[i + 2] = (i == 0 ? x.height - y.height : x.width - y.width) + w.covered(i) - 1 - back.pads[i];
     }
-    return convolve_with(call, back, y, x, dy, kernels, nullptr, dx);
+    return convolve_with(call, back, y, x, dy, kernels, bias, dx);
   }
   split(call, x.count * x.height, 2, [&](Index first, Index last) {
     for (Index line = first; line < last; line++) {
       const Index n = line / x.height, bottom = line % x.height + w.pads[0];
       float* to = dx + line * x.width * channels;
-      std::fill(to, to + x.width * channels, 0.f);
+      fill_pixels(to, x.width, channels, bias);
       for (Index i = 0; i < w.kernel[0]; i++) {
         const Index h = bottom - i * w.dilations[0];
         if (h < 0 || h % w.strides[0] != 0 || h / w.strides[0] >= y.height) continue;

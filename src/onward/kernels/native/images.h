@@ -5,6 +5,21 @@
 namespace onward {
 namespace ONWARD_ISA {
 
+// Calls function(image, line, column, number) for each pixel, on all threads.
+template <class Function>
+void each_pixel(const Call& call, const Image& image, const Function& function) {
+  constexpr Index kFloatsOfTask = 1 << 14;
+  if (image.pixels() == 0) return;
+  split(call, image.pixels(), kFloatsOfTask / std::max<Index>(image.channels, 1), [&](Index first, Index last) {
+    Index x = first % image.width, y = first / image.width % image.height, n = first / (image.width * image.height);
+    for (Index pixel = first; pixel < last; pixel++) {
+      function(n, y, x, pixel);
+      if (++x == image.width) x = 0, ++y;
+      if (y == image.height) y = 0, ++n;
+    }
+  });
+}
+
 // Calls function(row of the image) for each pixel of a window that is inside of it, in order.
 template <class Function>
 void each_tap(const Window& w, const Image& x, Index n, Index y_line, Index y_column, const Function& function) {
@@ -49,18 +64,15 @@ struct MaxPool : Kernel {
     const Image image(x.sizes);
     const Image y({image.count, window.outputs(0, image.height), window.outputs(1, image.width), image.channels});
     auto out = call.output(0, {y.count, y.height, y.width, y.channels});
-    split(call, y.count * y.height, 4, [&](Index first, Index last) {
-      for (Index line = first; line < last; line++)
-        for (Index v = 0; v < y.width; v++)
-          for (Index c = 0; c < y.channels; c += kLanes) {
-            const Index lanes = std::min<Index>(kLanes, y.channels - c);
-            V most = all(-INFINITY);
-            each_tap(window, image, line / y.height, line % y.height, v, [&](Index at) {
-              const V here = get(x.data + at + c, lanes);
-              most = choose(is_larger(here, most), here, most);
-            });
-            put(out.data + (line * y.width + v) * y.channels + c, most, lanes);
-          }
+    each_pixel(call, y, [&](Index n, Index line, Index v, Index pixel) {
+      along(y.channels, [&](Index c, auto lanes) {
+        V most = all(-INFINITY);
+        each_tap(window, image, n, line, v, [&](Index at) {
+          const V here = get(x.data + at + c, lanes);
+          most = choose(is_larger(here, most), here, most);
+        });
+        put(out.data + pixel * y.channels + c, most, lanes);
+      });
     });
   }
   Window window;

@@ -7,9 +7,11 @@
 #include "embedding.h"
 #include "images.h"
 #include "matrix.h"
+#include "mixtures.h"
 #include "normalization.h"
 #include "programs.h"
 #include "row_normalization.h"
+#include "transposed_convolution.h"
 #include "winograd.h"
 
 namespace onward {
@@ -21,6 +23,7 @@ std::vector<Operator> operators() {
       {"Conv", {number, number, maybe}, {number}, make_kernel<Conv>},
       {"ConvInputGradient", {number, number, sizes}, {number}, make_kernel<ConvInputGradient>},
       {"ConvWeightGradient", {number, number}, {number}, make_kernel<ConvWeightGradient>},
+      {"ConvTranspose", {number, number, maybe}, {number}, make_kernel<ConvTranspose>},
       {"BatchNormalization", {number, number, number}, {number, maybe, maybe}, make_kernel<BatchNormalization>},
       {"BatchNormalizationGradient",
        {number, number, number, number, number, number},
@@ -29,6 +32,10 @@ std::vector<Operator> operators() {
       {"ChannelsLast", {number}, {number}, make_kernel<ChannelsLast>},
       {"MaxPool", {number}, {number}, make_kernel<MaxPool>},
       {"MaxPoolGradient", {number, number}, {number}, make_kernel<MaxPoolGradient>},
+      {"AveragePool", {number}, {number}, make_kernel<AveragePool>},
+      {"AveragePoolGradient", {number, sizes}, {number}, make_kernel<AveragePoolGradient>},
+      {"Resize", {number, sizes, number, sizes, number}, {number}, make_kernel<Resize>},
+      {"ResizeGradient", {number, sizes, number, sizes, number, sizes}, {number}, make_kernel<ResizeGradient>},
       {"Attention", {number, number, number, maybe}, {number, number}, make_kernel<Attention>},
       {"AttentionGradient",
        {number, number, number, number, number, number, maybe},
@@ -56,6 +63,7 @@ std::vector<Operator> operators() {
       {"HardSigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<HardSigmoid>>},
       {"SigmoidGradient", {number, number}, {number}, make_kernel<ActivationGradient<Sigmoid>>},
       {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
+      {"LeakyReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<LeakyRelu>>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
       {"Product", {number, number, maybe}, {number}, make_kernel<Product>},
       {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},

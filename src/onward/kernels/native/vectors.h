@@ -52,6 +52,14 @@ inline V get(const float* p, Index lanes) { return lanes == kLanes ? load(p) : l
 inline void put(float* p, V v, Full) { store(p, v); }
 inline void put(float* p, V v, Index lanes) { lanes == kLanes ? store(p, v) : store_some(p, v, lanes); }
 
+// Vectors along channels: function(c, lanes), the last of which may be fewer than a vector has.
+template <class Function>
+void along(Index channels, const Function& function) {
+  Index c = 0;
+  for (; c + kLanes <= channels; c += kLanes) function(c, Full());
+  if (c < channels) function(c, channels - c);
+}
+
 inline V choose(VI where, V yes, V no) { return where ? yes : no; }
 inline V larger(V a, V b) { return choose(a > b, a, b); }
 

@@ -296,10 +296,10 @@ inline void convolve_quickly(const Call& call, const Window& w, const Image& x, 
 }
 
 inline void image_gradient_quickly(const Call& call, const Window& w, const Image& x, const Image& y, const float* dy,
-                                   const float* weights, float* dx) {
-  if (!is_for_winograd(w, x, y)) return image_gradient(call, w, x, y, dy, weights, dx);
+                                   const float* weights, const float* bias, float* dx) {
+  if (!is_for_winograd(w, x, y)) return image_gradient(call, w, x, y, dy, weights, bias, dx);
   const Index inputs = x.channels;  // a convolution of the gradient with the kernels turned around
-  convolve_tiles(call, y, x, 2 - w.pads[0], 2 - w.pads[1], dy, nullptr, dx, [=](Index o, Index c, int tap) {
+  convolve_tiles(call, y, x, 2 - w.pads[0], 2 - w.pads[1], dy, bias, dx, [=](Index o, Index c, int tap) {
     return weights[(o * inputs + c) * 9 + 8 - tap];
   });
 }
