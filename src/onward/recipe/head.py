@@ -23,7 +23,7 @@ from onward.model.state import with_tags
 from onward.recipe.constants import expose
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.layers import Layer, downstream, find_head
-from onward.recipe.reset import draw_initial_value
+from onward.recipe.reset import Drawn, draw_initial_values
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
 from onward.standard import METADATA_IR
@@ -154,7 +154,7 @@ def _with_layout(init: _Init, head: Layer) -> Spec:
 def _redraw(model: Model, value: ir.Value, shape: tuple[int, ...], init: _Init, seed: int) -> None:
     stored = expose(model.graph, value)
     assert stored.const_value is not None and stored.name is not None
-    tensor = draw_initial_value(stored.name, stored.const_value.dtype, shape, init, seed)
+    (tensor,) = draw_initial_values([Drawn(stored.name, stored.const_value.dtype, shape, init)], seed)
     stored.const_value = with_tags(tensor, role="parameter", slot=HEAD)
     stored.shape = ir.Shape(shape)
 

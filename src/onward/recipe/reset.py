@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -58,17 +58,29 @@ def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[
     assembly.reset(value, lambda op: _fresh(op, value, spec, key))
 
 
-def draw_initial_value(
-    name: str, dtype: ir.DataType, shape: tuple[int, ...], init: str | Mapping[str, Any] | Spec, seed: int
-) -> ir.Tensor:
-    """What a parameter of that name is reset to by an initialiser, as a tensor."""
-    wide = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+class Drawn(NamedTuple):
+    """A parameter that begins with what an initialiser draws."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    init: str | Mapping[str, Any] | Spec
+
+
+def draw_initial_values(parameters: Sequence[Drawn], seed: int) -> list[ir.Tensor]:
+    """What parameters are reset to, as tensors; all in one go, since each session takes its time."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="initialization")
     op = Builder(graph, opset=COMMON_OPSET)
-    value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
-    graph.outputs.append(_fresh(op, value, parse(init), op.constant(random.new_key(seed))).value)
-    (numbers,) = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))))
-    return ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)
+    key = op.constant(random.new_key(seed))
+    for name, dtype, shape, init in parameters:
+        wide = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+        value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
+        graph.outputs.append(_fresh(op, value, parse(init), key).value)
+    drawn = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))))
+    return [
+        ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)
+        for numbers, (name, dtype, _, _) in zip(drawn, parameters, strict=True)
+    ]
 
 
 def _fresh(op: Builder, value: ir.Value, spec: Spec, key: Expr) -> Expr:

@@ -19,7 +19,7 @@ from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training
 from onward.recipe.layers import Layer, listing
 from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
-from onward.recipe.reset import draw_initial_value
+from onward.recipe.reset import Drawn, draw_initial_values
 from onward.recipe.trainable import matching
 from onward.standard import METADATA_IR
 from onward.transform.opset import of_one_opset
@@ -62,9 +62,10 @@ def add(
             f"{listed} matches no weight of a layer", hint=listing(found[0] for found in known.values())
         )
     taken = changed.names()
-    for weight in chosen:
-        a, b = _initial(known[weight][0], rank, seed)
-        attach(changed, taken, known[weight], a, b, alpha / rank, dropout)
+    layers = [known[weight][0] for weight in chosen]
+    for layer, a in zip(layers, draw_initial_values([_initial(layer, rank) for layer in layers], seed), strict=True):
+        b = ir.Tensor(np.zeros(_shapes(layer, rank)[1], layer.dtype.numpy()), dtype=layer.dtype)
+        attach(changed, taken, known[layer.weight.name or ""], a, b, alpha / rank, dropout)
     return changed
 
 
@@ -77,18 +78,19 @@ def adaptable(model: Source) -> Model:
     return changed
 
 
-def _initial(layer: Layer, rank: int, seed: int) -> tuple[ir.Tensor, ir.Tensor]:
-    """A as torch.nn.Linear starts, and B zero, as their authors and PEFT have it."""
-    dtype = layer.dtype
-    inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
-    if layer.is_convolution:
-        groups = layer.node.attributes.get_int("group", 1)
-        a_shape, b_shape = (groups * rank, inputs, *kernel), (layer.units, rank, *(1 for _ in kernel))
-    else:
-        a_shape, b_shape = (inputs, rank), (rank, layer.units)
+def _initial(layer: Layer, rank: int) -> Drawn:
+    """A as torch.nn.Linear starts, as their authors and PEFT have it; B is zero."""
     init = LINEAR + ("" if layer.is_convolution else ",layout=keras")
-    a = draw_initial_value(f"{layer.weight.name}/{A}", dtype, a_shape, init, seed)
-    return a, ir.Tensor(np.zeros(b_shape, dtype.numpy()), dtype=dtype)
+    return Drawn(f"{layer.weight.name}/{A}", layer.dtype, _shapes(layer, rank)[0], init)
+
+
+def _shapes(layer: Layer, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of A and B."""
+    inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
+    if not layer.is_convolution:
+        return (inputs, rank), (rank, layer.units)
+    groups = layer.node.attributes.get_int("group", 1)
+    return (groups * rank, inputs, *kernel), (layer.units, rank, *(1 for _ in kernel))
 
 
 def attach(
