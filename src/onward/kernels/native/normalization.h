@@ -45,14 +45,6 @@ void with_follower(Index follower, const Function& function) {
   throw std::runtime_error("a normalization does not know this activation");
 }
 
-// Vectors along channels: function(c, lanes), the last of which may be fewer than a vector has.
-template <class Function>
-void along(Index channels, const Function& function) {
-  Index c = 0;
-  for (; c + kLanes <= channels; c += kLanes) function(c, Full());
-  if (c < channels) function(c, channels - c);
-}
-
 struct BatchNormalization : Kernel {  // x, scale, bias -> y, mean, variance of the population
   explicit BatchNormalization(const Attributes& a)
       : epsilon(a.number("epsilon", 1e-5f)), activation(a.integer("activation", kNothing)) {}

@@ -51,6 +51,14 @@ inline V get(const float* p, Index lanes) { return lanes == kLanes ? load(p) : l
 inline void put(float* p, V v, Full) { store(p, v); }
 inline void put(float* p, V v, Index lanes) { lanes == kLanes ? store(p, v) : store_some(p, v, lanes); }
 
+// Calls function(i, lanes) for vectors of a row, the last of which may have fewer lanes.
+template <class Function>
+void along(Index count, const Function& function) {
+  Index i = 0;
+  for (; i + kLanes <= count; i += kLanes) function(i, Full());
+  if (i < count) function(i, count - i);
+}
+
 inline V choose(VI where, V yes, V no) { return where ? yes : no; }
 inline V larger(V a, V b) { return choose(a > b, a, b); }
 
