@@ -1,4 +1,4 @@
-"""One kernel by itself: a session of ONNX Runtime around a single node of the native library."""
+"""Native kernels by themselves: a session around one of them; and models, and gradients, with and without them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import onnxruntime as ort
 import pytest
 
 import onward
+from onward.differentiate.gradients import lower_gradients
 from onward.engines import start
-from onward.kernels import DOMAIN, library
+from onward.kernels import DOMAIN, find_rule, finish_with_kernels, library, use_kernels
+from onward.lowering.runtime import for_onnxruntime
+from onward.model import load
+from onward.standard import OLDEST_OPSET
+from onward.transform.opset import of_one_opset
+from onward.transform.unused import remove_unused
 
 needs_kernels = pytest.mark.skipif(library().path is None, reason=f"no native kernels: {library().note}")
 
@@ -34,6 +40,31 @@ def run_kernel(name: str, *inputs: np.ndarray | None, outputs: int = 1, threads:
     options.register_custom_ops_library(str(library().path))
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, given)
+
+
+def add_gradient(proto: onnx.ModelProto, y: str, xs: list[str]) -> None:
+    """Let a model also give `y`, and the gradients by `xs`, in their order."""
+    gradients = [f"gradient{i}" for i in range(len(xs))]
+    domain = "ai.onnx.preview.training"
+    proto.graph.node.append(
+        onnx.helper.make_node("Gradient", xs, gradients, domain=domain, xs=xs, y=y, name="Gradient")
+    )
+    proto.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    made = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in (y, *gradients))
+    proto.graph.output.extend(made)
+
+
+def lowered_gradient(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
+    """A model in which gradients are computed, by kernels where these can."""
+    model = of_one_opset(load(proto), OLDEST_OPSET).copy()
+    if kernels:
+        use_kernels(model)
+        model = lower_gradients(model, find=find_rule)
+        finish_with_kernels(model)
+    else:
+        model = lower_gradients(model)
+    remove_unused(model.graph)
+    return for_onnxruntime(model)
 
 
 def _steps_of(model: onward.Model, batch: dict[str, np.ndarray], kernels: bool) -> tuple[list, dict, dict]:

@@ -7,20 +7,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import gradcheck
-import onward
-from native_kernels import needs_kernels
-from onward.differentiate.gradients import lower_gradients
+from native_kernels import add_gradient, lowered_gradient, needs_kernels
 from onward.errors import UnsupportedError
-from onward.kernels import DOMAIN, find_rule, finish_with_kernels, library, use_kernels
-from onward.lowering.runtime import for_onnxruntime
-from onward.model import load
-from onward.standard import OLDEST_OPSET
-from onward.transform.opset import of_one_opset
+from onward.kernels import DOMAIN, library
 from onward.transform.sessions import open_session
-from onward.transform.unused import remove_unused
 from representatives import chosen
 from rule_tables import ALL, without_onnxruntime
 
@@ -43,27 +36,8 @@ def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str])
         graph.node.append(helper.make_node("ReduceSum", [f"weighted{i}"], [f"part{i}"], keepdims=0))
         parts.append(f"part{i}")
     graph.node.append(helper.make_node("Sum", parts, ["total"]))
-    gradients = [f"gradient{i}" for i in range(len(xs))]
-    graph.node.append(
-        helper.make_node(
-            "Gradient", xs, gradients, domain="ai.onnx.preview.training", xs=xs, y="total", name="Gradient"
-        )
-    )
-    made.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
-    graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("total", *gradients))
+    add_gradient(made, "total", xs)
     return made
-
-
-def lowered(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
-    model = of_one_opset(load(proto), OLDEST_OPSET).copy()
-    if kernels:
-        use_kernels(model)
-        model = lower_gradients(model, find=find_rule)
-        finish_with_kernels(model)
-    else:
-        model = lower_gradients(model)
-    remove_unused(model.graph)
-    return for_onnxruntime(model)
 
 
 def is_plain(value: Any) -> bool:
@@ -79,11 +53,11 @@ def test_kernels_agree_with_the_plain_graph(name: str) -> None:
     if not xs or not floats or not all(map(is_plain, (*inputs.values(), *floats))):
         pytest.skip("kernels compute in float32")
     given = with_gradient(proto, inputs, xs)
-    made = lowered(given, kernels=True)
+    made = lowered_gradient(given, kernels=True)
     if not any(node.domain == DOMAIN for node in made.graph.all_nodes()):
         pytest.skip("no use for a kernel")
     try:
-        expected = open_session(lowered(given, kernels=False), threads=2).run(None, inputs)
+        expected = open_session(lowered_gradient(given, kernels=False), threads=2).run(None, inputs)
     except UnsupportedError as error:
         pytest.skip(str(error))
     found = open_session(made, threads=2, library=library().path).run(None, inputs)

@@ -7,6 +7,7 @@ from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import put_channels_last
 from onward.kernels.library import DOMAIN
 from onward.kernels.losses import use_cross_entropy
+from onward.kernels.recurrent import use_recurrent
 from onward.kernels.row_sums import use_row_sums
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
@@ -30,6 +31,7 @@ def use_kernels(model: Model) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
     fill_in_types(model, values(model.graph))
     use_attention(model)
+    use_recurrent(model)
     use_cross_entropy(model)
     put_channels_last(model)
     use_activations(model)

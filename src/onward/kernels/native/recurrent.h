@@ -250,7 +250,7 @@ struct RecurrentKernel : Kernel {
   // Calls function(first, rows) for groups of sequences.
   template <class Function>
   static void each_group(const Call& call, const Sizes& s, const Function& function) {
-    const Index groups = ceiling(s.batch, kMostOfTask);
+    const Index groups = std::max(ceiling(s.batch, kMost), std::min(kTasks, ceiling(s.batch, kLeast)));
     call.parallel(groups, [&](Index i) {
       const Index first = s.batch * i / groups;
       function(first, s.batch * (i + 1) / groups - first);
@@ -262,8 +262,11 @@ struct RecurrentKernel : Kernel {
     return i == 0 ? initial.data + first * s.units : every + (time(s, i - 1) * s.batch + first) * s.units;
   }
 
-  static constexpr Index kMostOfTask = 16;  // sequences
   bool backwards;
+
+ private:
+  // Sequences of a task. The more there are, the less often weights come from caches; but threads want tasks.
+  static constexpr Index kLeast = 4, kMost = 16, kTasks = 4;
 };
 
 template <class Cell>
