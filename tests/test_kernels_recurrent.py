@@ -163,6 +163,13 @@ def test_what_is_not_a_number_stays_in_its_sequence(name):
     assert np.isfinite(np.delete(ditems, 7, axis=1)).all() and np.isfinite(ditems[3:]).all()
 
 
+def test_tanh_is_exact_for_any_number():
+    x = np.concatenate([np.geomspace(1e-38, 100, 4000), np.linspace(0.5, 0.75, 999), [0, np.inf]]).astype(np.float32)
+    items = np.stack([x, -x])[..., None]
+    every, _ = run_kernel("RNN", items, np.zeros((1, 1), np.float32), np.zeros((len(x), 1), np.float32), outputs=2)
+    np.testing.assert_array_max_ulp(every, np.tanh(items.astype(np.float64)).astype(np.float32), maxulp=2)
+
+
 WRONG = {
     "fewer units": lambda array: array[..., :-1].copy(),
     "one axis more": lambda array: array[..., None],
@@ -176,7 +183,7 @@ WRONG = {
 def test_shapes_that_do_not_go_together_are_an_error(name, way, kind):
     kernel, inputs, outputs = way(name)
     for i, array in enumerate(inputs):
-        with pytest.raises(Fail, match=r"fit|differ|shape of what it is of|has steps"):
+        with pytest.raises(Fail, match=r"matrix|fit|differ|shape of what it is of|has steps"):
             run((kernel, [*inputs[:i], WRONG[kind](array), *inputs[i + 1 :]], outputs))
     without = [None] * (kernel == "LinearGRU")
     with pytest.raises(Fail, match="each sequence has a length"):

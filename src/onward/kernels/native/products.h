@@ -178,7 +178,7 @@ inline Index outer_step(int vectors, Index left, AddOuterProducts* function) {
   return count;
 }
 
-// ---- small products, of rows that are a fixed step apart ------------------------------------------------------------
+// ---- small products, of rows that are a fixed step apart -------------------------------------------------------------
 
 // Numbers at data[i * row + k * step].
 struct Strided {

@@ -1,6 +1,6 @@
-// Recurrent layers: the part that goes step by step, and its gradient. What does not depend on states is computed before,
-// and after, for all steps at once. Sequences of a batch know nothing of each other, so that a task goes through all steps
-// with a few of them, and never waits for another.
+// Recurrent layers: the part that goes step by step, and its gradient. What does not depend on states is computed
+// before, and after, for all steps at once. Sequences of a batch know nothing of each other, so that a task goes through
+// all steps with a few of them, and never waits for another.
 #pragma once
 #include "functions.h"
 #include "products.h"
@@ -51,8 +51,8 @@ struct RecurrentWeights {
 
 // ---- cells -----------------------------------------------------------------------------------------------------------
 
-// Each has the number of states, the gates in all and in the first product, and multiples of the units: what is kept for
-// the gradient, and what the gradient has to say besides.
+// Each has the number of states, the gates in all and in the first product, and multiples of the units: what is kept
+// for the gradient, and what the gradient has to say besides.
 
 struct RnnCell {  // h = tanh(x + h R')
   static constexpr int kStates = 1, kGates = 1, kFirst = 1, kKept = 0, kMore = 0;
@@ -228,23 +228,47 @@ template <class Cell>
 struct RecurrentKernel : Kernel {
   explicit RecurrentKernel(const Attributes& a) : backwards(a.integer("backwards", 0) != 0) {}
 
+  static constexpr size_t kStates = Cell::kStates;
+
   struct Sizes {
     Index steps, batch, units;
+    const Index* lengths;
     std::vector<Index> of_steps(Index multiple) const { return {steps, batch, multiple * units}; }
     std::vector<Index> of_state() const { return {batch, units}; }
   };
 
-  // The i-th step, in the order in which a layer goes through them.
-  Index time(const Sizes& s, Index i) const { return backwards ? s.steps - 1 - i : i; }
+  // A layer whose state has `units`, by the tensor of something that all steps have.
+  static Sizes sizes_of(const Call& call, const Tensor<const float>& of_steps, Index units, size_t lengths_at) {
+    require(of_steps.sizes.size() == 3, "a recurrent layer has steps, sequences and units");
+    const auto lengths = call.indices(lengths_at);
+    require(!lengths || lengths.size() == of_steps.sizes[1], "each sequence has a length");
+    return {of_steps.sizes[0], of_steps.sizes[1], units, lengths.data};
+  }
 
   static void require_weights(const Tensor<const float>& r, const Sizes& s) {
     require(r.sizes == std::vector<Index>{Cell::kGates * s.units, s.units}, "recurrent weights do not fit the states");
   }
 
-  static const Index* lengths_in(const Call& call, size_t index, const Sizes& s) {
-    const auto lengths = call.indices(index);
-    require(!lengths || lengths.size() == s.batch, "each sequence has a length");
-    return lengths.data;
+  // The i-th step, in the order in which a layer goes through them.
+  Index time(const Sizes& s, Index i) const { return backwards ? s.steps - 1 - i : i; }
+
+  // Where a state is before the i-th step.
+  const float* before(const Sizes& s, Index i, Index first, const float* initial, const float* every) const {
+    return i == 0 ? initial + first * s.units : every + (time(s, i - 1) * s.batch + first) * s.units;
+  }
+
+  // Recurrent weights, packed by `pack_rows(rows of weights, how many there are, slot)`.
+  template <class PackRows>
+  static RecurrentWeights weights(const Tensor<const float>& r, const PackRows& pack_rows) {
+    const Index units = r.sizes[1], first = Cell::kFirst * units;
+    return {pack_rows(r.data, first, 0), pack_rows(r.data + first * units, r.sizes[0] - first, 1)};
+  }
+
+  template <class At>
+  static Packed packed(const Call& call, Index columns, Index length, int slot, const At& at) {
+    const Packed to{tiles_of(columns), 1, length, scratch(slot, Packed::size(columns, 1, length))};
+    call.parallel(static_cast<Index>(to.tiles.size()), [&](Index tile) { pack(to, static_cast<size_t>(tile), at); });
+    return to;
   }
 
   // Calls function(first, rows) for groups of sequences.
@@ -255,11 +279,6 @@ struct RecurrentKernel : Kernel {
       const Index first = s.batch * i / groups;
       function(first, s.batch * (i + 1) / groups - first);
     });
-  }
-
-  // Where a state is before the i-th step.
-  const float* before(const Sizes& s, Index i, Index first, const Tensor<const float>& initial, const float* every) const {
-    return i == 0 ? initial.data + first * s.units : every + (time(s, i - 1) * s.batch + first) * s.units;
   }
 
   bool backwards;
@@ -273,71 +292,72 @@ template <class Cell>
 struct Recurrent : RecurrentKernel<Cell> {  // items, r, initial states, bias, lengths -> all states, last states, kept
   using Base = RecurrentKernel<Cell>;
   using Base::Base;
-  using typename Base::Sizes;
+  using Base::kStates;
 
   void compute(const Call& call) const override {
-    constexpr size_t kStates = Cell::kStates;
     const auto items = call.input(0), r = call.input(1);
-    require(items.sizes.size() == 3 && r.sizes.size() == 2, "a recurrent layer has steps, sequences and units");
-    const Sizes s{items.sizes[0], items.sizes[1], r.sizes[1]};
-    Base::require_weights(r, s);
-    require(items.sizes == s.of_steps(Cell::kGates), "gates do not fit the states of a recurrent layer");
-    const auto bias = Cell::kHasBias ? call.input(2 + kStates) : Tensor<const float>();
-    require(!bias || bias.size() == s.units, "a bias has a number for each unit");
-    const Index* lengths = Base::lengths_in(call, 2 + kStates + Cell::kHasBias, s);
-    Tensor<const float> initial[kMostStates];
-    Tensor<float> every[kMostStates], last[kMostStates];
-    for (size_t k = 0; k < kStates; k++) {
-      initial[k] = call.input(2 + k);
-      require(initial[k].sizes == s.of_state(), "an initial state does not fit the items of a recurrent layer");
-      every[k] = call.output(k, s.of_steps(1));
-      last[k] = call.output(kStates + k, s.of_state());
+    require(r.sizes.size() == 2, "recurrent weights are a matrix");
+    Of of{Base::sizes_of(call, items, r.sizes[1], 2 + kStates + Cell::kHasBias)};
+    Base::require_weights(r, of.s);
+    require(items.sizes == of.s.of_steps(Cell::kGates), "gates do not fit the states of a recurrent layer");
+    of.items = items.data;
+    if (Cell::kHasBias) {
+      const auto bias = call.input(2 + kStates);
+      require(!bias || bias.size() == of.s.units, "a bias has a number for each unit");
+      of.bias = bias.data;
     }
-    const auto kept = Cell::kKept > 0 ? call.output(2 * kStates, s.of_steps(Cell::kKept)) : Tensor<float>();
-    const RecurrentWeights w = weights(call, r);
-    Base::each_group(call, s, [&](Index first, Index rows) {
-      Forward now{};
-      now.rows = rows, now.units = s.units, now.bias = bias.data;
-      now.lengths = lengths == nullptr ? nullptr : lengths + first;
-      now.products = scratch(2, rows * std::max(w.first.width(), w.second.width()));
-      for (Index i = 0; i < s.steps; i++) {
-        now.time = this->time(s, i);
-        const Index at = now.time * s.batch + first;
-        now.items = items.data + at * Cell::kGates * s.units;
-        now.kept = kept.data + at * Cell::kKept * s.units;
-        for (size_t k = 0; k < kStates; k++) {
-          now.before[k] = this->before(s, i, first, initial[k], every[k].data);
-          now.after[k] = every[k].data + at * s.units;
-        }
-        Cell::advance(now, w);
-        hold(now);
-      }
-      for (size_t k = 0; k < kStates; k++) {
-        const float* from = this->before(s, s.steps, first, initial[k], every[k].data);
-        std::copy(from, from + rows * s.units, last[k].data + first * s.units);
-      }
+    for (size_t k = 0; k < kStates; k++) {
+      const auto initial = call.input(2 + k);
+      require(initial.sizes == of.s.of_state(), "an initial state does not fit the items of a recurrent layer");
+      of.initial[k] = initial.data;
+      of.every[k] = call.output(k, of.s.of_steps(1)).data;
+      of.last[k] = call.output(kStates + k, of.s.of_state()).data;
+    }
+    if (Cell::kKept > 0) of.kept = call.output(2 * kStates, of.s.of_steps(Cell::kKept)).data;
+    const Index units = of.s.units;
+    const RecurrentWeights w = Base::weights(r, [&](const float* rows, Index count, int slot) {
+      const auto transposed = [&](Index, Index k, Index column) { return rows[column * units + k]; };
+      return Base::packed(call, count, units, slot, transposed);
     });
+    Base::each_group(call, of.s, [&](Index first, Index rows) { advance(of, w, first, rows); });
   }
 
  private:
-  static RecurrentWeights weights(const Call& call, const Tensor<const float>& r) {
-    const Index units = r.sizes[1], columns = Cell::kFirst * units;
-    return {packed(call, r.data, columns, units, 0),
-            packed(call, r.data + columns * units, (Cell::kGates - Cell::kFirst) * units, units, 1)};
+  struct Of {
+    typename Base::Sizes s;
+    const float *items, *bias, *initial[kMostStates];
+    float *every[kMostStates], *last[kMostStates], *kept;
+  };
+
+  void advance(const Of& of, const RecurrentWeights& w, Index first, Index rows) const {
+    const auto& s = of.s;
+    Forward now{};
+    now.rows = rows, now.units = s.units, now.bias = of.bias;
+    now.lengths = s.lengths == nullptr ? nullptr : s.lengths + first;
+    now.products = scratch(2, rows * std::max(w.first.width(), w.second.width()));
+    for (Index i = 0; i < s.steps; i++) {
+      now.time = this->time(s, i);
+      const Index at = now.time * s.batch + first;
+      now.items = of.items + at * Cell::kGates * s.units;
+      now.kept = of.kept + at * Cell::kKept * s.units;
+      for (size_t k = 0; k < kStates; k++) {
+        now.before[k] = this->before(s, i, first, of.initial[k], of.every[k]);
+        now.after[k] = of.every[k] + at * s.units;
+      }
+      Cell::advance(now, w);
+      hold(now);
+    }
+    for (size_t k = 0; k < kStates; k++) {
+      const float* from = this->before(s, s.steps, first, of.initial[k], of.every[k]);
+      std::copy(from, from + rows * s.units, of.last[k] + first * s.units);
+    }
   }
-  // Transposed: each row of weights gives a column of the product.
-  static Packed packed(const Call& call, const float* r, Index columns, Index units, int slot) {
-    const Packed to{tiles_of(columns), 1, units, scratch(slot, Packed::size(columns, 1, units))};
-    call.parallel(static_cast<Index>(to.tiles.size()), [&](Index tile) {
-      pack(to, static_cast<size_t>(tile), [&](Index, Index k, Index column) { return r[column * units + k]; });
-    });
-    return to;
-  }
+
   // States of sequences that have ended stay as they are.
   static void hold(const Forward& now) {
     for (Index row = 0; row < now.rows; row++) {
       if (now.goes_on(row)) continue;
-      for (int k = 0; k < Cell::kStates; k++) {
+      for (size_t k = 0; k < kStates; k++) {
         const float* from = now.before[k] + row * now.units;
         std::copy(from, from + now.units, now.after[k] + row * now.units);
       }
@@ -351,87 +371,88 @@ template <class Cell>
 struct RecurrentGradient : RecurrentKernel<Cell> {
   using Base = RecurrentKernel<Cell>;
   using Base::Base;
-  using typename Base::Sizes;
+  using Base::kStates;
 
   void compute(const Call& call) const override {
-    constexpr size_t kStates = Cell::kStates, kGiven = 1 + 2 * kStates + (Cell::kKept > 0);
-    const auto r = call.input(0), all = call.input(1 + kStates);
-    require(all.sizes.size() == 3, "a recurrent layer has steps, sequences and units");
-    const Sizes s{all.sizes[0], all.sizes[1], all.sizes[2]};
-    Base::require_weights(r, s);
-    const auto kept = Cell::kKept > 0 ? call.input(1 + 2 * kStates) : Tensor<const float>();
-    const auto dy = call.input(kGiven);
-    require(!kept || kept.sizes == s.of_steps(Cell::kKept), "what was kept does not fit a recurrent layer");
-    require(!dy || dy.sizes == all.sizes, "a gradient has the shape of what it is of");
-    const Index* lengths = Base::lengths_in(call, kGiven + 1 + kStates, s);
-    const auto ditems = call.output(0, s.of_steps(Cell::kGates));
-    Tensor<const float> initial[kMostStates], every[kMostStates], dlast[kMostStates];
-    Tensor<float> dinitial[kMostStates];
+    constexpr size_t kDy = 1 + 2 * kStates + (Cell::kKept > 0);
+    const auto r = call.input(0), hidden = call.input(1 + kStates), dy = call.input(kDy);
+    Of of{Base::sizes_of(call, hidden, hidden.sizes.empty() ? 0 : hidden.sizes.back(), kDy + 1 + kStates)};
+    Base::require_weights(r, of.s);
+    require(!dy || dy.sizes == hidden.sizes, "a gradient has the shape of what it is of");
+    of.dy = dy.data;
     for (size_t k = 0; k < kStates; k++) {
-      initial[k] = call.input(1 + k), every[k] = call.input(1 + kStates + k), dlast[k] = call.input(kGiven + 1 + k);
-      require(initial[k].sizes == s.of_state() && every[k].sizes == all.sizes, "states of a recurrent layer differ");
-      require(!dlast[k] || dlast[k].sizes == s.of_state(), "a gradient has the shape of what it is of");
-      dinitial[k] = call.output(1 + k, s.of_state());
+      const auto initial = call.input(1 + k), every = call.input(1 + kStates + k), dlast = call.input(kDy + 1 + k);
+      require(initial.sizes == of.s.of_state() && every.sizes == hidden.sizes, "states of a recurrent layer differ");
+      require(!dlast || dlast.sizes == initial.sizes, "a gradient has the shape of what it is of");
+      of.initial[k] = initial.data, of.every[k] = every.data, of.dlast[k] = dlast.data;
+      of.dinitial[k] = call.output(1 + k, initial.sizes).data;
     }
-    const auto states = call.output(1 + kStates, s.of_steps(1));
-    const auto more = Cell::kMore > 0 ? call.output(2 + kStates, s.of_steps(Cell::kMore)) : Tensor<float>();
-    const RecurrentWeights w = weights(call, r);
-    Base::each_group(call, s, [&](Index first, Index rows) {
-      Backward now{};
-      now.rows = rows, now.units = s.units, now.wide = w.first.width();
-      now.lengths = lengths == nullptr ? nullptr : lengths + first;
-      const Index size = rows * now.wide;
-      float* memory = scratch(2, Cell::kStates * size);
-      std::fill(memory, memory + Cell::kStates * size, 0.f);
-      for (Index k = 0; k < Cell::kStates; k++) {
-        now.dstates[k] = memory + k * size;
-        if (dlast[k]) add(dlast[k].data + first * s.units, now, now.dstates[k]);
-      }
-      for (Index i = s.steps - 1; i >= 0; i--) {
-        now.time = this->time(s, i);
-        const Index at = now.time * s.batch + first;
-        now.kept = kept.data + at * Cell::kKept * s.units;
-        now.ditems = ditems.data + at * Cell::kGates * s.units;
-        now.more = more.data + at * Cell::kMore * s.units;
-        for (size_t k = 0; k < kStates; k++) {
-          now.before[k] = this->before(s, i, first, initial[k], every[k].data);
-          now.after[k] = every[k].data + at * s.units;
-        }
-        std::copy(now.before[0], now.before[0] + rows * s.units, states.data + at * s.units);
-        if (dy) add(dy.data + at * s.units, now, now.dstates[0]);
-        clear(now);
-        Cell::pull_back(now, w);
-      }
-      for (size_t k = 0; k < kStates; k++)
-        for (Index row = 0; row < rows; row++) {
-          const float* from = now.dstates[k] + row * now.wide;
-          std::copy(from, from + s.units, dinitial[k].data + (first + row) * s.units);
-        }
+    if (Cell::kKept > 0) {
+      const auto kept = call.input(1 + 2 * kStates);
+      require(kept.sizes == of.s.of_steps(Cell::kKept), "what was kept does not fit a recurrent layer");
+      of.kept = kept.data;
+    }
+    of.ditems = call.output(0, of.s.of_steps(Cell::kGates)).data;
+    of.states = call.output(1 + kStates, hidden.sizes).data;
+    if (Cell::kMore > 0) of.more = call.output(2 + kStates, of.s.of_steps(Cell::kMore)).data;
+    const Index units = of.s.units;
+    const RecurrentWeights w = Base::weights(r, [&](const float* rows, Index count, int slot) {
+      const auto as_it_is = [&](Index, Index k, Index column) { return rows[k * units + column]; };
+      return Base::packed(call, units, count, slot, as_it_is);
     });
+    Base::each_group(call, of.s, [&](Index first, Index rows) { pull_back(of, w, first, rows); });
   }
 
  private:
-  static RecurrentWeights weights(const Call& call, const Tensor<const float>& r) {
-    const Index units = r.sizes[1], rows = Cell::kFirst * units;
-    return {packed(call, r.data, rows, units, 0),
-            packed(call, r.data + rows * units, (Cell::kGates - Cell::kFirst) * units, units, 1)};
+  struct Of {
+    typename Base::Sizes s;
+    const float *dy, *initial[kMostStates], *every[kMostStates], *dlast[kMostStates], *kept;
+    float *ditems, *dinitial[kMostStates], *states, *more;
+  };
+
+  void pull_back(const Of& of, const RecurrentWeights& w, Index first, Index rows) const {
+    const auto& s = of.s;
+    Backward now{};
+    now.rows = rows, now.units = s.units, now.wide = w.first.width();
+    now.lengths = s.lengths == nullptr ? nullptr : s.lengths + first;
+    float* memory = scratch(2, Cell::kStates * rows * now.wide);
+    std::fill(memory, memory + Cell::kStates * rows * now.wide, 0.f);
+    for (size_t k = 0; k < kStates; k++, memory += rows * now.wide) {
+      now.dstates[k] = memory;
+      if (of.dlast[k] != nullptr) add(of.dlast[k] + first * s.units, now, memory);
+    }
+    for (Index i = s.steps - 1; i >= 0; i--) {
+      now.time = this->time(s, i);
+      const Index at = now.time * s.batch + first;
+      now.kept = of.kept + at * Cell::kKept * s.units;
+      now.ditems = of.ditems + at * Cell::kGates * s.units;
+      now.more = of.more + at * Cell::kMore * s.units;
+      for (size_t k = 0; k < kStates; k++) {
+        now.before[k] = this->before(s, i, first, of.initial[k], of.every[k]);
+        now.after[k] = of.every[k] + at * s.units;
+      }
+      std::copy(now.before[0], now.before[0] + rows * s.units, of.states + at * s.units);
+      if (of.dy != nullptr) add(of.dy + at * s.units, now, now.dstates[0]);
+      clear(now);
+      Cell::pull_back(now, w);
+    }
+    for (size_t k = 0; k < kStates; k++)
+      for (Index row = 0; row < rows; row++) {
+        const float* from = now.dstates[k] + row * now.wide;
+        std::copy(from, from + s.units, of.dinitial[k] + (first + row) * s.units);
+      }
   }
-  static Packed packed(const Call& call, const float* r, Index rows, Index units, int slot) {
-    const Packed to{tiles_of(units), 1, rows, scratch(slot, Packed::size(units, 1, rows))};
-    call.parallel(static_cast<Index>(to.tiles.size()), [&](Index tile) {
-      pack(to, static_cast<size_t>(tile), [&](Index, Index k, Index column) { return r[k * units + column]; });
-    });
-    return to;
-  }
+
   static void add(const float* from, const Backward& now, float* to) {
     for (Index row = 0; row < now.rows; row++)
       for (Index i = 0; i < now.units; i++) to[row * now.wide + i] += from[row * now.units + i];
   }
+
   // Of sequences that have ended there is nothing to say but what goes through.
   static void clear(const Backward& now) {
+    const Index gates = Cell::kGates * now.units, more = Cell::kMore * now.units;
     for (Index row = 0; row < now.rows; row++) {
       if (now.goes_on(row)) continue;
-      const Index gates = Cell::kGates * now.units, more = Cell::kMore * now.units;
       std::fill(now.ditems + row * gates, now.ditems + (row + 1) * gates, 0.f);
       std::fill(now.more + row * more, now.more + (row + 1) * more, 0.f);
     }
