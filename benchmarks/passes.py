@@ -67,6 +67,7 @@ PASSES: dict[str, Switch] = {
 KERNELS: dict[str, Switch] = {
     "convolutions, BatchNormalization and pools, channels last": _off("onward.kernels.selection.put_channels_last"),
     "attention without scores": _off("onward.kernels.selection.use_attention"),
+    "recurrent layers without a Scan": _off("onward.kernels.selection.use_recurrent"),
     "activations in one pass": _off("onward.kernels.selection.use_activations"),
     "gradients of activations": _no_rules(
         "Relu", "HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid", "Tanh", "Gelu", "GeluOfTanh", "Swish"

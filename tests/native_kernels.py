@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import gradcheck
 import onward
@@ -63,6 +63,18 @@ def assert_the_same_with_kernels(model: onward.Model, batch: dict[str, np.ndarra
         np.testing.assert_allclose(results[name], result, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def add_gradient(proto: onnx.ModelProto, y: str, xs: list[str]) -> None:
+    """Let a model also give `y`, and the gradients by `xs`, in their order."""
+    gradients = [f"gradient{i}" for i in range(len(xs))]
+    domain = "ai.onnx.preview.training"
+    proto.graph.node.append(
+        onnx.helper.make_node("Gradient", xs, gradients, domain=domain, xs=xs, y=y, name="Gradient")
+    )
+    proto.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    made = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in (y, *gradients))
+    proto.graph.output.extend(made)
+
+
 def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str]) -> onnx.ModelProto:
     """The model with its outputs, weighted at random and added up, as a loss, and the gradients as outputs."""
     made = onnx.ModelProto.FromString(proto.SerializeToString())
@@ -77,18 +89,12 @@ def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str])
         graph.node.append(helper.make_node("ReduceSum", [f"weighted{i}"], [f"part{i}"], keepdims=0))
         parts.append(f"part{i}")
     graph.node.append(helper.make_node("Sum", parts, ["total"]))
-    gradients = [f"gradient{i}" for i in range(len(xs))]
-    graph.node.append(
-        helper.make_node(
-            "Gradient", xs, gradients, domain="ai.onnx.preview.training", xs=xs, y="total", name="Gradient"
-        )
-    )
-    made.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
-    graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("total", *gradients))
+    add_gradient(made, "total", xs)
     return made
 
 
-def lowered(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
+def lowered_gradient(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
+    """A model in which gradients are computed, by kernels where these can."""
     model = of_one_opset(load(proto), OLDEST_OPSET).copy()
     if kernels:
         use_kernels(model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradcheck
-from native_kernels import lowered, needs_kernels, with_gradient
+from native_kernels import lowered_gradient, needs_kernels, with_gradient
 from onward.errors import UnsupportedError
 from onward.kernels import DOMAIN, library
 from onward.transform.sessions import open_session
@@ -33,11 +33,11 @@ def test_kernels_agree_with_the_plain_graph(name: str) -> None:
     if not xs or not floats or not all(map(is_plain, (*inputs.values(), *floats))):
         pytest.skip("kernels compute in float32")
     given = with_gradient(proto, inputs, xs)
-    made = lowered(given, kernels=True)
+    made = lowered_gradient(given, kernels=True)
     if not any(node.domain == DOMAIN for node in made.graph.all_nodes()):
         pytest.skip("no use for a kernel")
     try:
-        expected = open_session(lowered(given, kernels=False), threads=2).run(None, inputs)
+        expected = open_session(lowered_gradient(given, kernels=False), threads=2).run(None, inputs)
     except UnsupportedError as error:
         pytest.skip(str(error))
     found = open_session(made, threads=2, library=library().path).run(None, inputs)

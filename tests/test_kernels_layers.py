@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from conftest import needs
-from native_kernels import lowered, needs_kernels, with_gradient
+from native_kernels import lowered_gradient, needs_kernels, with_gradient
 from onward.kernels import DOMAIN, library
 from onward.transform.sessions import open_session
 
@@ -56,8 +56,8 @@ def used_kernels(model: onward.Model) -> list[str]:
 
 def assert_the_same(proto: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> onward.Model:
     given = with_gradient(proto, inputs, trained(proto))
-    made = lowered(given, kernels=True)
-    found, expected = run(made, inputs), run(lowered(given, kernels=False), inputs)
+    made = lowered_gradient(given, kernels=True)
+    found, expected = run(made, inputs), run(lowered_gradient(given, kernels=False), inputs)
     for one, other in zip(found, expected, strict=True):
         if not other.shape:  # the loss, a sum of both signs
             continue
@@ -162,7 +162,7 @@ def test_other_sizes_of_pytorch(mode: str, corners: bool | None) -> None:
     settings = {"mode": "nearest" if corners is None else "linear", "nearest_mode": "floor"}
     proto, inputs = resized(IMAGE, {"sizes": [20, 5]}, coordinate_transformation_mode=places, **settings)
     given = with_gradient(proto, inputs, ["x"])
-    y, _, dx = run(lowered(given, kernels=True), inputs)
+    y, _, dx = run(lowered_gradient(given, kernels=True), inputs)
     image = torch.from_numpy(inputs["x"]).requires_grad_()
     weight = torch.from_numpy(numpy_helper.to_array(given.graph.initializer[0]).copy())
     expected = torch.nn.functional.interpolate(
@@ -274,7 +274,7 @@ def test_no_batch_and_no_number(case: str) -> None:
     """Where the plain graph has NaN, kernels have it, too."""
     shape, layer = WINDOWS[case]
     proto, inputs = after_convolution(shape, layer)
-    made, plain = (lowered(proto, kernels=use) for use in (True, False))
+    made, plain = (lowered_gradient(proto, kernels=use) for use in (True, False))
     inputs["x"][0, 2, 3] = np.nan
     inputs["x"][1, 2, 5] = np.inf
     for batch in (inputs["x"], inputs["x"][:0]):

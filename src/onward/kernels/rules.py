@@ -122,6 +122,76 @@ def cross_entropy(op, dys, scores, labels, weights, *, ys, mean, ignores, ignore
     return op.node(DOMAIN, "CrossEntropyGradient", dys[0], ys[1], scores, labels, weights, **settings)
 
 
+# ---- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+def _back_through_steps(op, kernel, dys, ys, items, r, states, lengths, backwards, more=()):
+    """Gradients of items and initial states; then the hidden states before each step, and `more` that a kernel has."""
+    count = len(states)
+    every, kept, dlast = ys[:count], ys[2 * count :], dys[count : 2 * count]
+    found = op.node(
+        DOMAIN,
+        kernel,
+        *(r, *states, *every, *kept, dys[0], *dlast, lengths),
+        backwards=backwards,
+        outputs=2 + count + len(more),
+    )
+    for value, like in zip(found, (items, *states, every[0], *more), strict=True):
+        value.like(like.value)
+    return found[0], found[1 : 1 + count], *found[1 + count :]
+
+
+def _weight_gradient(op, dproducts, states):
+    """That of weights that all states were multiplied with."""
+    return op.Gemm(_as_rows(op, dproducts), _as_rows(op, states), transA=1)
+
+
+def _as_rows(op, x):
+    """All steps of all sequences, one below the other."""
+    steps, batch, width = x.value.shape
+    rows = op.Reshape(x, [-1, width])
+    known = isinstance(steps, int) and isinstance(batch, int)
+    rows.value.shape = ir.Shape([steps * batch if known else op.names.fresh("rows"), width])
+    return rows
+
+
+@_native("RNN", inputs=(0, 1, 2))
+def rnn(op, dys, items, r, state, lengths, *, ys, backwards):
+    ditems, dstates, before = _back_through_steps(op, "RNNGradient", dys, ys, items, r, [state], lengths, backwards)
+    return ditems, _weight_gradient(op, ditems, before), *dstates
+
+
+@_native("LSTM", inputs=(0, 1, 2, 3))
+def lstm(op, dys, items, r, state, memory, lengths, *, ys, backwards):
+    ditems, dstates, before = _back_through_steps(
+        op, "LSTMGradient", dys, ys, items, r, [state, memory], lengths, backwards
+    )
+    return ditems, _weight_gradient(op, ditems, before), *dstates
+
+
+@_native("LinearGRU", inputs=(0, 1, 2, 3))
+def linear_gru(op, dys, items, r, state, b, lengths, *, ys, backwards):
+    """Products with states have a gradient of their own, as they are reset before they are added to the items."""
+    ditems, dstates, before, dproducts = _back_through_steps(
+        op, "LinearGRUGradient", dys, ys, items, r, [state], lengths, backwards, more=[items]
+    )
+    units = state.value.shape[-1]
+    db = None if b is None else op.Slice(op.ReduceSum(dproducts, [0, 1], keepdims=0), [2 * units], [3 * units], [0])
+    return ditems, _weight_gradient(op, dproducts, before), *dstates, db
+
+
+@_native("GRU", inputs=(0, 1, 2))
+def gru(op, dys, items, r, state, lengths, *, ys, backwards):
+    """The candidate is made of states that were reset, gates of those that were not."""
+    ditems, dstates, before, reset = _back_through_steps(
+        op, "GRUGradient", dys, ys, items, r, [state], lengths, backwards, more=[ys[0]]
+    )
+    units = state.value.shape[-1]
+    dgates, dcandidate = op.Split(ditems, [2 * units, units], axis=-1, outputs=2)
+    dr = op.Concat(_weight_gradient(op, dgates, before), _weight_gradient(op, dcandidate, reset), axis=0)
+    return ditems, dr, *dstates
+
+
 # ---- functions of each element ---------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from onward.kernels.channels_last import put_channels_last
 from onward.kernels.library import DOMAIN
 from onward.kernels.losses import use_cross_entropy
 from onward.kernels.products import use_products
+from onward.kernels.recurrent import use_recurrent
 from onward.kernels.resizing import write_out_scales
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
@@ -32,6 +33,7 @@ def use_kernels(model: Model) -> None:
     write_out_scales(model)
     fill_in_types(model, values(model.graph))
     use_attention(model)
+    use_recurrent(model)
     use_cross_entropy(model)
     put_channels_last(model)
     use_activations(model)

@@ -10,6 +10,8 @@ directions: forward, the last state is that at the end of the sequence; backward
 the end of the sequence is reached.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,25 +19,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Expr
+from onward.build import Builder, Expr
 from onward.model.walk import attributes
 from onward.rules.indexing import along, extent, fill, join_shape, reshape_to
 from onward.rules.registry import rewrite
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Weights:
-    """What one direction of a layer is computed with."""
-
-    w: Expr
-    r: Expr
-    b: Expr | None
-    p: Expr | None
-    functions: Sequence[Callable[..., Any]]
-    parts: Callable[..., Any]
-    """Multiples of the hidden size, for a Split."""
 
 
 @dataclasses.dataclass
@@ -52,29 +41,26 @@ class _Cell:
 def rnn(op, x, w, r, b, lengths, initial_h, *, node):
     """Ht = f(Xt W' + Ht-1 R' + Wb + Rb)."""
 
-    def cell(given):
-        (f,) = given.functions
-
+    def cell(given, f):
         def step(op, hidden, item):
             return [f(op, _affine(op, hidden, given.r, item))]
 
-        return _Cell([(given.w, _both_biases(op, given.b))], step)
+        return _Cell([(given.w, both_biases(op, given.b))], step)
 
-    return _layer(op, node, cell, ["Tanh"], x, w, r, b, None, lengths, initial_h)
+    return _by_scan(op, node, cell, x, w, r, b, None, lengths, initial_h)
 
 
 @rewrite("GRU")
 def gru(op, x, w, r, b, lengths, initial_h, *, node, linear_before_reset):
     """Ht = (1 - zt) ht + zt Ht-1, with the gates z and r in one product, and another one for the candidate h."""
 
-    def cell(given):
-        f, g = given.functions
-        w_gates, w_candidate = op.Split(given.w, given.parts(2, 1), axis=0, outputs=2)
-        r_gates, r_candidate = op.Split(given.r, given.parts(2, 1), axis=0, outputs=2)
+    def cell(given, f, g):
+        parts = given.sizes.parts
+        w_gates, w_candidate = op.Split(given.w, parts(2, 1), axis=0, outputs=2)
+        r_gates, r_candidate = op.Split(given.r, parts(2, 1), axis=0, outputs=2)
         b_gates = b_candidate = b_inner = None
         if given.b is not None:
-            b_gates, b_candidate, more, b_inner = op.Split(given.b, given.parts(2, 1, 2, 1), axis=0, outputs=4)
-            b_gates = b_gates + more
+            b_gates, b_candidate, b_inner = gru_biases(op, given)
             b_candidate = b_candidate if linear_before_reset else b_candidate + b_inner
 
         def step(op, hidden, gates, candidate):
@@ -89,16 +75,15 @@ def gru(op, x, w, r, b, lengths, initial_h, *, node, linear_before_reset):
 
         return _Cell([(w_gates, b_gates), (w_candidate, b_candidate)], step)
 
-    return _layer(op, node, cell, ["Sigmoid", "Tanh"], x, w, r, b, None, lengths, initial_h)
+    return _by_scan(op, node, cell, x, w, r, b, None, lengths, initial_h)
 
 
 @rewrite("LSTM")
 def lstm(op, x, w, r, b, lengths, initial_h, initial_c, p, *, node, input_forget):
     """Ct = ft Ct-1 + it ct, Ht = ot h(Ct), with the gates i, o, f and the candidate c in one product."""
 
-    def cell(given):
-        f, g, h = given.functions
-        parts = given.parts(3, 1)
+    def cell(given, f, g, h):
+        parts = given.sizes.parts(3, 1)
         if given.p is not None:
             p_input, p_output, p_forget = op.Split(given.p, num_outputs=3, axis=0, outputs=3)
 
@@ -114,9 +99,9 @@ def lstm(op, x, w, r, b, lengths, initial_h, initial_c, p, *, node, input_forget
                 output = f(op, output + memory * p_output)
             return [output * h(op, memory), memory]
 
-        return _Cell([(given.w, _both_biases(op, given.b))], step)
+        return _Cell([(given.w, both_biases(op, given.b))], step)
 
-    return _layer(op, node, cell, ["Sigmoid", "Tanh", "Tanh"], x, w, r, b, p, lengths, initial_h, initial_c)
+    return _by_scan(op, node, cell, x, w, r, b, p, lengths, initial_h, initial_c)
 
 
 def _affine(op, x, weights, bias):
@@ -124,12 +109,18 @@ def _affine(op, x, weights, bias):
     return op.Gemm(x, weights, *(() if bias is None else (bias,)), transB=1)
 
 
-def _both_biases(op, b):
+def both_biases(op: Builder, b: Expr | None) -> Expr | None:
     """Wb + Rb."""
     if b is None:
         return None
     of_inputs, of_states = op.Split(b, num_outputs=2, axis=0, outputs=2)
     return of_inputs + of_states
+
+
+def gru_biases(op: Builder, given: Direction) -> tuple[Expr, Expr, Expr]:
+    """Wb + Rb of the gates z and r, then both of the candidate."""
+    gates, candidate, more, inner = op.Split(given.b, given.sizes.parts(2, 1, 2, 1), axis=0, outputs=4)
+    return gates + more, candidate, inner
 
 
 # ---- activation functions --------------------------------------------------------------------------------------------
@@ -164,37 +155,76 @@ def _activations(names, alphas, betas, clip):
 
 # ---- the skeleton ----------------------------------------------------------------------------------------------------
 
+FUNCTIONS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
+"""The activation functions that a layer has unless it names others."""
 
-def _layer(op, node, cell, functions, x, w, r, b, p, lengths, *initial):
-    """The outputs of a layer: the hidden states after all steps, if they are wanted, and the last states."""
+
+@dataclasses.dataclass
+class Direction:
+    """One direction of a layer: what it is computed with."""
+
+    index: int
+    backwards: bool
+    w: Expr
+    r: Expr
+    b: Expr | None
+    p: Expr | None
+    states: Sequence[Expr]
+    """To begin with."""
+    sizes: Sizes
+    inside: Expr | None
+    """Whether a step is inside a sequence, if these have lengths of their own."""
+
+
+def layer(
+    op: Builder, node: ir.Node, run: Callable[[Direction], list[Expr | None]], *inputs: Expr | None
+) -> list[Expr | None]:
+    """The outputs of a layer: the hidden states after all steps, if they are wanted, and the last states.
+
+    `run(direction)` goes through all steps: the hidden states after each, or None, and the last states.
+    """
     settings = attributes(node, op.opset)
+    x, w, r, b, p, lengths, *initial = inputs
     if settings["layout"] == 1:
         x, *initial = (None if value is None else op.Transpose(value, perm=[1, 0, 2]) for value in (x, *initial))
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[settings["direction"]]
-    count = len(backwards)
-    chosen = _activations(
-        settings["activations"] or functions * count,
-        settings["activation_alpha"],
-        settings["activation_beta"],
-        settings["clip"],
-    )
     inside = None
     if lengths is not None:
         inside = _inside(op, x, lengths)
         x = op.Where(inside, x, 0)  # beyond the end it may be anything, and infinity times a gradient of 0 is not 0
-    directions = zip(*(_per_direction(op, value, count) for value in (w, r, b, p, *initial)), strict=True)
+    parts = zip(*(_per_direction(op, value, len(backwards)) for value in (w, r, b, p, *initial)), strict=True)
     runs = []
-    for i, (w_, r_, b_, p_, *states) in enumerate(directions):
+    for i, (w_, r_, b_, p_, *states) in enumerate(parts):
         _say_sizes(node, settings["hidden_size"], x, w_, r_, b_)
-        sizes = _Sizes(op, x, r_)
-        weights = _Weights(w_, r_, b_, p_, chosen[i * len(functions) :][: len(functions)], sizes.parts)
-        runs.append(_scan(op, sizes, cell(weights), states, inside, backwards[i], bool(node.outputs[0].name)))
+        sizes = Sizes(op, x, r_)
+        states = [sizes.state(state) for state in states]
+        runs.append(run(Direction(i, backwards[i], w_, r_, b_, p_, states, sizes, inside)))
     every, *last = zip(*runs, strict=True)
+    if inside is not None and every[0] is not None:
+        every = tuple(op.Where(inside, states, 0) for states in every)
     batch_first = settings["layout"] == 1
     return [
         None if every[0] is None else _side_by_side(op, every, 1, [2, 0, 1, 3] if batch_first else None),
         *(_side_by_side(op, states, 0, [1, 0, 2] if batch_first else None) for states in last),
     ]
+
+
+def _by_scan(op, node, cell, *inputs):
+    """The outputs of a layer whose steps are those of a Scan."""
+    settings = attributes(node, op.opset)
+    functions = FUNCTIONS[node.op_type]
+    chosen = _activations(
+        settings["activations"] or functions * 2,
+        settings["activation_alpha"],
+        settings["activation_beta"],
+        settings["clip"],
+    )
+
+    def run(given):
+        made = cell(given, *chosen[given.index * len(functions) :][: len(functions)])
+        return _scan(op, given, made, stacked=bool(node.outputs[0].name))
+
+    return layer(op, node, run, *inputs)
 
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -234,7 +264,7 @@ def _side_by_side(op, results, axis, order):
     return whole if order is None else op.Transpose(whole, perm=order)
 
 
-class _Sizes:
+class Sizes:
     """The sizes that the tensors of one direction share: numbers where they are known, else symbols."""
 
     def __init__(self, op, x, r):
@@ -260,10 +290,14 @@ class _Sizes:
             given = fill(self.op, shape, 0, self.x)
         return self.of_state(given)
 
-    def of_state(self, state):
+    def of_state(self, state: Expr) -> Expr:
         return _shape_or_none(state, self.batch, self.hidden)
 
-    def items(self, weights, bias):
+    def of_states(self, states: Expr) -> Expr:
+        """Those after all steps."""
+        return _shape_or_none(states, self.steps, self.batch, self.hidden)
+
+    def items(self, weights: Expr, bias: Expr | None) -> Expr:
         """The product of the inputs of all steps with weights: (steps, batch, rows of the weights)."""
         op = self.op
         rows = op.Reshape(self.x, join_shape(op, [-1], along(op, weights, 1)))
@@ -279,10 +313,10 @@ def _shape_or_none(x, *shape):
     return x
 
 
-def _scan(op, sizes, cell, states, inside, backwards, stacked):
+def _scan(op, given, cell, stacked):
     """Go through all steps: the hidden states after each, or None if they are not wanted; and the last states."""
-    states = [sizes.state(state) for state in states]
-    items = [sizes.items(*given) for given in cell.inputs]
+    sizes, states, inside = given.sizes, given.states, given.inside
+    items = [sizes.items(weights, bias) for weights, bias in cell.inputs]
     items += [] if inside is None else [inside]
 
     def step(op, *values):
@@ -305,12 +339,11 @@ def _scan(op, sizes, cell, states, inside, backwards, stacked):
         outputs=len(states) + stacked,
         body=op.subgraph(step, entries, name="cell"),
         num_scan_inputs=len(items),
-        scan_input_directions=[1] * len(items) if backwards else None,
-        scan_output_directions=[1] if backwards and stacked else None,
+        scan_input_directions=[1] * len(items) if given.backwards else None,
+        scan_output_directions=[1] if given.backwards and stacked else None,
     )
     results = list(results) if isinstance(results, tuple) else [results]
     last = [sizes.of_state(state) for state in results[: len(states)]]
     if not stacked:
         return [None, *last]
-    every = _shape_or_none(results[-1], sizes.steps, sizes.batch, sizes.hidden)
-    return [every if inside is None else op.Where(inside, every, 0), *last]
+    return [sizes.of_states(results[-1]), *last]

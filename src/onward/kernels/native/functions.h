@@ -51,6 +51,18 @@ inline V exp(V x) {
 
 inline V sigmoid(V x) { return 1.f / (1.f + exp(-x)); }
 
+inline V tanh(V x) {
+  const V size = absolute(x), square = x * x;
+  V near = all(-5.70498872745e-3f);
+  near = near * square + 2.06390887954e-2f;
+  near = near * square + -5.37397155531e-2f;
+  near = near * square + 1.33314422036e-1f;
+  near = near * square + -3.33332819422e-1f;
+  near = near * square * x + x;
+  const V far = 1.f - 2.f / (exp(size + size) + 1.f);
+  return choose(size > 0.625f, choose(x < 0.f, -far, far), near);
+}
+
 inline V erf(V x) {
   const V size = absolute(x), square = x * x;
   const V t = choose(size > 4.f, all(4.f), size);

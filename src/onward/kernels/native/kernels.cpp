@@ -10,6 +10,7 @@
 #include "mixtures.h"
 #include "normalization.h"
 #include "programs.h"
+#include "recurrent.h"
 #include "row_normalization.h"
 #include "transposed_convolution.h"
 #include "winograd.h"
@@ -18,7 +19,8 @@ namespace onward {
 namespace ONWARD_ISA {
 
 std::vector<Operator> operators() {
-  const Port number, sizes{kInt64}, maybe{kFloat, kOptional}, many{kFloat, kVariadic}, anything{kUndefined, kVariadic};
+  const Port number, sizes{kInt64}, maybe{kFloat, kOptional}, many{kFloat, kVariadic}, anything{kUndefined, kVariadic},
+      lengths{kInt64, kOptional};
   return {
       {"Conv", {number, number, maybe}, {number}, make_kernel<Conv>},
       {"ConvInputGradient", {number, number, sizes}, {number}, make_kernel<ConvInputGradient>},
@@ -69,6 +71,32 @@ std::vector<Operator> operators() {
       {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},
       {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},
       {"LookupGradient", {sizes, number, sizes}, {number}, make_kernel<LookupGradient>},
+      {"RNN", {number, number, number, lengths}, {number, number}, make_kernel<Recurrent<RnnCell>>},
+      {"RNNGradient",
+       {number, number, number, maybe, maybe, lengths},
+       {number, number, number},
+       make_kernel<RecurrentGradient<RnnCell>>},
+      {"LSTM",
+       {number, number, number, number, lengths},
+       {number, number, number, number, number},
+       make_kernel<Recurrent<LstmCell>>},
+      {"LSTMGradient",
+       {number, number, number, number, number, number, maybe, maybe, maybe, lengths},
+       {number, number, number, number},
+       make_kernel<RecurrentGradient<LstmCell>>},
+      {"GRU", {number, number, number, lengths}, {number, number, number}, make_kernel<Recurrent<GruCell>>},
+      {"GRUGradient",
+       {number, number, number, number, maybe, maybe, lengths},
+       {number, number, number, number},
+       make_kernel<RecurrentGradient<GruCell>>},
+      {"LinearGRU",
+       {number, number, number, maybe, lengths},
+       {number, number, number},
+       make_kernel<Recurrent<LinearGruCell>>},
+      {"LinearGRUGradient",
+       {number, number, number, number, maybe, maybe, lengths},
+       {number, number, number, number},
+       make_kernel<RecurrentGradient<LinearGruCell>>},
       {"Elementwise", {many}, {many}, make_kernel<Elementwise>},
       {"Ready", {number, anything}, {number}, make_kernel<Ready>},
   };

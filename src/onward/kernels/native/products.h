@@ -36,6 +36,7 @@ struct Packed {
   Index taps, length;  // numbers in a tap
   float* data;
 
+  Index width() const { return tiles.empty() ? 0 : tiles.back().first + tiles.back().width(); }
   Index offset(size_t tile) const { return tiles[tile].first * taps * length; }  // all before are full
   static Index size(Index columns, Index taps, Index length) {
     return ceiling(columns, kLanes) * kLanes * taps * length;
@@ -173,6 +174,86 @@ inline Index outer_step(int vectors, Index left, AddOuterProducts* function) {
     default: *function = outer_products_of<2>(count);
   }
   return count;
+}
+
+// ---- small products, of rows that are a fixed step apart -------------------------------------------------------------
+
+// Numbers at data[i * row + k * step].
+struct Strided {
+  const float* data;
+  Index row, step;
+};
+
+// c[m][:] = (adds ? c[m][:] : 0) + sum over k of a[m][k] * b[k][:], rows of b and c being whole vectors.
+template <int rows, int vectors>
+void multiply_tile(Strided a, const float* b, Index b_row, float* c, Index c_row, Index depth, bool adds) {
+  V sums[rows][vectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sums[m][v] = adds ? load(c + m * c_row + v * kLanes) : V{};
+  for (Index k = 0; k < depth; k++, b += b_row) {
+    V w[vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) w[v] = load(b + v * kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < rows; m++) {
+      const V x = all(a.data[m * a.row + k * a.step]);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sums[m][v] += x * w[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) store(c + m * c_row + v * kLanes, sums[m][v]);
+}
+
+template <int vectors>
+void multiply_columns(Strided a, Index rows, const float* b, Index b_row, float* c, Index c_row, Index depth,
+                      bool adds) {
+  constexpr int kFull = outer_rows(vectors);
+  Index m = 0;
+  const auto tile = [&](auto* function, int count) {
+    function({a.data + m * a.row, a.row, a.step}, b, b_row, c + m * c_row, c_row, depth, adds);
+    m += count;
+  };
+  while (rows - m >= kFull) tile(multiply_tile<kFull, vectors>, kFull);
+  while (rows - m >= 4) tile(multiply_tile<4, vectors>, 4);
+  if (rows - m >= 2) tile(multiply_tile<2, vectors>, 2);
+  if (rows - m >= 1) tile(multiply_tile<1, vectors>, 1);
+}
+
+inline void multiply_columns(int vectors, Strided a, Index rows, const float* b, Index b_row, float* c, Index c_row,
+                             Index depth, bool adds) {
+  switch (vectors) {
+    case 1: multiply_columns<1>(a, rows, b, b_row, c, c_row, depth, adds); break;
+    case 2: multiply_columns<2>(a, rows, b, b_row, c, c_row, depth, adds); break;
+#if ONWARD_LANES == 16
+    case 3: multiply_columns<3>(a, rows, b, b_row, c, c_row, depth, adds); break;
+    case 4: multiply_columns<4>(a, rows, b, b_row, c, c_row, depth, adds); break;
+#endif
+  }
+}
+
+// The same for all columns, in vectors.
+inline void multiply(Strided a, Index rows, const float* b, Index b_row, float* c, Index c_row, Index columns,
+                     Index depth, bool adds) {
+  const Index vectors = ceiling(columns, kLanes), parts = ceiling(vectors, kMostVectors);
+  for (Index part = 0; part < parts; part++) {
+    const Index count = vectors / parts + (part < vectors % parts);
+    multiply_columns(static_cast<int>(count), a, rows, b, b_row, c, c_row, depth, adds);
+    b += count * kLanes;
+    c += count * kLanes;
+  }
+}
+
+// The same with packed weights of a single tap; rows of c are as wide as they.
+inline void multiply(Strided a, Index rows, const Packed& b, float* c, bool adds) {
+  for (size_t tile = 0; tile < b.tiles.size(); tile++) {
+    const Tile& t = b.tiles[tile];
+    multiply_columns(t.vectors, a, rows, b.data + b.offset(tile), t.width(), c + t.first, b.width(), b.length, adds);
+  }
 }
 
 }  // namespace ONWARD_ISA

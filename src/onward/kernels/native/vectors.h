@@ -52,12 +52,12 @@ inline V get(const float* p, Index lanes) { return lanes == kLanes ? load(p) : l
 inline void put(float* p, V v, Full) { store(p, v); }
 inline void put(float* p, V v, Index lanes) { lanes == kLanes ? store(p, v) : store_some(p, v, lanes); }
 
-// Vectors along channels: function(c, lanes), the last of which may be fewer than a vector has.
+// Calls function(i, lanes) for vectors of a row, the last of which may have fewer lanes.
 template <class Function>
-void along(Index channels, const Function& function) {
-  Index c = 0;
-  for (; c + kLanes <= channels; c += kLanes) function(c, Full());
-  if (c < channels) function(c, channels - c);
+void along(Index count, const Function& function) {
+  Index i = 0;
+  for (; i + kLanes <= count; i += kLanes) function(i, Full());
+  if (i < count) function(i, count - i);
 }
 
 inline V choose(VI where, V yes, V no) { return where ? yes : no; }
