@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import pytest
@@ -12,6 +14,7 @@ from models import digits_mlp
 from native_kernels import needs_kernels, run_kernel
 from onward.engines import start
 from onward.kernels import update_in_place
+from onward.kernels.build import SOURCES
 from onward.kernels.updates import OPERATORS
 from onward.lowering.contract import contract_of
 from onward.lowering.step import Manner, lower_for_engine
@@ -51,6 +54,59 @@ def test_operators_are_those_of_numpy_also_of_what_is_not_finite(name, number):
         wanted = np.full_like(x, wanted)
     (found,) = run_program([(code, *places[: function.nin])], [0.3], (x, y), results=[3])
     np.testing.assert_array_equal(found, wanted)
+
+
+# ---- those that are compiled -----------------------------------------------------------------------------------------
+
+USUAL = {
+    "Sgd": "sgd:lr=0.1",
+    "Momentum": "momentum:lr=0.1,momentum=0.9",
+    "Adam": "adam:lr=1e-3",
+    "AdamW": "adamw:lr=1e-3,weight_decay=0.01",
+}
+
+
+def usual_programs():
+    """Those that are written down in native/usual_programs.h, by name."""
+    source = (SOURCES / "usual_programs.h").read_text()
+    for name, numbers, tensors, body, results in re.findall(
+        r"Usual<\d+, \d> k(\w+)\{(\d+), (\d+),\s*\{(.*?)\},\s*\{([\d, ]+)\}\}", source, re.DOTALL
+    ):
+        steps = [
+            (word.capitalize(), *map(int, given.split(","))) for word, given in re.findall(r"(\w+)\((.*?)\)", body)
+        ]
+        yield name, (steps, int(numbers), int(tensors), [int(result) for result in results.split(",")])
+
+
+@pytest.mark.parametrize("clip", [None, "norm:1"])
+@pytest.mark.parametrize("name", USUAL)
+def test_programs_of_usual_optimizers_are_those_that_are_compiled(name, clip):
+    steps, numbers, tensors, results = dict(usual_programs())[f"{'Clipped' if clip else ''}{name}"]
+    model = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer=USUAL[name], clip=clip)
+    made = [
+        node for node in lower_for_engine(model, manner=Manner(kernels=True)).graph if node.op_type == "Elementwise"
+    ]
+    program = [n for step in steps for n in (OPERATORS.index(step[0]), *step[1:], *[step[1]] * (4 - len(step)))]
+    for node in made:
+        found = {key: attribute.value for key, attribute in node.attributes.items()}
+        assert list(found["program"]) == program and list(found["results"]) == results
+        assert (found["numbers"], found["tensors"]) == (numbers, tensors)
+    assert made
+
+
+@pytest.mark.parametrize("name", dict(usual_programs()))
+@pytest.mark.parametrize("size", [3, 517])
+def test_compiled_programs_compute_what_their_instructions_do(name, size):
+    steps, numbers, tensors, results = dict(usual_programs())[name]
+    steps = [(OPERATORS.index(step[0]), *step[1:]) for step in steps]
+    rng = np.random.default_rng(0)
+    given = rng.uniform(0.1, 1, numbers)
+    items = [[rng.uniform(0, 2, size).astype(np.float32) for _ in range(tensors)] for _ in range(2)]
+    items[0][0][0] = np.nan
+    compiled = run_program(steps, given, *items, results=results)
+    one_more = [*steps, (OPERATORS.index("Neg"), results[0])]  # of which nobody reads anything: no longer usual
+    for found, expected in zip(compiled, run_program(one_more, given, *items, results=results), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("condition", [0.0, 1.0])

@@ -1,40 +1,16 @@
 // Many elementwise operators in one pass over memory, for many tensors at once: what optimizers are made of. A program
 // is computed block by block, each operator on a block that is cached, in the order and the rounding of the operators.
 #pragma once
-#include <array>
 #include <limits>
 
-#include "vectors.h"
+#include "usual_programs.h"
 
 namespace onward {
 namespace ONWARD_ISA {
 
 constexpr Index kBlock = 512;  // floats
-constexpr Index kAhead = 2 * kBlock;  // what is fetched while a block is computed; one block further is too late
 
 using Step = void (*)(const float* a, const float* b, float* to, Index count);
-
-enum Operation : Index { kAdd, kSub, kMul, kDiv, kMax, kMin, kSqrt, kNeg, kAbs, kSign, kWhere, kOperations };
-
-template <int operation>
-V operate(V a, V b) {
-  if constexpr (operation == kAdd) return a + b;
-  if constexpr (operation == kSub) return a - b;
-  if constexpr (operation == kMul) return a * b;
-  if constexpr (operation == kDiv) return a / b;
-  if constexpr (operation == kMax) return choose((a > b) | (a != a), a, b);
-  if constexpr (operation == kMin) return choose((a < b) | (a != a), a, b);
-  if constexpr (operation == kNeg) return -a;
-  if constexpr (operation == kAbs) return choose(a == V{}, V{}, choose(a < V{}, -a, a));
-  if constexpr (operation == kSign) return choose(a > V{}, all(1), choose(a < V{}, all(-1), a));
-  if constexpr (operation == kSqrt) {
-    V root;
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) root[i] = std::sqrt(a[i]);
-    return root;
-  }
-  return a;  // kWhere: of what was chosen
-}
 
 // Operands that are numbers are the same for all elements.
 template <int operation, bool a_is_number, bool b_is_number>
@@ -73,11 +49,6 @@ struct Ready : Kernel {
 // finite. Outputs: those of each item. The program has four integers for each operator: which one, and its operands, in
 // the order of numbers, tensors, and what operators gave before.
 struct Elementwise : Kernel {
-  struct Instruction {
-    Index operation;
-    std::array<Index, 3> operands;
-  };
-
   explicit Elementwise(const Attributes& attributes)
       : numbers(attributes.integer("numbers", 0)), tensors(attributes.integer("tensors", 0)),
         is_guarded(attributes.integer("guarded", 0) != 0), results(attributes.integers("results", {})) {
@@ -92,6 +63,7 @@ struct Elementwise : Kernel {
       instructions.push_back(it);
     }
     for (Index result : results) require(result >= numbers + tensors && result < known, "a result is not computed");
+    run_whole = find_usual(instructions, numbers, tensors, results);
     give_places();
   }
 
@@ -166,6 +138,10 @@ struct Elementwise : Kernel {
     for (Index block = begin; block < end; block++) {
       while (item + 1 != items.end() && (item + 1)->first_block <= block) ++item;
       const Index offset = (block - item->first_block) * kBlock, count = std::min(kBlock, item->size - offset);
+      if (run_whole != nullptr) {
+        run_whole(values.data(), item->inputs, item->outputs, offset, count);
+        continue;
+      }
       for (size_t i = 0; i < static_cast<size_t>(tensors); i++) {
         const float* from = item->inputs[i] + offset;
         if (count < kBlock) {  // vectors may read on
@@ -176,7 +152,7 @@ struct Elementwise : Kernel {
         }
         operands[values.size() + i] = from;
       }
-      execute(operands, memory, count, offset + kAhead + kBlock <= item->size);
+      execute(operands, memory, count);
       for (size_t i = 0; i < results.size(); i++) {  // after all is read: it may be the memory of an input
         const float* from = operands[static_cast<size_t>(results[i])];
         std::copy(from, from + count, item->outputs[i] + offset);
@@ -184,9 +160,8 @@ struct Elementwise : Kernel {
     }
   }
 
-  void execute(const std::vector<const float*>& operands, float* memory, Index count, bool has_more) const {
+  void execute(const std::vector<const float*>& operands, float* memory, Index count) const {
     for (size_t i = 0; i < instructions.size(); i++) {
-      if (has_more) fetch_share(operands, static_cast<Index>(i));
       auto [a, b, c] = instructions[i].operands;
       if (instructions[i].operation == kWhere) a = b = *operands[static_cast<size_t>(a)] != 0 ? b : c;
       const Step step = find_step(instructions[i].operation, a < numbers, b < numbers,
@@ -195,20 +170,11 @@ struct Elementwise : Kernel {
     }
   }
 
-  // Memory would rest while a block is computed, and the processor while the next one is read. So each instruction asks
-  // for its share of the lines of a later block: more at once than a processor waits for are forgotten.
-  void fetch_share(const std::vector<const float*>& operands, Index instruction) const {
-    const Index lines = tensors * kBlock / kLine, parts = static_cast<Index>(instructions.size());
-    for (Index line = lines * instruction / parts; line < lines * (instruction + 1) / parts; line++) {
-      const float* tensor = operands[static_cast<size_t>(numbers + line % tensors)];
-      __builtin_prefetch(tensor + kAhead + line / tensors * kLine);
-    }
-  }
-
   Index numbers, tensors;
   bool is_guarded;
   std::vector<Index> results;
   std::vector<Instruction> instructions;
+  RunWhole run_whole;  // if it is one of the usual ones
   std::vector<Index> places;  // of what instructions give
   Index place_count;
 };
