@@ -45,14 +45,9 @@ struct Heads {
   }
   // The same transposed and scaled: rows of `wide` positions.
   void transpose(const float* from, Index begin, Index end, float scale, Index wide, float* to) const {
-    for (Index some = begin; some < end; some += kLanes) {  // few at a time, which stay cached
-      const Index count = std::min<Index>(kLanes, end - some);
-      for (Index c = 0; c < width; c++) {
-        float* line = to + c * wide + some - begin;
-        for (Index i = 0; i < count; i++) line[i] = from[(some + i) * row() + c] * scale;
-        std::fill(line + count, line + kLanes, 0.f);
-      }
-    }
+    const Index count = end - begin;
+    turn(from + begin * row(), row(), count, width, scale, to, wide);
+    for (Index c = 0; c < width; c++) std::fill(to + c * wide + count, to + c * wide + whole_vectors(count), 0.f);
   }
 };
 

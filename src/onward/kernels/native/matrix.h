@@ -25,16 +25,6 @@ struct Matrix {
   }
 };
 
-// to[j][i] = from[i][j]
-inline void turn(const float* from, Index stride, Index rows, Index columns, float* to, Index to_stride) {
-  const Index whole_rows = rows / kLanes * kLanes, whole_columns = columns / kLanes * kLanes;
-  for (Index i = 0; i < whole_rows; i += kLanes)
-    for (Index j = 0; j < whole_columns; j += kLanes)
-      turn_block(from + i * stride + j, stride, to + j * to_stride + i, to_stride);
-  for (Index i = 0; i < rows; i++)
-    for (Index j = i < whole_rows ? whole_columns : 0; j < columns; j++) to[j * to_stride + i] = from[i * stride + j];
-}
-
 // The piece of `columns` columns from `column` on that is `length` rows high and begins with row k.
 inline Packed pack_strip(const Matrix& b, Index k, Index length, Index column, Index columns, float* to) {
   Packed packed{tiles_of(columns), 1, length, to};
@@ -44,7 +34,7 @@ inline Packed pack_strip(const Matrix& b, Index k, Index length, Index column, I
     float* row = to + packed.offset(i);
     if (b.is_turned) {
       if (tile.count < tile.width()) std::fill(row, row + length * tile.width(), 0.f);
-      turn(from, b.stride, tile.count, length, row, tile.width());
+      turn(from, b.stride, tile.count, length, 1, row, tile.width());
     } else {
       for (Index j = 0; j < length; j++, from += b.stride, row += tile.width())
         std::fill(std::copy(from, from + tile.count, row), row + tile.width(), 0.f);

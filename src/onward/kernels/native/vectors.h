@@ -73,12 +73,12 @@ V interleaved(V a, V b, std::integer_sequence<int, i...>) {
 #endif
 }
 
-// to[j][i] = from[i][j], for as many rows as there are lanes.
-inline void turn_block(const float* from, Index stride, float* to, Index to_stride) {
+// to[j][i] = scale from[i][j], for as many rows as there are lanes.
+inline void turn_block(const float* from, Index stride, float scale, float* to, Index to_stride) {
   constexpr std::make_integer_sequence<int, kLanes> kEachLane;
   V rows[kLanes], next[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i++) rows[i] = load(from + i * stride);
+  for (int i = 0; i < kLanes; i++) rows[i] = load(from + i * stride) * scale;
 #pragma GCC unroll 4
   for (int step = 1; step < kLanes; step *= 2) {
 #pragma GCC unroll 8
@@ -91,6 +91,17 @@ inline void turn_block(const float* from, Index stride, float* to, Index to_stri
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) store(to + i * to_stride, rows[i]);
+}
+
+// The same for any number of rows and columns.
+inline void turn(const float* from, Index stride, Index rows, Index columns, float scale, float* to, Index to_stride) {
+  const Index whole_rows = rows / kLanes * kLanes, whole_columns = columns / kLanes * kLanes;
+  for (Index i = 0; i < whole_rows; i += kLanes)
+    for (Index j = 0; j < whole_columns; j += kLanes)
+      turn_block(from + i * stride + j, stride, scale, to + j * to_stride + i, to_stride);
+  for (Index i = 0; i < rows; i++)
+    for (Index j = i < whole_rows ? whole_columns : 0; j < columns; j++)
+      to[j * to_stride + i] = from[i * stride + j] * scale;
 }
 
 inline Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
