@@ -1,6 +1,9 @@
 // The door: ONNX Runtime calls `RegisterCustomOps`, and gets the operators for the instructions of this machine.
 #include <cstdlib>
 #include <new>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -17,16 +20,24 @@ namespace avx512 { std::vector<Operator> operators(); }
 
 namespace {
 
-const char* instructions() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512bw"))
-    return "avx512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
-#endif
-  return "baseline";
+// What the processor has, if the system also keeps the registers for it. Not every compiler brings functions for that.
+bool has_bits(unsigned registers, unsigned bits) { return (registers & bits) == bits; }
+
+const char* instructions() {
+  constexpr unsigned kFma = 1u << 12, kSaves = 1u << 27, kAvx = 1u << 28;  // of leaf 1
+  constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // of leaf 7: f, dq, bw, vl
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_bits(c, kFma | kSaves | kAvx)) return "baseline";
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has_bits(b, kAvx2)) return "baseline";
+  unsigned saved = 0, high = 0;
+  asm("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if (!has_bits(saved, 0x6)) return "baseline";
+  return has_bits(b, kAvx512) && has_bits(saved, 0xe6) ? "avx512" : "avx2";
 }
+#else
+const char* instructions() { return "baseline"; }
+#endif
 
 // The environment may ask for less than there is: for tests.
 std::vector<Operator> choose_operators() {
