@@ -17,7 +17,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.differentiate.recompute import Choice
-from onward.engines import memory
 from onward.engines.engine import Arrays, Engine
 from onward.engines.failures import memory_of
 from onward.engines.group import copies_of, join_group
@@ -204,15 +203,10 @@ class OnnxRuntime(Engine):
         )
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
-        """Memory that steps read and write; what is on the CPU and large is an array, which the OrtValue keeps."""
+        """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
         tensor = value.const_value
         assert tensor is not None
         shape = list(tensor.shape.numpy())
-        if self._memory == "cpu" and tensor.dtype.bitwidth >= 8 and tensor.nbytes >= _LARGE:
-            array = memory.aligned(shape, _as_integers(np.empty(0, tensor.dtype.numpy())).dtype)
-            if fill:
-                np.copyto(array, _as_integers(tensor.numpy()))
-            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype.value)
         buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.value, self._memory)
         if fill:
             _write(buffer, tensor.numpy())
@@ -287,13 +281,12 @@ def _stoppable(run: _Run) -> Any:
 
 
 def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
-    """Copy an array into memory."""
-    buffer.update_inplace(contiguous(_as_integers(array)))
-
-
-def _as_integers(array: np.ndarray) -> np.ndarray:
-    """Of a type that numpy itself does not have, the same as integers of as many bits."""
-    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+    """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
+    is_plain = array.dtype.isbuiltin == 1
+    if is_plain and array.nbytes >= _LARGE and buffer.device_name() == "cpu":
+        np.copyto(buffer.numpy(), array)  # without a copy in between, where one number is repeated or lies elsewhere
+        return
+    buffer.update_inplace(contiguous(array if is_plain else array.view(f"u{array.itemsize}")))
 
 
 def _array(value: ort.OrtValue) -> np.ndarray:

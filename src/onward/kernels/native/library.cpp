@@ -4,9 +4,6 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "operators.h"
 
@@ -128,17 +125,6 @@ size_t Call::output_count() const {
   return count;
 }
 
-// Memory that is touched for the first time comes in pages; a large one takes hardly longer than a small one.
-static void prefer_large_pages(void* data, size_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kLargePage = 2 << 20, kPage = 4096;
-  if (bytes < 2 * kLargePage) return;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: what comes of it does not matter
-#endif
-}
-
 template <class T>
 Tensor<T> Call::read(size_t index) const {
   if (index >= input_count()) return {};
@@ -167,12 +153,9 @@ Tensor<float> Call::output(size_t index, std::vector<Index> sizes) const {
   Value* value = nullptr;
   check(Output::of(api_)(context_, index, sizes.data(), sizes.size(), &value));
   if (value == nullptr) return {};
-  Tensor<float> tensor{nullptr, std::move(sizes)};
   void* data = nullptr;
   check(TensorData::of(api_)(value, &data));
-  tensor.data = static_cast<float*>(data);
-  prefer_large_pages(data, static_cast<size_t>(tensor.size()) * sizeof(float));
-  return tensor;
+  return {static_cast<float*>(data), std::move(sizes)};
 }
 
 template <class Entry, class T>
