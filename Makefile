@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo page relay smoke test test-all check bench grid docs wheels clean
+.PHONY: help demo page relay smoke test test-all check bench grid docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -62,12 +62,6 @@ grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and sched
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Zig brings compilers for other systems, with which a library also loads on old ones.
-ZIG = $(CURDIR)/$(BIN)/python -m ziglang c++ -target
-wheels: $(VENV)/.wheels ## wheels for Linux on x86-64 and ARM, in dist/
-	CXX="$(ZIG) x86_64-linux-gnu.2.17" ONWARD_WHEEL_FOR=manylinux_2_17_x86_64 $(BIN)/python -m pip wheel --no-deps -q -w dist .
-	CXX="$(ZIG) aarch64-linux-gnu.2.17" ONWARD_WHEEL_FOR=manylinux_2_17_aarch64 $(BIN)/python -m pip wheel --no-deps -q -w dist .
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -120,10 +114,6 @@ $(NEMO_VENV)/.installed: | $(BIN)/python
 	$(BIN)/python -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'nemo-toolkit[core]==3.0.0'
-	@touch $@
-
-$(VENV)/.wheels: | $(BIN)/python
-	$(PIP) ziglang==0.17.0
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.core

@@ -44,7 +44,7 @@ def test_sanitizers(tmp_path: Path) -> None:
     if cxx is None or not build(watched, flags):
         pytest.skip("this compiler has no sanitizers")
     found = [
-        subprocess.run([*cxx, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        subprocess.run([cxx, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     run_tests(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,20 +20,14 @@ LIBRARY = HERE / "libonward_kernels.so"
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mavx2", "-mfma", "-mprefer-vector-width=512")
-TARGET = os.environ.get("ONWARD_WHEEL_FOR", "")
-"""The platform of a wheel that is made elsewhere, as `manylinux_2_17_aarch64`; `CXX` names a compiler for it."""
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {"baseline": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    INSTRUCTIONS |= {"avx2": ("-mavx2", "-mfma"), "avx512": _AVX512}
 
 
-def instructions() -> dict[str, tuple[str, ...]]:
-    """The sets of instructions that the library is compiled for, and what compilers call them."""
-    is_x86 = TARGET.endswith("x86_64") if TARGET else platform.machine() in ("x86_64", "AMD64")
-    return {"baseline": ()} | ({"avx2": ("-mavx2", "-mfma"), "avx512": _AVX512} if is_x86 else {})
-
-
-def compiler() -> list[str] | None:
-    """A compiler of C++ that is here: what `CXX` says, which may have arguments, else one of the usual."""
-    wanted = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["clang++"]]
-    return next((command for command in wanted if command and shutil.which(command[0])), None)
+def compiler() -> str | None:
+    """A compiler of C++ that is here: what `CXX` names, else one of the usual."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
 
 
 def is_up_to_date() -> bool:
@@ -52,20 +45,17 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
         return False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         jobs: list[tuple[str, str, tuple[str, ...]]] = [("library.cpp", "library.o", ())]
-        jobs += [
-            ("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in instructions().items()
-        ]
+        jobs += [("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in INSTRUCTIONS.items()]
         objects = [str(Path(folder) / made) for _, made, _ in jobs]
 
         def compile_one(source: str, made: str, flags: tuple[str, ...]) -> None:
-            command = [*cxx, *FLAGS, *flags, *more, "-c", str(SOURCES / source), "-o", str(Path(folder) / made)]
+            command = [cxx, *FLAGS, *flags, *more, "-c", str(SOURCES / source), "-o", str(Path(folder) / made)]
             subprocess.run(command, check=True)
 
         try:
             list(pool.map(lambda job: compile_one(*job), jobs))
             made = str(Path(folder) / "library.so")
-            stripped = ["-s"] if TARGET else []
-            linked = [*cxx, "-shared", "-static-libstdc++", "-static-libgcc", *stripped, *more, "-o", made, *objects]
+            linked = [cxx, "-shared", "-static-libstdc++", "-static-libgcc", *more, "-o", made, *objects]
             subprocess.run(linked, check=True)
         except subprocess.CalledProcessError:
             print("onward: native kernels are left out (they did not compile)", file=sys.stderr)
