@@ -33,21 +33,31 @@ SIZES = [(1, 1, 1), (5, 7, 3), (3, 24, 64), (700, 25, 65), (1025, 97, 130), (204
 def test_products_are_those_of_numpy(depth, rows, columns, turned):
     a, b, bias = numbers(rows, depth), numbers(depth, columns, seed=1), numbers(columns, seed=2)
     given = (a, b.T.copy() if turned else b, bias)
-    (one,), (two,) = (run_kernel("Product", *given, turned=turned, threads=threads) for threads in (1, 2))
+    (one,), (two,) = (run_kernel("Product", *given, turned=[turned], threads=threads) for threads in (1, 2))
     assert_close(one, a.astype(np.float64) @ b + bias, rtol=1e-5)
     np.testing.assert_array_equal(one, two)  # whatever the number of threads
 
 
+def test_products_are_added_up():
+    a, b = numbers(300, 1100), numbers(1100, 70)
+    c, d = numbers(300, 8, seed=1), numbers(70, 8, seed=1)
+    bias = numbers(70, seed=2)
+    (one,), (two,) = (run_kernel("Product", a, b, c, d, bias, turned=[0, 1], threads=threads) for threads in (1, 2))
+    assert_close(one, a.astype(np.float64) @ b + c @ d.T + bias, rtol=1e-5)
+    np.testing.assert_array_equal(one, two)
+
+
 def test_products_keep_all_axes_but_the_last():
     x, w = numbers(3, 5, 7), numbers(7, 2)
-    (found,) = run_kernel("Product", x, w)
+    (found,) = run_kernel("Product", x, w, turned=[0])
     assert_close(found, x @ w)
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 3, 2), (4, 0, 2), (4, 3, 0)])
 def test_products_of_nothing_are_the_bias(rows, depth, columns):
     bias = numbers(columns)
-    (found,) = run_kernel("Product", np.ones((rows, depth), np.float32), np.ones((depth, columns), np.float32), bias)
+    a, b = np.ones((rows, depth), np.float32), np.ones((depth, columns), np.float32)
+    (found,) = run_kernel("Product", a, b, bias, turned=[0])
     wanted = np.broadcast_to(bias, (rows, columns)) if depth == 0 else np.zeros((rows, columns))
     np.testing.assert_array_equal(found, wanted)
 
@@ -77,7 +87,7 @@ def test_transposed_products_of_nothing_are_zero(shape):
 def test_products_keep_what_is_not_finite_where_it_is(name):
     a, b = numbers(40, 30), numbers(40, 70)
     a[3, 5], b[7, 11] = np.nan, np.inf
-    (found,) = run_kernel(name, a if name == "TransposedProduct" else a.T.copy(), b)
+    (found,) = run_kernel(name, a, b) if name == "TransposedProduct" else run_kernel(name, a.T.copy(), b, turned=[0])
     wrong = ~np.isfinite(found)
     wanted = np.zeros_like(wrong)
     wanted[5], wanted[:, 11] = True, True
@@ -122,10 +132,13 @@ def test_lookups_are_added_up_in_order(table, places):
 @pytest.mark.parametrize(
     ("name", "inputs", "settings"),
     [
-        ("Product", [numbers(4, 3), numbers(4, 5)], {}),
-        ("Product", [numbers(4, 3), numbers(3, 5)], {"turned": 1}),
-        ("Product", [numbers(4, 3), numbers(3, 5), numbers(3)], {}),
-        ("Product", [numbers(4, 3), numbers(3)], {}),
+        ("Product", [numbers(4, 3), numbers(4, 5)], {"turned": [0]}),
+        ("Product", [numbers(4, 3), numbers(3, 5)], {"turned": [1]}),
+        ("Product", [numbers(4, 3), numbers(3, 5), numbers(3)], {"turned": [0]}),
+        ("Product", [numbers(4, 3), numbers(3)], {"turned": [0]}),
+        ("Product", [numbers(4, 3), numbers(3, 5)], {}),
+        ("Product", [numbers(4, 3)], {}),
+        ("Product", [numbers(4, 3), numbers(3, 5), numbers(4, 3), numbers(3, 6)], {"turned": [0, 0]}),
         ("TransposedProduct", [numbers(4, 3), numbers(5, 3)], {}),
         ("TransposedProduct", [numbers(4), numbers(4)], {}),
         ("LeadingSum", [numbers(4, 3)], {"axes": 3}),

@@ -67,7 +67,7 @@ std::vector<Operator> operators() {
       {"TanhGradient", {number, number}, {number}, make_kernel<ActivationGradient<Tanh>>},
       {"LeakyReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<LeakyRelu>>},
       {"ReluGradient", {number, number}, {number}, make_kernel<ActivationGradient<Relu>>},
-      {"Product", {number, number, maybe}, {number}, make_kernel<Product>},
+      {"Product", {many}, {number}, make_kernel<Product>},
       {"TransposedProduct", {number, number}, {number}, make_kernel<TransposedProduct>},
       {"LeadingSum", {number}, {number}, make_kernel<LeadingSum>},
       {"LookupGradient", {sizes, number, sizes}, {number}, make_kernel<LookupGradient>},

@@ -66,26 +66,37 @@ inline void multiply_strip(const float* a, Index stride, Index rows, const Packe
     }
 }
 
-struct Sizes {
-  Index rows, depth, columns;
-  Index pieces() const { return ceiling(depth, kDepth); }
-  Index begin(Index piece) const { return depth * piece / pieces(); }
+// A sum that is long is multiplied in pieces.
+struct Pieces {
+  Index depth;
+  Index count() const { return ceiling(depth, kDepth); }
+  Index begin(Index piece) const { return depth * piece / count(); }
 };
 
-// out = a b + bias, a being rows as they are. Each task packs a strip of b, which many rows are worth.
-inline void multiply(const Call& call, const Sizes& n, const float* a, const Matrix& b, const float* bias, float* out) {
+// Rows as they are, one after another, times a matrix.
+struct Term {
+  const float* a;
+  Index depth;
+  Matrix b;
+};
+
+// out = bias + the sum of all terms. Each task packs strips of their matrices, which many rows are worth.
+inline void multiply(const Call& call, const std::vector<Term>& terms, const float* bias, Index all_rows,
+                     Index all_columns, float* out) {
   constexpr Index kFewest = 192;
-  const Index strips = ceiling(n.columns, kStrip);
-  const Index groups = std::max<Index>(1, std::min(ceiling(kTasks, strips), n.rows / kFewest));
+  const Index strips = ceiling(all_columns, kStrip);
+  const Index groups = std::max<Index>(1, std::min(ceiling(kTasks, strips), all_rows / kFewest));
   call.parallel(strips * groups, [&](Index task) {
-    const Index column = task / groups * kStrip, columns = std::min(kStrip, n.columns - column);
-    const Index row = n.rows * (task % groups) / groups, rows = n.rows * (task % groups + 1) / groups - row;
-    for (Index piece = 0; piece < n.pieces(); piece++) {
-      const Index k = n.begin(piece), length = n.begin(piece + 1) - k;
-      const Packed strip = pack_strip(b, k, length, column, columns, scratch(0, Packed::size(columns, 1, length)));
-      multiply_strip(a + row * n.depth + k, n.depth, rows, strip, out + row * n.columns + column, n.columns, piece > 0,
-                     bias == nullptr ? nullptr : bias + column);
-    }
+    const Index column = task / groups * kStrip, columns = std::min(kStrip, all_columns - column);
+    const Index row = all_rows * (task % groups) / groups, rows = all_rows * (task % groups + 1) / groups - row;
+    bool adds = false;
+    for (const Term& term : terms)
+      for (Index piece = 0; piece < Pieces{term.depth}.count(); piece++, adds = true) {
+        const Index k = Pieces{term.depth}.begin(piece), length = Pieces{term.depth}.begin(piece + 1) - k;
+        const Packed strip = pack_strip(term.b, k, length, column, columns, scratch(0, Packed::size(columns, 1, length)));
+        multiply_strip(term.a + row * term.depth + k, term.depth, rows, strip, out + row * all_columns + column,
+                       all_columns, adds, bias == nullptr ? nullptr : bias + column);
+      }
   });
 }
 
@@ -122,14 +133,19 @@ inline void multiply_panel(const float* panel, Index rows, const Packed& packed,
   }
 }
 
+struct Sizes {
+  Index rows, depth, columns;
+};
+
 // out = aᵀ b. Strips of b are packed once for all, and each task packs some columns of a.
 inline void multiply_transposed(const Call& call, const Sizes& n, const float* a, const float* b, float* out) {
   constexpr Index kPanelsOfTask = 4, kFewestTasks = 8;
   const Index panels = ceiling(n.rows, kPanel);
   const Index groups = std::max(std::min(panels, kTasks), ceiling(panels, kPanelsOfTask));
-  for (Index piece = 0; piece < n.pieces(); piece++)
+  const Pieces pieces{n.depth};
+  for (Index piece = 0; piece < pieces.count(); piece++)
     for (Index first = 0; first < n.columns; first += kMostColumns) {
-      const Index k = n.begin(piece), length = n.begin(piece + 1) - k;
+      const Index k = pieces.begin(piece), length = pieces.begin(piece + 1) - k;
       const Index width = std::min(kMostColumns, n.columns - first), strips = ceiling(width, kStrip);
       float* packed = scratch(0, strips * Packed::size(kStrip, 1, length));
       std::vector<Packed> strip(static_cast<size_t>(strips));
@@ -156,6 +172,56 @@ inline void multiply_transposed(const Call& call, const Sizes& n, const float* a
     }
 }
 
+constexpr Index kNarrow = 16;  // columns for which all sums of a task fit into a cache
+
+// sums += a tile of some rows of a wide matrix, transposed, times as many of a narrow one, which stand in columns there.
+// Nothing is packed, but for vectors that would end beyond the last row.
+inline void add_narrow(const Matrix& wide, const Matrix& narrow, Index k, Index length, const Tile& tile, float* sums) {
+  Segment rows{nullptr, wide.at(k, tile.first), length};
+  Index width = wide.stride;
+  if (tile.count < tile.width()) {
+    width = tile.width();
+    rows.y = pack_strip(wide, k, length, tile.first, tile.count, scratch(1, width * length)).data;
+  }
+  AddOuterProducts add;
+  for (Index first = 0, count; first < narrow.stride; first += count) {
+    count = outer_step(tile.vectors, narrow.stride - first, &add);
+    rows.x = narrow.at(k, first);
+    add(&rows, 1, narrow.stride, width, sums + first * tile.width(), tile.width());
+  }
+}
+
+// wideᵀ narrow, or its transpose: number (i, j) goes to out[i * row + j * column].
+inline void multiply_narrow(const Call& call, Index depth, const Matrix& wide, const Matrix& narrow, float* out,
+                            Index row, Index column) {
+  constexpr Index kBlock = 64;  // rows in which all columns of a task are read before the next ones are
+  const std::vector<Tile> tiles = tiles_of(wide.stride);
+  const Index columns = narrow.stride, count = static_cast<Index>(tiles.size()), tasks = std::min(count, kTasks);
+  const Pieces pieces{depth};
+  call.parallel(tasks, [&](Index task) {
+    const Index first = count * task / tasks, last = count * (task + 1) / tasks;
+    float* all_sums = scratch(0, columns * (last - first) * kMostVectors * kLanes);
+    const auto each_tile = [&](const auto& function) {
+      for (Index i = first; i < last; i++)
+        function(tiles[static_cast<size_t>(i)], all_sums + columns * (i - first) * kMostVectors * kLanes);
+    };
+    for (Index piece = 0; piece < pieces.count(); piece++) {
+      each_tile([&](const Tile& tile, float* sums) { std::fill(sums, sums + columns * tile.width(), 0.f); });
+      for (Index k = pieces.begin(piece), end = pieces.begin(piece + 1); k < end; k += kBlock)
+        each_tile([&](const Tile& tile, float* sums) {
+          add_narrow(wide, narrow, k, std::min(kBlock, end - k), tile, sums);
+        });
+      each_tile([&](const Tile& tile, const float* sums) {
+        for (Index j = 0; j < columns; j++)
+          for (Index i = 0; i < tile.count; i++) {
+            float& to = out[(tile.first + i) * row + j * column];
+            to = (piece > 0 ? to : 0.f) + sums[j * tile.width() + i];
+          }
+      });
+    }
+  });
+}
+
 // All axes but the last are rows.
 inline Index rows_in(const std::vector<Index>& sizes) {
   Index rows = 1;
@@ -163,27 +229,37 @@ inline Index rows_in(const std::vector<Index>& sizes) {
   return rows;
 }
 
-struct Product : Kernel {  // of rows with a matrix, or its transpose, and with a bias
-  explicit Product(const Attributes& attributes) : is_turned(attributes.integer("turned", 0) != 0) {}
+struct Product : Kernel {  // of rows with a matrix, or its transpose; several are added up, and an odd input is a bias
+  explicit Product(const Attributes& attributes) : turned(attributes.integers("turned", {})) {}
   void compute(const Call& call) const override {
-    const auto a = call.input(0), b = call.input(1), bias = call.input(2);
-    require(!a.sizes.empty() && b.sizes.size() == 2, "a product has rows and a matrix");
-    const Sizes n{rows_in(a.sizes), b.sizes[is_turned], b.sizes[!is_turned]};
-    require(a.sizes.back() == n.depth, "rows of a product are not as long as the matrix is high");
-    require(!bias || bias.size() == n.columns, "the bias of a product has a number for each column");
-    auto sizes = a.sizes;
-    sizes.back() = n.columns;
+    const size_t count = call.input_count() / 2;
+    require(turned.size() == count && count > 0, "a product says of each matrix whether it is turned");
+    std::vector<Term> terms;
+    std::vector<Index> sizes;
+    for (size_t i = 0; i < count; i++) {
+      const auto a = call.input(2 * i), b = call.input(2 * i + 1);
+      require(!a.sizes.empty() && b.sizes.size() == 2, "a product has rows and a matrix");
+      const bool is_turned = turned[i] != 0;
+      auto made = a.sizes;
+      made.back() = b.sizes[!is_turned];
+      require(a.sizes.back() == b.sizes[is_turned], "rows of a product are not as long as the matrix is high");
+      require(i == 0 || made == sizes, "products that are added up have different sizes");
+      sizes = made;
+      if (a.sizes.back() > 0) terms.push_back({a.data, a.sizes.back(), {b.data, b.sizes[1], is_turned}});
+    }
+    const auto bias = call.input_count() % 2 ? call.input(2 * count) : Tensor<const float>{};
+    require(!bias || bias.size() == sizes.back(), "the bias of a product has a number for each column");
     auto out = call.output(0, sizes);
     if (out.size() == 0) return;
-    if (n.depth > 0)
-      multiply(call, n, a.data, {b.data, b.sizes[1], is_turned}, bias.data, out.data);
+    const Index rows = rows_in(sizes), columns = sizes.back();
+    if (!terms.empty())
+      multiply(call, terms, bias.data, rows, columns, out.data);
     else
-      for (Index row = 0; row < n.rows; row++)
-        for (Index i = 0; i < n.columns; i++) out.data[row * n.columns + i] = bias ? bias.data[i] : 0.f;
+      for (Index i = 0; i < rows * columns; i++) out.data[i] = bias ? bias.data[i % columns] : 0.f;
   }
 
  private:
-  bool is_turned;
+  std::vector<Index> turned;
 };
 
 struct TransposedProduct : Kernel {  // of two matrices with as many rows, the first one transposed
@@ -196,7 +272,11 @@ struct TransposedProduct : Kernel {  // of two matrices with as many rows, the f
     auto out = call.output(0, {n.rows, n.columns});
     if (n.depth == 0)
       std::fill(out.data, out.data + out.size(), 0.f);
-    else if (out.size() > 0)
+    else if (n.columns <= kNarrow)
+      multiply_narrow(call, n.depth, {a.data, n.rows, false}, {b.data, n.columns, false}, out.data, n.columns, 1);
+    else if (n.rows <= kNarrow)
+      multiply_narrow(call, n.depth, {b.data, n.columns, false}, {a.data, n.rows, false}, out.data, 1, n.columns);
+    else
       multiply_transposed(call, n, a.data, b.data, out.data);
   }
 };
