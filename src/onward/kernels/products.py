@@ -23,7 +23,7 @@ from onward.shapes import dims
 from onward.standard import is_standard
 
 _MANY_ROWS = 512
-_LARGE_MATRIX = 1 << 17
+_LARGE_MATRIX = 1 << 15
 _SOME_ROWS = 16
 _SOME_COLUMNS = 64
 _FEW_COLUMNS = 16

@@ -137,39 +137,47 @@ struct Sizes {
   Index rows, depth, columns;
 };
 
-// out = aᵀ b. Strips of b are packed once for all, and each task packs some columns of a.
+// out = aᵀ b. Strips of b are packed for all, as many as caches hold, and each task packs some columns of a.
 inline void multiply_transposed(const Call& call, const Sizes& n, const float* a, const float* b, float* out) {
   constexpr Index kPanelsOfTask = 4, kFewestTasks = 8;
   const Index panels = ceiling(n.rows, kPanel);
   const Index groups = std::max(std::min(panels, kTasks), ceiling(panels, kPanelsOfTask));
   const Pieces pieces{n.depth};
-  for (Index piece = 0; piece < pieces.count(); piece++)
-    for (Index first = 0; first < n.columns; first += kMostColumns) {
-      const Index k = pieces.begin(piece), length = pieces.begin(piece + 1) - k;
-      const Index width = std::min(kMostColumns, n.columns - first), strips = ceiling(width, kStrip);
-      float* packed = scratch(0, strips * Packed::size(kStrip, 1, length));
-      std::vector<Packed> strip(static_cast<size_t>(strips));
-      call.parallel(strips, [&](Index i) {
-        strip[static_cast<size_t>(i)] =
-            pack_strip({b, n.columns, false}, k, length, first + i * kStrip, std::min(kStrip, width - i * kStrip),
-                       packed + i * Packed::size(kStrip, 1, length));
+  for (Index first = 0; first < n.columns; first += kMostColumns) {
+    const Index width = std::min(kMostColumns, n.columns - first), strips = ceiling(width, kStrip);
+    const Index parts = std::min(strips, ceiling(kFewestTasks, groups));
+    const Index at_once = kMostColumns / kStrip / strips;  // pieces
+    for (Index begin = 0, end; begin < pieces.count(); begin = end) {
+      end = std::min(begin + at_once, pieces.count());
+      std::vector<Packed> packed(static_cast<size_t>((end - begin) * strips));
+      const auto strip = [&](Index piece, Index i) -> Packed& {
+        return packed[static_cast<size_t>((piece - begin) * strips + i)];
+      };
+      float* to = scratch(0, (end - begin) * strips * kDepth * kStrip);
+      call.parallel((end - begin) * strips, [&](Index task) {
+        const Index piece = begin + task / strips, i = task % strips, k = pieces.begin(piece);
+        strip(piece, i) = pack_strip({b, n.columns, false}, k, pieces.begin(piece + 1) - k, first + i * kStrip,
+                                     std::min(kStrip, width - i * kStrip), to + task * kDepth * kStrip);
       });
-      const Index parts = std::min(strips, ceiling(kFewestTasks, groups));
       call.parallel(groups * parts, [&](Index task) {
-        const Index row = panels * (task / parts) / groups * kPanel;
-        const Index rows = std::min(panels * (task / parts + 1) / groups * kPanel, n.rows) - row, part = task % parts;
-        float* own = scratch(1, ceiling(rows, kPanel) * kPanel * length);
-        pack_panels(a + k * n.rows + row, n.rows, length, rows, own);
-        for (Index i = strips * part / parts; i < strips * (part + 1) / parts; i++) {
-          const Packed& s = strip[static_cast<size_t>(i)];
-          for (size_t tile = 0; tile < s.tiles.size(); tile++)
-            for (Index m = 0; m < rows; m += kPanel)
-              multiply_panel(own + m * length, std::min(kPanel, rows - m), s, tile,
-                             out + (row + m) * n.columns + first + i * kStrip + s.tiles[tile].first, n.columns,
-                             piece > 0);
+        const Index row = panels * (task / parts) / groups * kPanel, part = task % parts;
+        const Index rows = std::min(panels * (task / parts + 1) / groups * kPanel, n.rows) - row;
+        for (Index piece = begin; piece < end; piece++) {
+          const Index k = pieces.begin(piece), length = pieces.begin(piece + 1) - k;
+          float* own = scratch(1, ceiling(rows, kPanel) * kPanel * length);
+          pack_panels(a + k * n.rows + row, n.rows, length, rows, own);
+          for (Index i = strips * part / parts; i < strips * (part + 1) / parts; i++) {
+            const Packed& s = strip(piece, i);
+            for (size_t tile = 0; tile < s.tiles.size(); tile++)
+              for (Index m = 0; m < rows; m += kPanel)
+                multiply_panel(own + m * length, std::min(kPanel, rows - m), s, tile,
+                               out + (row + m) * n.columns + first + i * kStrip + s.tiles[tile].first, n.columns,
+                               piece > 0);
+          }
         }
       });
     }
+  }
 }
 
 constexpr Index kNarrow = 16;  // columns for which all sums of a task fit into a cache
