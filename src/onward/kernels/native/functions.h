@@ -28,16 +28,30 @@ inline float largest_of(V v) {
   return joined(v, [](float a, float b) { return a > b ? a : b; });
 }
 
-// 2^n for whole numbers n, as the bits of a float.
+// x within limits; NaN stays.
+#if defined(__AVX512F__)
+inline V at_least(V x, float limit) { return _mm512_max_ps(all(limit), x); }  // the second one, if one is NaN
+inline V at_most(V x, float limit) { return _mm512_min_ps(all(limit), x); }
+#else
+inline V at_least(V x, float limit) { return choose(x < limit, all(limit), x); }
+inline V at_most(V x, float limit) { return choose(x > limit, all(limit), x); }
+#endif
+
+// x times 2^n for a whole number n, which may be too small or too large for a number of its own.
+#if defined(__AVX512F__)
+inline V times_power_of_two(V x, V n) { return _mm512_scalef_ps(x, n); }
+#else
 inline V power_of_two(VI n) { return reinterpret_cast<V>((n + 127) << 23); }
+inline V times_power_of_two(V x, V n) {
+  const VI whole = __builtin_convertvector(n, VI), half = whole >> 1;
+  return x * power_of_two(half) * power_of_two(whole - half);
+}
+#endif
 
 inline V exp(V x) {
-  x = choose(x < -104.f, all(-104.f), x);  // that is 0 already, and what is more than 89 infinite; NaN stays
-  x = choose(x > 89.f, all(89.f), x);
-  const V shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: what is behind the point is rounded away
-  const VI n = reinterpret_cast<VI>(shifted) - 0x4b400000;
-  const V whole = shifted - 12582912.f;
-  const V r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // the logarithm of 2, in two parts
+  x = at_most(at_least(x, -104.f), 89.f);  // that is 0 already, and infinite
+  const V n = x * 1.44269504f + 12582912.f - 12582912.f;  // 1.5 * 2^23: what is behind the point is rounded away
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // the logarithm of 2, in two parts
   V p = all(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -45,8 +59,7 @@ inline V exp(V x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
-  const VI half = n >> 1;  // in two steps: 2^128 is none, and what is smaller than 2^-126 has fewer digits
-  return p * power_of_two(half) * power_of_two(n - half);
+  return times_power_of_two(p, n);
 }
 
 inline V sigmoid(V x) { return 1.f / (1.f + exp(-x)); }
@@ -65,7 +78,7 @@ inline V tanh(V x) {
 
 inline V erf(V x) {
   const V size = absolute(x), square = x * x;
-  const V t = choose(size > 4.f, all(4.f), size);
+  const V t = at_most(size, 4.f);
   V far = -1.72853470e-5f * t + 3.83197126e-4f;
   far = far * (t * t) + (-3.88396438e-3f * t + 2.42546219e-2f);
   far = far * t + -1.06777877e-1f;
