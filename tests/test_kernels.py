@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from conftest import needs
 from native_kernels import needs_kernels
-from onward.kernels.build import build, compiler
+from onward.kernels.build import LIBRARY, build, compiler
 
 HERE = Path(__file__).parent
 TESTS = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))
@@ -25,6 +26,14 @@ def run_tests(**environment: str) -> None:
         command, env={**os.environ, **environment}, cwd=HERE, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_old_systems_can_load_it() -> None:
+    """It asks for functions of the system that have been there since 2018, so that one wheel is for all."""
+    content = LIBRARY.read_bytes()
+    asked = {name: re.findall(rb"\b%s_([0-9.]+)\0" % name, content) for name in (b"GLIBC", b"GLIBCXX", b"CXXABI")}
+    newest = {name: max(tuple(map(int, version.split(b"."))) for version in asked[name]) for name in asked}
+    assert newest[b"GLIBC"] <= (2, 27) and newest[b"GLIBCXX"] <= (3, 4, 24) and newest[b"CXXABI"] <= (1, 3, 11), newest
 
 
 @needs("torch")

@@ -55,7 +55,7 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
         try:
             list(pool.map(lambda job: compile_one(*job), jobs))
             made = str(Path(folder) / "library.so")
-            linked = [cxx, "-shared", "-static-libstdc++", "-static-libgcc", *more, "-o", made, *objects]
+            linked = [cxx, "-shared", f"-Wl,--version-script={SOURCES / 'exports.map'}", *more, "-o", made, *objects]
             subprocess.run(linked, check=True)
         except subprocess.CalledProcessError:
             print("onward: native kernels are left out (they did not compile)", file=sys.stderr)

@@ -7,6 +7,13 @@
 
 #include "operators.h"
 
+#if defined(__GLIBCXX__)
+namespace std {
+// Vectors ask for it since GCC 11. It is here, so that the libraries of older systems will do.
+void __throw_bad_array_new_length() { throw bad_alloc(); }
+}  // namespace std
+#endif
+
 namespace onward {
 
 namespace baseline { std::vector<Operator> operators(); }

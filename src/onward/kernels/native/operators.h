@@ -59,8 +59,8 @@ class Call {
   Tensor<const Index> indices(size_t index) const { return read<const Index>(index); }
   Tensor<float> output(size_t index, std::vector<Index> sizes) const;
 
-  // Calls function(i) for each i below `total`, on the threads of the session. These know nothing of exceptions: what
-  // one of them throws is thrown again here.
+  // Calls function(i) for each i below `total`, on the threads of the session. These know nothing of exceptions: the
+  // reason that one of them gives is thrown again here.
   template <class Function>
   void parallel(Index total, const Function& function) const {
     if (total <= 1) {
@@ -69,19 +69,25 @@ class Call {
     }
     struct Job {
       const Function& function;
-      std::exception_ptr failure;
-      std::once_flag once;
-    } job{function, nullptr, {}};
+      std::string failure;
+      std::mutex mutex;
+      void fail(const char* reason) {
+        const std::lock_guard<std::mutex> only(mutex);
+        if (failure.empty()) failure = reason;
+      }
+    } job{function, {}, {}};
     auto run = [](void* data, size_t i) {
       Job& job = *static_cast<Job*>(data);
       try {
         job.function(static_cast<Index>(i));
+      } catch (const std::exception& error) {
+        job.fail(error.what());
       } catch (...) {
-        std::call_once(job.once, [&] { job.failure = std::current_exception(); });
+        job.fail("a kernel of onward failed");
       }
     };
     check(ParallelFor::of(api_)(context_, run, static_cast<size_t>(total), 0, &job));
-    if (job.failure) std::rethrow_exception(job.failure);
+    if (!job.failure.empty()) throw std::runtime_error(job.failure);
   }
 
  private:
