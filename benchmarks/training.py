@@ -30,6 +30,8 @@ from workloads.contenders import ALL, CONTENDERS
 HERE = Path(__file__).parent
 ROUNDS = {True: 9, False: 5}
 """For small models, and for others, whose steps are long enough to be alike."""
+STARTS, LONG_START = 3, 6.0
+"""How often a contender is started, unless that takes longer than so many seconds: the median counts."""
 COMPARED = 5
 """Steps whose losses must agree."""
 TOLERANCE = 1e-3
@@ -106,11 +108,23 @@ def prepare(workload: Workload, contenders: list[str], threads: int, folder: Pat
             Worker(workload, name, folder, threads).close()
 
 
+def start(workload: Workload, contender: str, folder: Path, threads: int) -> Worker:
+    """A contender that knows how long it takes to start."""
+    worker = Worker(workload, contender, folder, threads)
+    starts = [worker.start]
+    while len(starts) < STARTS and min(starts) < LONG_START:
+        worker.close()
+        worker = Worker(workload, contender, folder, threads)
+        starts.append(worker.start)
+    worker.start = statistics.median(starts)
+    return worker
+
+
 def measured(
     workload: Workload, contenders: list[str], threads: int, folder: Path, *, rounds: int | None = None
 ) -> dict[str, Any]:
     """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes."""
-    workers = [Worker(workload, name, folder, threads) for name in contenders]
+    workers = [start(workload, name, folder, threads) for name in contenders]
     try:
         for worker in workers:
             worker.train(COMPARED - 1)
