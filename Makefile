@@ -55,6 +55,7 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/passes.py
 	$(BIN)/python benchmarks/passes.py --kernels
+	$(BIN)/python benchmarks/passes.py --layers
 
 grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and schedule in every framework, for the documentation
 	$(BIN)/python tests/conversion_grid.py

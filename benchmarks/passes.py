@@ -1,8 +1,9 @@
 """What each way to make steps faster is worth: `python benchmarks/passes.py`, or `... lenet resnet`.
 
 A step is lowered as it is, and again without one of them at a time; all run in turns, in one process, on one thread,
-and what counts is the least processor time of a step. So other work on the machine disturbs little. There are two
-tables: of the plain graph, and, with `--kernels`, of native kernels, also in models that people fine-tune.
+and what counts is the least processor time of a step. So other work on the machine disturbs little. There are three
+tables: of the plain graph; with `--kernels`, of native kernels, also in models that people fine-tune; and with
+`--layers`, of native kernels for layers that all these do not have, in small models.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import onnxruntime as ort
 from common import fill_in, keep
-from workloads import SMALL, WORKLOADS, Workload
+from workloads import LARGE, LAYERS, SMALL, WORKLOADS, Workload
 
 from lowered import LoweredStep
-from onward.kernels import rules
+from onward.kernels import channels_last, rules
+from onward.shapes import Dims, dims
 
 HERE = Path(__file__).parent
 ROUNDS = 15
 VARIED = ["mlp_adam", "lenet", "resnet", "gpt", "resnet18", "mobilenet", "vit", "distilbert", "gru", "lora"]
 """What each kernel is looked for in."""
+ALL = WORKLOADS | LAYERS
 TOLERANCE = 1e-3
 
 
@@ -52,6 +56,17 @@ def _no_rules(*operators: str) -> Switch:
     """Derivatives of some operators as the plain graph has them."""
     others = {key: rule for key, rule in rules._RULES.items() if key[1] not in operators}
     return lambda: mock.patch.object(rules, "_RULES", others)
+
+
+def _no_conversions(*operators: str) -> Switch:
+    """Some operators in the order of channels that the model has."""
+    others = {name: convert for name, convert in channels_last._CONVERSIONS.items() if name not in operators}
+    return lambda: mock.patch.object(channels_last, "_CONVERSIONS", others)
+
+
+def _only_images(value: ir.Value | None) -> Dims | None:
+    sizes = dims(value)
+    return None if sizes is None or len(sizes) != channels_last.RANK else sizes
 
 
 PASSES: dict[str, Switch] = {
@@ -79,18 +94,37 @@ KERNELS: dict[str, Switch] = {
     "products, and sums of rows": _off("onward.kernels.selection.use_products"),
     "updates in one pass": _off("onward.kernels.selection.fuse_updates"),
 }
-"""Each with what switches it off."""
+IN_LAYERS: dict[str, Switch] = {
+    "transposed convolutions": _no_conversions("ConvTranspose"),
+    "images in other sizes": _no_conversions("Resize"),
+    "averages of windows": _no_conversions("AveragePool"),
+    "signals": _off("onward.kernels.channels_last._image_sizes", _only_images),
+    "gradients of LeakyRelu and Tanh": _no_rules("LeakyRelu", "Tanh"),
+    **{
+        title: KERNELS[title]
+        for title in ("activations in one pass", "gradients of softmax", "cross entropy", "gradients of embeddings")
+    },
+}
+TABLES = {
+    "passes": (PASSES, list(SMALL), False),
+    "kernels": (KERNELS, VARIED, True),
+    "layers": (IN_LAYERS, list(LAYERS), True),
+}
+"""What is switched off, in which workloads, and whether there are native kernels."""
+ALL_KERNELS = "any of them"
 
 
-def measured(workload: Workload, folder: Path, rounds: int, kernels: bool) -> dict[str, float]:
+def measured(workload: Workload, folder: Path, rounds: int, ways: dict[str, Switch], kernels: bool) -> dict[str, float]:
     """The seconds of a step: `""` as it is, the others without one way, except those that change nothing for it."""
     subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
     steps = {"": _step(workload, folder, kernels)}
-    for title, off in (KERNELS if kernels else PASSES).items():
+    for title, off in ways.items():
         with off():
             step = _step(workload, folder, kernels)
         if step.content != steps[""].content:
             steps[title] = step
+    if kernels:
+        steps[ALL_KERNELS] = _step(workload, folder, kernels=False)
     _compare(steps)
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
@@ -122,8 +156,8 @@ def _processor_time(call: Callable[[], object]) -> float:
 
 def table(results: dict[str, dict[str, float]], ways: Iterable[str]) -> str:
     """By how much a step would be slower without."""
-    titles = [WORKLOADS[name].title.split(", ") for name in results]
-    kinds = [", LoRA" if WORKLOADS[name].adapters else "" for name in results]
+    titles = [ALL[name].title.split(", ") for name in results]
+    kinds = [", LoRA" if ALL[name].adapters else "" for name in results]
     named = (f"{model}{kind}, {optimizer}" for (model, *_, optimizer), kind in zip(titles, kinds, strict=True))
     lines = [
         f"| slower without | {' | '.join(named)} |",
@@ -142,21 +176,24 @@ def _slower(without: float, as_it_is: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; else the usual ones"
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(ALL)}; else the usual ones"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--kernels", action="store_true", help="what native kernels are worth")
+    parser.add_argument("--layers", action="store_true", help="what those for rarer layers are worth")
     given = parser.parse_args()
-    name, ways, usual = ("kernels", KERNELS, VARIED) if given.kernels else ("passes", PASSES, list(SMALL))
+    name = "layers" if given.layers else "kernels" if given.kernels else "passes"
+    ways, usual, kernels = TABLES[name]
+    rows = [*ways, *[ALL_KERNELS] * kernels]
     results = {}
     for workload in given.workloads or usual:
         with tempfile.TemporaryDirectory() as folder:
-            rounds = given.rounds if workload in SMALL else min(given.rounds, 3)
-            results[workload] = measured(WORKLOADS[workload], Path(folder), rounds, given.kernels)
-        print(table({workload: results[workload]}, ways), end="\n\n", flush=True)
+            rounds = min(given.rounds, 3) if workload in LARGE else given.rounds
+            results[workload] = measured(ALL[workload], Path(folder), rounds, ways, kernels)
+        print(table({workload: results[workload]}, rows), end="\n\n", flush=True)
     if set(results) == set(usual):
         keep({name: results})
-        fill_in(name, table(results, ways))
+        fill_in(name, table(results, rows))
 
 
 if __name__ == "__main__":

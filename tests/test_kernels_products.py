@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
+import gradcheck
 import onward
 from models import small_transformer
 from native_kernels import needs_kernels, run_kernel
 from onward.engines import start
+from onward.kernels import finish_with_kernels, library
+from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import Manner, lower_for_engine
+from onward.model import load
+from onward.model.core import values
+from onward.standard import OLDEST_OPSET
+from onward.transform.opset import of_one_opset
+from onward.transform.sessions import open_session
+from onward.transform.types import fill_in_types
 
 pytestmark = needs_kernels
 
@@ -150,6 +162,53 @@ def test_lookups_are_added_up_in_order(table, places):
 def test_what_does_not_fit_is_refused(name, inputs, settings):
     with pytest.raises(Fail, match=r"product|axes|index|table"):
         run_kernel(name, *inputs, **settings)
+
+
+# ---- sums of products ------------------------------------------------------------------------------------------------
+
+TERMS = {
+    "product": "MatMul(a, w)",
+    "turned": "Gemm <transB = 1> (a, turned)",
+    "with a bias": "Gemm(b, w, row)",
+    "row": "Identity(row)",
+    "matrix": "Identity(c)",
+    "column": "Identity(column)",
+    "read twice": "MatMul(b, w)",
+}
+
+
+@given(st.lists(st.sampled_from(sorted(TERMS)), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_sums_of_products_are_those_of_the_plain_graph(more, random):
+    kinds = ["product", *more]
+    lines = [f"t{i} = {TERMS[kind]}" for i, kind in enumerate(kinds)]
+    outputs = [f"t{i}" for i, kind in enumerate(kinds) if kind == "read twice"]
+    left = [f"t{i}" for i in range(len(kinds))]
+    while len(left) > 1:  # in any order
+        one, other = (left.pop(random.randrange(len(left))) for _ in range(2))
+        left.append(f"s{len(lines)}")
+        lines.append(f"{left[-1]} = Add({one}, {other})")
+    results = ", ".join(f"float[n, m] {name}" for name in (*left, *outputs))
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
+        sums (float[40, 9] a, float[40, 9] b, float[40, 70] c, float[40, 1] column, float[9, 70] w, float[70, 9] turned,
+              float[70] row) => ({results}) {{ {" ".join(lines)} }}""")
+    shapes = {
+        "a": (40, 9),
+        "b": (40, 9),
+        "c": (40, 70),
+        "column": (40, 1),
+        "w": (9, 70),
+        "turned": (70, 9),
+        "row": (70,),
+    }
+    inputs = {name: numbers(*sizes, seed=i) for i, (name, sizes) in enumerate(shapes.items())}
+    model = of_one_opset(load(proto), OLDEST_OPSET).copy()
+    fill_in_types(model, values(model.graph))
+    finish_with_kernels(model)
+    if "with a bias" not in kinds and not outputs:
+        assert [node.op_type for node in model.graph].count("Product") == 1  # whatever the order
+    with_kernels = open_session(for_onnxruntime(model), threads=2, library=library().path).run(None, inputs)
+    for found, wanted in zip(with_kernels, gradcheck.evaluate(proto, inputs).values(), strict=True):
+        assert_close(found, wanted, rtol=1e-5)
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------------

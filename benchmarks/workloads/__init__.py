@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, LORA, TAGGER, Adapters
+from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, LORA, TAGGER, WORDS, Adapters
 
 BATCHES = 4
 """Batches that are trained on in turn. The first returns among the compared steps, to show what was learned."""
@@ -57,11 +57,14 @@ class Workload:
         if self.model == "tagger":
             size = (self.batch, TAGGER.length)
             return rng.integers(0, TAGGER.vocabulary, size), rng.integers(0, TAGGER.tags, size)
+        if self.model == "words":
+            return rng.integers(0, WORDS, (self.batch, 32)), rng.integers(0, WORDS, (self.batch, 32))
         if self.model == "distilbert":
             x = rng.integers(0, DISTILBERT.vocabulary, (self.batch, DISTILBERT.length))
         else:
             x = rng.standard_normal((self.batch, *IMAGES[self.model]), np.float32)
-        return x, rng.integers(0, CLASSES[self.model], self.batch)
+        places = x.shape[:2] if self.model == "talking_heads" else self.batch
+        return x, rng.integers(0, CLASSES[self.model], places)
 
 
 _MOMENTUM, _ADAMW = {"lr": 0.05, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
@@ -105,6 +108,22 @@ SMALL = {workload.name: workload for workload in _SMALL}
 LARGE = {workload.name: workload for workload in _LARGE}
 """Models that people fine-tune, in their real sizes."""
 WORKLOADS = SMALL | LARGE
+_SIZES = {
+    "unet": ("U-Net with transposed convolutions", 4),
+    "resized_unet": ("U-Net bilinearly resized", 4),
+    "generator": ("generator of a GAN", 16),
+    "vocoder": ("vocoder", 8),
+    "signals": ("CNN of signals", 8),
+    "densenet": ("DenseNet", 16),
+    "written_out": ("layers with GELU written out", 512),
+    "talking_heads": ("attention whose heads are mixed", 8),
+    "words": ("30,000 words", 16),
+}
+LAYERS = {
+    name: Workload(name, f"{title}, momentum", name, "momentum", _GENTLE_MOMENTUM, batch, 1)
+    for name, (title, batch) in _SIZES.items()
+}
+"""Small models with layers that those do not have, to see what kernels for these are worth."""
 
 WEIGHTS = "weights.npz"
 MODEL = "model.onnx"

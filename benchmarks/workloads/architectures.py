@@ -9,6 +9,20 @@ IMAGES = {"mlp": (784,), "lenet": (1, 28, 28), "resnet8": (3, 32, 32)} | dict.fr
     ("resnet18", "mobilenet", "vit"), (3, 224, 224)
 )
 """The shape of one."""
+LAYERS = {
+    "unet": (3, 64, 64),
+    "resized_unet": (3, 64, 64),
+    "generator": (128, 1, 1),
+    "vocoder": (80, 64),
+    "signals": (1, 8000),
+    "densenet": (3, 32, 32),
+    "written_out": (192,),
+    "talking_heads": (128, 128),
+}
+"""What one input of the models of single layers is like."""
+IMAGES |= LAYERS
+CLASSES |= dict.fromkeys(LAYERS, 10)
+WORDS = 30_000
 CONVOLUTIONAL = {"lenet", "resnet8", "resnet18", "mobilenet"}
 
 

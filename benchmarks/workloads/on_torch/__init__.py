@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from workloads import WEIGHTS, Step, Workload
 from workloads.architectures import Adapters
+from workloads.on_torch import layers
 from workloads.on_torch.images import MLP, LeNet, MobileNet, ResNet
 from workloads.on_torch.sequences import Adapted, LanguageModel, Tagger, TextClassifier, VisionTransformer
 
@@ -27,6 +28,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit": VisionTransformer,
     "distilbert": TextClassifier,
     "tagger": Tagger,
+    "unet": layers.transposed_unet,
+    "resized_unet": layers.resized_unet,
+    "generator": layers.generator,
+    "vocoder": layers.vocoder,
+    "signals": layers.signals,
+    "densenet": layers.densenet,
+    "written_out": layers.WrittenOut,
+    "talking_heads": layers.talking_heads,
+    "words": layers.words,
 }
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workloads import MODEL, WEIGHTS, WORKLOADS, Workload
+from workloads import LAYERS, MODEL, WEIGHTS, WORKLOADS, Workload
 from workloads.on_torch import MODELS
 
 
@@ -42,4 +42,4 @@ def export(workload: Workload, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    export(WORKLOADS[sys.argv[1]], Path(sys.argv[2]))
+    export((WORKLOADS | LAYERS)[sys.argv[1]], Path(sys.argv[2]))
