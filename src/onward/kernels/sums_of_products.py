@@ -26,7 +26,7 @@ def add_up_products(model: Model) -> None:
     for node in reversed(list(position)):
         if node.graph is not None and _adds(node) and dims(node.outputs[0]) is not None:
             found = _Sum(node, position)
-            if found.products and len(found.joined) > 1:
+            if found.can_be_joined:
                 found.replace(rewriting)
 
 
@@ -35,7 +35,7 @@ class _Sum:
 
     def __init__(self, root: ir.Node, position: Mapping[ir.Node, int]):
         self._root, self._position, self._sizes = root, position, dims(root.outputs[0]) or ()
-        self.products: list[ir.Node] = []
+        self._products: list[ir.Node] = []
         self._bias: ir.Value | None = None
         self._rest: list[ir.Value] = []
         self._adds = [root]
@@ -43,9 +43,9 @@ class _Sum:
             self._collect(value)
 
     @property
-    def joined(self) -> list[ir.Value]:
-        """What one kernel computes: products by their results, and a bias."""
-        return [node.outputs[0] for node in self.products] + [self._bias] * (self._bias is not None)
+    def can_be_joined(self) -> bool:
+        """Whether there are several products, or one that has no bias yet."""
+        return len(self._products) > 1 or any(_bias_of(node) is not self._bias for node in self._products)
 
     def _collect(self, value: ir.Value | None) -> None:
         assert value is not None
@@ -55,7 +55,7 @@ class _Sum:
             for part in made.inputs:
                 self._collect(part)
         elif made is not None and _is_product(made) and (self._bias is None or _bias_of(made) is None):
-            self.products.append(made)
+            self._products.append(made)
             self._bias = _bias_of(made) or self._bias
         elif self._bias is None and dims(value) == self._sizes[-1:]:
             self._bias = value
@@ -71,15 +71,15 @@ class _Sum:
         return node if is_near and len(value.uses()) == 1 and not value.is_graph_output() else None
 
     def replace(self, rewriting: Rewriting) -> None:
-        terms = [value for node in self.products for value in node.inputs[:2]]
-        turned = [flag for node in self.products for flag in node.attributes["turned"].as_ints()]
+        terms = [value for node in self._products for value in node.inputs[:2]]
+        turned = [flag for node in self._products for flag in node.attributes["turned"].as_ints()]
         with rewriting.before(self._root) as op:
             bias = [] if self._bias is None else [self._bias]
             total = op.node(DOMAIN, PRODUCT, *terms, *bias, turned=turned).like(self._root.outputs[0])
             for value in self._rest:
                 total = op.Add(value, total)
             rewriting.replace(self._root.outputs[0], total)
-        rewriting.graph.remove([*self._adds, *self.products], safe=True)
+        rewriting.graph.remove([*self._adds, *self._products], safe=True)
 
 
 def _adds(node: ir.Node) -> bool:
