@@ -30,7 +30,7 @@ from workloads.contenders import ALL, CONTENDERS
 HERE = Path(__file__).parent
 ROUNDS = {True: 9, False: 5}
 """For small models, and for others, whose steps are long enough to be alike."""
-STARTS, LONG_START = 3, 6.0
+STARTS, LONG_START = 3, 4.5
 """How often a contender is started, unless that takes longer than so many seconds: the median counts."""
 COMPARED = 5
 """Steps whose losses must agree."""
