@@ -3,7 +3,8 @@
 A step is lowered as it is, and again without one of them at a time; all run in turns, in one process, on one thread,
 and what counts is the least processor time of a step. So other work on the machine disturbs little. There are three
 tables: of the plain graph; with `--kernels`, of native kernels, also in models that people fine-tune; and with
-`--layers`, of native kernels for layers that all these do not have, in small models.
+`--layers`, of native kernels for layers that all these do not have, in small models. Columns are kept in results.json,
+and all that are there are written into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unittest import mock
 
 import onnx_ir as ir
 import onnxruntime as ort
-from common import fill_in, keep
+from common import fill_in, keep, kept
 from workloads import LARGE, LAYERS, SMALL, WORKLOADS, Workload
 
 from lowered import LoweredStep
@@ -185,15 +186,14 @@ def main() -> None:
     name = "layers" if given.layers else "kernels" if given.kernels else "passes"
     ways, usual, kernels = TABLES[name]
     rows = [*ways, *[ALL_KERNELS] * kernels]
-    results = {}
     for workload in given.workloads or usual:
         with tempfile.TemporaryDirectory() as folder:
             rounds = min(given.rounds, 3) if workload in LARGE else given.rounds
-            results[workload] = measured(ALL[workload], Path(folder), rounds, ways, kernels)
-        print(table({workload: results[workload]}, rows), end="\n\n", flush=True)
-    if set(results) == set(usual):
-        keep({name: results})
-        fill_in(name, table(results, rows))
+            result = {workload: measured(ALL[workload], Path(folder), rounds, ways, kernels)}
+        print(table(result, rows), end="\n\n", flush=True)
+        keep({name: kept(name) | result})
+    known = {workload: kept(name)[workload] for workload in usual if workload in kept(name)}
+    fill_in(name, table(known, rows))
 
 
 if __name__ == "__main__":

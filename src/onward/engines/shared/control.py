@@ -54,11 +54,13 @@ def scan(
     scan_output_axes,
     scan_output_directions,
     framework,
+    length=None,
 ):
+    """`length` says how many rounds there are where tensors do not."""
     values, scanned = list(inputs[:-num_scan_inputs]), inputs[-num_scan_inputs:]
     axes = scan_input_axes or [0] * num_scan_inputs
     reversals = scan_input_directions or [0] * num_scan_inputs
-    length = scanned[0].shape[axes[0]]
+    length = scanned[0].shape[axes[0]] if length is None else length
     collected = []
     for i in range(length):
         places = (length - 1 - i if reverse else i for reverse in reversals)

@@ -21,15 +21,17 @@ def branch(condition, *, then_branch, else_branch, framework):
 
 
 @functools.wraps(control.scan)
-def scan(*inputs, num_scan_inputs, scan_input_axes, **others):
+def scan(*inputs, num_scan_inputs, scan_input_axes, framework, **others):
     axis = scan_input_axes[0] if scan_input_axes else 0
-    if inputs[-num_scan_inputs].shape[axis] is None:
+    length = framework.shape_of(inputs[-num_scan_inputs])[axis]
+    if not isinstance(length, int):
         raise UnsupportedError(
             "Keras computes a `Scan` round by round, and how many there are is not known: the loss or model has an "
             f"open size along axis {axis}",
             hint="settle it in the file: `onward set MODEL --shape x=16,N,64`, or `onward.transform.declare`",
         )
-    return control.scan(*inputs, num_scan_inputs=num_scan_inputs, scan_input_axes=scan_input_axes, **others)
+    settings = {"num_scan_inputs": num_scan_inputs, "scan_input_axes": scan_input_axes, "framework": framework}
+    return control.scan(*inputs, length=length, **settings, **others)
 
 
 operators["If"] = branch
