@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, LORA, TAGGER, WORDS, Adapters
+from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, ITEMS, LORA, TAGGER, WORDS, Adapters
 
 BATCHES = 4
 """Batches that are trained on in turn. The first returns among the compared steps, to show what was learned."""
@@ -59,6 +59,8 @@ class Workload:
             return rng.integers(0, TAGGER.vocabulary, size), rng.integers(0, TAGGER.tags, size)
         if self.model == "words":
             return rng.integers(0, WORDS, (self.batch, 32)), rng.integers(0, WORDS, (self.batch, 32))
+        if self.model == "recommender":
+            return rng.integers(0, ITEMS, (self.batch, 8)), rng.integers(0, CLASSES["recommender"], self.batch)
         if self.model == "distilbert":
             x = rng.integers(0, DISTILBERT.vocabulary, (self.batch, DISTILBERT.length))
         else:
@@ -118,6 +120,7 @@ _SIZES = {
     "written_out": ("layers with GELU written out", 512),
     "talking_heads": ("attention whose heads are mixed", 8),
     "words": ("30,000 words", 16),
+    "recommender": ("recommender of 100,000 items", 8192),
 }
 LAYERS = {
     name: Workload(name, f"{title}, momentum", name, "momentum", _GENTLE_MOMENTUM, batch, 1)

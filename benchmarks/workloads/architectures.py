@@ -21,8 +21,9 @@ LAYERS = {
 }
 """What one input of the models of single layers is like."""
 IMAGES |= LAYERS
-CLASSES |= dict.fromkeys(LAYERS, 10)
+CLASSES |= dict.fromkeys((*LAYERS, "recommender"), 10)
 WORDS = 30_000
+ITEMS = 100_000
 CONVOLUTIONAL = {"lenet", "resnet8", "resnet18", "mobilenet"}
 
 

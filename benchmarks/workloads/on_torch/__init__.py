@@ -37,6 +37,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "written_out": layers.WrittenOut,
     "talking_heads": layers.talking_heads,
     "words": layers.words,
+    "recommender": layers.Recommender,
 }
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from workloads.architectures import CLASSES, GPT, WORDS
+from workloads.architectures import CLASSES, GPT, ITEMS, WORDS
 
 
 class Classified(nn.Module):
@@ -164,3 +164,15 @@ def talking_heads() -> nn.Module:
 def words() -> nn.Module:
     """Which of many words is next."""
     return nn.Sequential(nn.Embedding(WORDS, 128), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, WORDS))
+
+
+class Recommender(nn.Module):
+    """What somebody has bought says which kind comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, 64)
+        self.head = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, CLASSES["recommender"]))
+
+    def forward(self, items: torch.Tensor) -> torch.Tensor:
+        return self.head(self.items(items).mean(1))

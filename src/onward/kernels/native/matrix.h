@@ -90,13 +90,16 @@ inline void multiply(const Call& call, const std::vector<Term>& terms, const flo
     const Index column = task / groups * kStrip, columns = std::min(kStrip, all_columns - column);
     const Index row = all_rows * (task % groups) / groups, rows = all_rows * (task % groups + 1) / groups - row;
     bool adds = false;
-    for (const Term& term : terms)
-      for (Index piece = 0; piece < Pieces{term.depth}.count(); piece++, adds = true) {
-        const Index k = Pieces{term.depth}.begin(piece), length = Pieces{term.depth}.begin(piece + 1) - k;
-        const Packed strip = pack_strip(term.b, k, length, column, columns, scratch(0, Packed::size(columns, 1, length)));
+    for (const Term& term : terms) {
+      const Pieces pieces{term.depth};
+      for (Index piece = 0; piece < pieces.count(); piece++, adds = true) {
+        const Index k = pieces.begin(piece), length = pieces.begin(piece + 1) - k;
+        float* packed = scratch(0, Packed::size(columns, 1, length));
+        const Packed strip = pack_strip(term.b, k, length, column, columns, packed);
         multiply_strip(term.a + row * term.depth + k, term.depth, rows, strip, out + row * all_columns + column,
                        all_columns, adds, bias == nullptr ? nullptr : bias + column);
       }
+    }
   });
 }
 
