@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument(
         "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(ALL)}; else the usual ones"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="with fewer it only prints")
     parser.add_argument("--kernels", action="store_true", help="what native kernels are worth")
     parser.add_argument("--layers", action="store_true", help="what those for rarer layers are worth")
     given = parser.parse_args()
@@ -191,9 +191,11 @@ def main() -> None:
             rounds = min(given.rounds, 3) if workload in LARGE else given.rounds
             result = {workload: measured(ALL[workload], Path(folder), rounds, ways, kernels)}
         print(table(result, rows), end="\n\n", flush=True)
-        keep({name: kept(name) | result})
-    known = {workload: kept(name)[workload] for workload in usual if workload in kept(name)}
-    fill_in(name, table(known, rows))
+        if given.rounds >= ROUNDS:
+            keep({name: kept(name) | result})
+    if given.rounds >= ROUNDS:
+        known = kept(name)
+        fill_in(name, table({workload: known[workload] for workload in usual if workload in known}, rows))
 
 
 if __name__ == "__main__":

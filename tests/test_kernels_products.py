@@ -191,16 +191,8 @@ def test_sums_of_products_are_those_of_the_plain_graph(more, random):
     proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
         sums (float[40, 9] a, float[40, 9] b, float[40, 70] c, float[40, 1] column, float[9, 70] w, float[70, 9] turned,
               float[70] row) => ({results}) {{ {" ".join(lines)} }}""")
-    shapes = {
-        "a": (40, 9),
-        "b": (40, 9),
-        "c": (40, 70),
-        "column": (40, 1),
-        "w": (9, 70),
-        "turned": (70, 9),
-        "row": (70,),
-    }
-    inputs = {name: numbers(*sizes, seed=i) for i, (name, sizes) in enumerate(shapes.items())}
+    shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in proto.graph.input]
+    inputs = {value.name: numbers(*shapes[i], seed=i) for i, value in enumerate(proto.graph.input)}
     model = of_one_opset(load(proto), OLDEST_OPSET).copy()
     fill_in_types(model, values(model.graph))
     finish_with_kernels(model)

@@ -46,6 +46,7 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         jobs: list[tuple[str, str, tuple[str, ...]]] = [("library.cpp", "library.o", ())]
         jobs += [("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in INSTRUCTIONS.items()]
+        # Of functions of the standard library that are in several of them, the first is linked: that for any machine.
         objects = [str(Path(folder) / made) for _, made, _ in jobs]
 
         def compile_one(source: str, made: str, flags: tuple[str, ...]) -> None:
