@@ -173,8 +173,8 @@ def test_training_goes_on(folder: Path) -> None:
     assert any(
         fact.name == "random numbers, torch, CPU" and fact.equal for fact in onward.diff("after.pt", training).facts
     )
-    said, _ = failed("train", *arguments, "--clip", "1")
-    assert said == "`clip` has no effect with a checkpoint"
+    said, _ = failed("train", *arguments, "--lr", "1")
+    assert said == "`lr` has no effect with a checkpoint"
 
 
 @needs("torch")

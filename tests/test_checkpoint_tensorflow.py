@@ -39,7 +39,9 @@ def test_what_a_checkpoint_says_of_its_training() -> None:
     assert all(list(kept.slots[name]) == ["exp_avg", "exp_avg_sq"] for name in trained)
     assert all(slot.shape == found.tensors[name].shape for name in trained for slot in kept.slots[name].values())
     assert found.randomness[0].state.shape == (3,) and list(found.data) == ["batches"]
-    assert found.missing == ("class of the optimizer", "shape of the schedule")
+    assert found.missing == (
+        "class of the optimizer", "shape of the schedule", "loss", "gradient clipping", "gradient accumulation",
+    )  # fmt: skip
 
 
 def test_variables_in_pieces() -> None:

@@ -74,6 +74,7 @@ def test_a_run_goes_on_here_and_there(case: str, like: onward.Model, tmp_path: P
         **({"sched": scheduler.state_dict()} if scheduler else {}),
         "rng": [torch.get_rng_state(), random.getstate(), np.random.get_state()],
         "mine": {"note": ("a", 1, None), 3: {1.5}, "bytes": b"x"},
+        "step": 5,
     }
     torch.save(saved, tmp_path / "there.pt")
     expected = steps(module, optimizer, scheduler, range(5, 15))
@@ -221,6 +222,6 @@ def test_distributed_checkpoints(case: str, like: onward.Model, tmp_path: Path) 
     assert steps(*load(tmp_path / "back", "sched"), range(5, 10)) == expected
     onward.to_checkpoint(tmp_path / "p.pt", tmp_path / "other", format="dcp")  # straight through
     assert steps(*load(tmp_path / "other", "scheduler"), range(5, 10)) == expected
-    fresh = onward.from_checkpoint(tmp_path / "p.pt", like, loss="cross_entropy")
+    fresh = onward.from_checkpoint(tmp_path / "p.pt", like, loss="cross_entropy", updates_per_epoch=1)
     onward.to_checkpoint(steps_of_onward(fresh, range(5, 7))[1], tmp_path / "later", format="dcp")
     close(steps(*load(tmp_path / "later", "scheduler"), range(7, 10)), expected[2:])

@@ -23,7 +23,8 @@ _R = TypeVar("_R")
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
 _FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
 _MACHINES, _PAGE, _WHOLE = "The machines", "The page", "The part `run`"
-_PANELS = (_MACHINES, _PAGE, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE)
+UNTOLD = "What a checkpoint does not tell"
+_PANELS = (_MACHINES, _PAGE, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE, UNTOLD)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
@@ -74,10 +75,11 @@ def _option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-def _as_in(kind: type, name: str, panel: str, **said: str) -> Any:
-    """An option that is declared elsewhere, and is the same here but for what is `said` of it."""
+def _as_in(kind: type, name: str, panel: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
+    """Declare an option as another class does, but for its default and what is `said` of it."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
-    return dataclasses.field(default=declared.default, metadata={**declared.metadata, "panel": panel, **said})
+    default = declared.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=default, metadata={**declared.metadata, "panel": panel, **said})
 
 
 def options_of(kind: type) -> Iterator[Option]:
@@ -383,6 +385,15 @@ class RunOptions(HeldOutOptions, FeedOptions):
         "parameters of its optimizer in their order, one in each line",
         also="a mapping or a list",
     )
+    step: Annotated[int, Range(least=0)] | None = _option(
+        None, _RUN, "N", "updates that the run of a checkpoint has made, where the checkpoint does not count them"
+    )
+    updates_per_epoch: Count | None = _option(
+        None,
+        _RUN,
+        "N",
+        "updates for each step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update",
+    )
     folds: Annotated[int, Range(least=2)] | None = _option(
         None, _DATA, "K", "train K times, each time on all but one of K equal parts of the data, which validates"
     )
@@ -477,6 +488,28 @@ class TrainOptions(RunOptions, RecipeOptions):
     run: str | os.PathLike[str] | None = _option(
         None, _RUN, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
     )
+
+
+def _untold(name: str, **said: str) -> Any:
+    return _as_in(TrainOptions, name, UNTOLD, default=None, **said)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UntoldOptions:
+    """What a checkpoint of another framework may not hold, and a user or a training model says."""
+
+    loss: Any = _untold("loss")
+    optimizer: Any = _untold("optimizer", also="numbers given here win over stored ones")
+    schedule: Any = _untold("schedule")
+    step: Annotated[int, Range(least=0)] | None = _untold("step")
+    updates_per_epoch: Count | None = _untold("updates_per_epoch")
+    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _untold("clip")
+    accumulate: Count | None = _untold("accumulate")
+    ema: Annotated[float, Range(least=0, below=1)] | None = _untold("ema")
+    loss_scale: Annotated[float, Range(above=0)] | str | None = _untold("loss_scale")
+    trainable: Sequence[str] | str | None = _untold("trainable")
+    freeze: Sequence[str] | str | None = _untold("freeze")
+    names: Mapping[str, str] | Sequence[str] | None = _untold("names")
 
 
 # ---- whole runs as ONNX ----------------------------------------------------------------------------------------------

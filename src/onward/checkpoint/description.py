@@ -77,6 +77,8 @@ class Schedule:
     """In words of a recipe, by steps of the scheduler; none where the rate stays, None where it is not known."""
     position: int | None = None
     """Steps of the scheduler so far."""
+    every: int | None = None
+    """Updates for each step of the scheduler. None: not known, as loops may call `step()` after a batch or an epoch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +118,10 @@ class Checkpoint:
     average_decay: float | None = None
     """How much of an average stays in each update, where averages go on."""
     clip: Mapping[str, Any] | None = None
-    """How gradients are limited, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`."""
-    accumulate: int = 1
-    """Batches that make one update."""
+    """How gradients are clipped, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`. Empty: they are not
+    clipped. None: not known."""
+    accumulate: int | None = None
+    """Batches for each update. None: not known. 0: several, and their number is not known."""
     waiting: int = 0
     """Batches since the last update, whose gradients are in what is stored, and not in what is said here."""
     loss: Any = None
@@ -153,6 +156,14 @@ class Checkpoint:
             "schedule": not self.schedules,
             "shape of the schedule": any(schedule.words is None for schedule in self.schedules),
             "progress": self.step is None,
+            "updates for each step of the schedule": any(
+                schedule.words and schedule.every is None and schedule.position != self.step
+                for schedule in self.schedules
+            ),
             "state of random numbers": not self.randomness,
+            "loss": self.loss is None and bool(self.optimizers),
+            "gradient clipping": self.clip is None and bool(self.optimizers),
+            "gradient accumulation": not self.accumulate and bool(self.optimizers),
+            "decay of the averages": bool(self.averages) and self.average_decay is None,
         }
         return tuple(what for what, is_missing in lacks.items() if is_missing)

@@ -98,9 +98,9 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             schedules=_schedules(run, rates, ()),
             step=run.step,
             progress={"step": run.step},
-            clip=run.clip,
+            clip=run.clip or {},
             accumulate=int(run.recipe.get("accumulate", 1)),
-            averages=_averages(model),
+            averages=_averages(model, None),
             average_decay=run.recipe.get("ema"),
         )
     before, matched = origin
@@ -112,7 +112,10 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         optimizers=tuple(_continue_optimizer(each, run, rates, slots, matched) for each in before.optimizers),
         schedules=_schedules(run, rates, before.schedules),
         tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
-        clip=run.clip,
+        clip=run.clip or {},
+        accumulate=int(run.recipe.get("accumulate", 1)),
+        averages=before.averages or _averages(model, matched),
+        average_decay=run.recipe.get("ema"),
         step=run.step,
         since=since,
         progress=_progress(before.progress, before.step, run.step),
@@ -130,12 +133,15 @@ def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in checkpoint.files if name in there)
 
 
-def _averages(model: Model) -> dict[str, Tensor]:
-    return {
-        state.parameter: ModelTensor(state.value.const_value)
-        for state in states(model)
-        if state.role == "ema" and state.parameter and state.value.const_value is not None
-    }
+def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:
+    """Return averages of parameters, by the names of the checkpoint."""
+    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
+    found: dict[str, Tensor] = {}
+    for state in states(model):
+        if state.role == "ema" and state.parameter and state.value.const_value is not None:
+            name, tensor = theirs.get(state.parameter, state.parameter), ModelTensor(state.value.const_value)
+            found[name] = transpose(tensor) if matched and name in matched.turned else tensor
+    return found
 
 
 def weights_of(model: Model) -> Checkpoint:
@@ -186,11 +192,12 @@ def _continue_optimizer(
     }
     groups = []
     for group in before.groups:
-        ours = next((matched.names[str(name)] for name in group.parameters if str(name) in matched.names), "")
+        own = (matched.names.get(str(name), "") for name in group.parameters)
+        ours = next((name for name in own if name in now), "")  # others are frozen
         spec, rate = now.get(ours, (group.optimizer, group.rate))
         groups.append(dataclasses.replace(group, optimizer=spec, rate=rate))
-    own = {name for group in before.groups for name in group.parameters}
-    current = {name: {**before.slots.get(name, {}), **kept} for name, kept in slots.items() if name in own}
+    parameters = {name for group in before.groups for name in group.parameters}
+    current = {name: {**before.slots.get(name, {}), **kept} for name, kept in slots.items() if name in parameters}
     return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **current})
 
 
@@ -208,14 +215,14 @@ def _schedules(run: Snapshot, rates: Sequence[float | None], before: Sequence[Sc
     bases = [group.lr for group in run.groups]
     present = [base if rate is None else rate for base, rate in zip(bases, rates, strict=True)]
     if not before:
-        return (Schedule(state_of(words, bases, present, position), words, position),)
+        return (Schedule(state_of(words, bases, present, position), words, position, every),)
     found = []
     for schedule in before:
         is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
         state = (
             advance_state(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
         )
-        found.append(Schedule(state, schedule.words if is_told else words, position))
+        found.append(Schedule(state, schedule.words if is_told else words, position, every))
     return tuple(found)
 
 
@@ -233,11 +240,11 @@ def _in_scheduler_steps(options: Mapping[str, Any], every: int) -> dict[str, Any
 
 
 def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
-    """Counters of updates at their new value, and epochs in proportion."""
+    """Return counters of updates at their new value, and epochs in proportion."""
     moved = dict(progress)
     for name in UPDATES:
-        if moved.get(name) == before:
-            moved[name] = now
+        if isinstance(moved.get(name), int):  # it may count from another start than the optimizer
+            moved[name] += now - (before or 0)
     if before and now != before and isinstance(moved.get("epoch"), float):
         moved["epoch"] *= now / before
     return moved

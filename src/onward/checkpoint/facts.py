@@ -37,7 +37,7 @@ def facts(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fa
     yield from _groups(a, b, names)
     yield from _schedules(a, b)
     yield _fact("clipping", dict(a.clip or {}), dict(b.clip or {}))
-    yield _fact("batches for an update", a.accumulate, b.accumulate)
+    yield _fact("batches for an update", a.accumulate or 1, b.accumulate or 1)
     if a.scaler or b.scaler:
         yield _fact("scale of the loss", dict(a.scaler), dict(b.scaler))
     yield from _random_states(a, b)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Schedule
+from onward.checkpoint.description import Checkpoint
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import parse
 
 
 def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The optimizers, schedules and clipping of a checkpoint; nothing where it does not tell."""
+    """Return the optimizers, schedules, clipping and accumulation of a checkpoint; nothing where it does not tell."""
     groups = [group for each in checkpoint.optimizers for group in each.groups]
     if not groups or any(group.optimizer is None for group in groups):
         return {}
@@ -19,6 +19,7 @@ def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "groups": [{"optimizer": str(group.optimizer), "parameters": [*group.parameters]} for group in groups],
         "schedules": [None if each.words is None else [*map(str, each.words)] for each in checkpoint.schedules],
         "clip": checkpoint.clip and dict(checkpoint.clip),
+        "accumulate": checkpoint.accumulate,
     }
 
 
@@ -31,12 +32,13 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
         specs = {name: parse(str(group["optimizer"])) for group in words["groups"] for name in group["parameters"]}
         schedules = [None if each is None else tuple(parse(str(spec)) for spec in each) for each in words["schedules"]]
         clip = words["clip"] and dict(words["clip"])
+        accumulate = None if words.get("accumulate") is None else int(words["accumulate"])
     if any(name not in specs for group in optimizer.groups for name in group.parameters):
         return checkpoint
     groups = tuple(dataclasses.replace(group, optimizer=specs[group.parameters[0]]) for group in optimizer.groups)
     families = dict.fromkeys(group.optimizer.name for group in groups if group.optimizer)
     found = [
-        Schedule(each.state, told, each.position)
+        dataclasses.replace(each, words=told)
         for each, told in zip(checkpoint.schedules, schedules or [()], strict=False)
     ]
     return dataclasses.replace(
@@ -44,4 +46,5 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
         optimizers=(dataclasses.replace(optimizer, groups=groups, families=tuple(families)),),
         schedules=tuple(found) or checkpoint.schedules,
         clip=clip,
+        accumulate=accumulate if checkpoint.accumulate is None else accumulate or checkpoint.accumulate,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,20 +9,12 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
-from onward.cli.options import argument, example_in, option, parameter_for, select_given
+from onward.cli.options import argument, example_in, option, parameters_for, select_given
 from onward.errors import InvalidModelError, WriteError, near
-from onward.options import TrainOptions, options_of
+from onward.options import UNTOLD, UntoldOptions
 
 if TYPE_CHECKING:
     from onward.convert.files import Framework
-
-UNTOLD = "What a checkpoint does not tell"
-"""The panel of options that say so."""
-_STATED = [
-    replace(one, panel=UNTOLD, default=None)
-    for one in options_of(TrainOptions)
-    if one.name in ("loss", "optimizer", "schedule", "names")
-]
 
 
 def _formats() -> str:
@@ -48,7 +39,7 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
-    parameters=[parameter_for(one) for one in _STATED],
+    parameters=parameters_for(UntoldOptions),
 )
 def convert(
     source: Annotated[
@@ -102,8 +93,8 @@ def convert(
     """
     if not source.exists():
         raise _missing(source)
-    given = {**select_given(TrainOptions, stated), "module": module}
-    told = [f"--{name}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
+    given = {**select_given(UntoldOptions, stated), "module": module}
+    told = [f"--{name.replace('_', '-')}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
     told += ["--dry-run"] * dry_run
     if to is not None:
         if like is not None or told:

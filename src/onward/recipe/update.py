@@ -50,7 +50,7 @@ class Update:
         self.assembly = assembly
         self.groups = groups
         self.parameters = [value for group in groups for value in group.parameters]
-        self.clip = _parse_clip(clip)
+        self.clip = parse_clip(clip)
         self.accumulate = accumulate
         self.dynamic_scale = isinstance(loss_scale, str) and loss_scale.partition(":")[0] == "dynamic"
         self._scale = self._declare_scale(loss_scale)
@@ -326,8 +326,8 @@ def _scaler_numbers(given: str) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if name not in usual}
 
 
-def _parse_clip(given: Any) -> Spec | None:
-    """`1.0`, `norm:1`, `value:0.5`, `tensor_norm:1,variant=optax` or `{"norm": 1}`."""
+def parse_clip(given: Any) -> Spec | None:
+    """Parse `1.0`, `norm:1`, `value:0.5`, `tensor_norm:1,variant=optax` or `{"norm": 1}`."""
     if given is None:
         return None
     if isinstance(given, int | float) and not isinstance(given, bool):

@@ -17,7 +17,7 @@ from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
-from onward.options import Parallel, TrainOptions, taking
+from onward.options import Parallel, TrainOptions, UntoldOptions, taking
 from onward.recipe import quantize
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
@@ -34,10 +34,6 @@ from onward.training.run import TRAINING, Place, Run
 from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
-
-_UNTOLD = ("loss", "optimizer", "schedule")
-"""What of a recipe a checkpoint may not tell."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainArguments(TrainOptions):
@@ -65,7 +61,8 @@ def train(
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
 
     - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`; with a
-      checkpoint, the recipe is what that does not tell of loss, optimizer and schedule
+      checkpoint, the recipe is what that does not tell: loss, optimizer, schedule, `clip`, `accumulate`, `ema`,
+      `loss_scale`, `freeze`, `trainable`
     - `config`: a .yaml or .toml file with any of the arguments, such as `config.yaml` of another run; those that are
       given beside it count
     - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
@@ -176,17 +173,19 @@ def resume(
 def _load_model(wanted: Config) -> tuple[Model, list[str]]:
     """The model, or the training model that goes on from a checkpoint of it, and what is to be known about that."""
     if wanted.checkpoint is None:
-        if wanted.names is not None:
-            raise RecipeError("`names` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`")
+        if useless := [name for name in ("names", "step", "updates_per_epoch") if getattr(wanted, name) is not None]:
+            raise RecipeError(f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`")
         return load(wanted.model), []
-    useless = [name for name in wanted.recipe if name not in _UNTOLD] + ["reset"] * wanted.reset
+    untold = {field.name for field in dataclasses.fields(UntoldOptions)}
+    useless = [name for name in wanted.recipe if name not in untold] + ["reset"] * wanted.reset
     if useless:
         raise RecipeError(
             f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
         )
     from onward.checkpoint.importing import apply_plan, plan
 
-    planned = plan(wanted.checkpoint, wanted.model, names=wanted.names, **wanted.recipe)
+    counts = {name: getattr(wanted, name) for name in ("names", "step", "updates_per_epoch")}
+    planned = plan(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)
     return apply_plan(planned), list(planned.notes)
 
 

@@ -7,6 +7,7 @@ matter any more.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, gro
         is_moved = any("initial_lr" in group for group in groups)
         return Found(Schedule({}, None if is_moved else ()), None)
     if is_schedule_state(state):
-        return Found(schedule_of(state), None)
+        return Found(dataclasses.replace(schedule_of(state), every=1), None)  # its engine steps it with every update
     if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:
         return Found(Schedule(state if isinstance(state, Mapping) else {}), None)
     position = state["last_batch_iteration"] + 1
@@ -38,9 +39,9 @@ def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, gro
     numbers = config.get("params") if isinstance(config, Mapping) else None
     read = _READERS.get(str(kind))
     if read is None or not isinstance(numbers, Mapping) or not _all_plain(numbers):
-        return Found(Schedule(state, None, position), None)
+        return Found(Schedule(state, None, position, every=1), None)
     words, base = read(numbers, given, position)
-    return Found(Schedule(state, words, position), base)
+    return Found(Schedule(state, words, position, every=1), base)
 
 
 def _all_plain(numbers: Mapping[str, Any]) -> bool:

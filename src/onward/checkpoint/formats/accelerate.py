@@ -10,7 +10,6 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.folders import hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.states import optimizer_state
-from onward.checkpoint.pytorch.trees import progress_of
 from onward.checkpoint.safetensors_files import MODEL, write_safetensors
 
 _STATES = "random_states_"
@@ -21,9 +20,8 @@ def matches(path: Path) -> bool:
 
 
 def read(folder: Path) -> Checkpoint:
-    trees = torch_files(folder)
-    states = [progress_of(tree) for name, tree in trees.items() if name.startswith(_STATES)]
-    return hugging_face_folder(folder, FORMAT.name, FORMAT.title, trees, progress=states[0] if states else {})
+    """Read all but its `step`: that counts batches under `accelerator.accumulate()` since an epoch began."""
+    return hugging_face_folder(folder, FORMAT.name, FORMAT.title, torch_files(folder))
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:

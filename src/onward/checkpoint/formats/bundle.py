@@ -111,7 +111,7 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
 def _schedule(optimizer: Optimizer) -> Schedule:
     """A rate that is stored is constant; of a schedule, nothing is."""
     settings = optimizer.groups[0].settings
-    return Schedule({}, () if "lr" in settings else None, settings.get("iterations"))
+    return Schedule({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:

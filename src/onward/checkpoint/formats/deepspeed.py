@@ -141,8 +141,8 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN}).randomness),
         data=mapping(model.get("data_sampler")),
         scaler=_scaler(kept.scaler),
-        clip={"norm": float(clip), "variant": "torch"} if clip else None,
-        accumulate=_whole_number(config.get("gradient_accumulation_steps")),
+        clip={"norm": float(clip), "variant": "torch"} if clip else {},
+        accumulate=_batches_for_update(config, model.get("dp_world_size")),
         tied=_tied_names(model),
         keeps_order=True,
         arguments=config,
@@ -153,8 +153,17 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     )
 
 
-def _whole_number(value: Any) -> int:
-    return value if type(value) is int and value > 1 else 1
+def _batches_for_update(config: Mapping[str, Any], processes: Any) -> int | None:
+    """Return the gradient accumulation steps, which DeepSpeed derives from batch sizes where they are not given."""
+    if (given := config.get("gradient_accumulation_steps")) is not None:
+        return given if type(given) is int and given > 0 else None
+    sizes = (config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu"), processes)
+    if None in sizes[:2]:
+        return 1
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    whole, micro, count = sizes
+    return max(1, int(whole // (micro * count)))
 
 
 def _without_partitions(trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onward.checkpoint.configurations import plain
 from onward.checkpoint.description import Checkpoint
@@ -18,6 +19,7 @@ from onward.errors import Error
 _VERSION = "pytorch-lightning_version"
 _WRITTEN = "2.6.6"
 """The version whose layout is written."""
+_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 
 def matches(path: Path) -> bool:
@@ -39,7 +41,8 @@ def read(path: Path) -> Checkpoint:
     if "loops" not in tree:
         remarks.append("it does not say how far the loops are: Lightning would begin to count again")
     given = plain(tree.get("hyper_parameters"))
-    return checkpoint_of(
+    counts = counts_of(tree)
+    found = checkpoint_of(
         path,
         FORMAT.name,
         f"Lightning {tree[_VERSION]}",
@@ -50,7 +53,73 @@ def read(path: Path) -> Checkpoint:
         keeps_order=True,
         arguments=mapping(given.state if isinstance(given, Object) else given),
         remarks=remarks,
+        accumulate=counts.accumulate if counts else None,
+        waiting=counts.waiting if counts else 0,
     )
+    if counts is None:
+        return found
+    schedules = (replace(each, every=counts.updates_for(each.position)) for each in found.schedules)
+    return replace(found, schedules=tuple(schedules))
+
+
+class Counts(NamedTuple):
+    """How far the loops of Lightning are."""
+
+    updates: int
+    """Of all epochs."""
+    epochs: int
+    """That are complete."""
+    per_epoch: int | None
+    """Updates of an epoch; None before the first is complete."""
+    accumulate: int | None
+    """Batches for each update; None where it is not known, 0: several, and the loops do not tell how many."""
+    waiting: int
+    """Batches since the last update."""
+
+    def updates_for(self, position: int | None) -> int | None:
+        """Return the updates for each step of a scheduler that made so many steps; None where it is not known.
+
+        Lightning steps schedulers once in `frequency` updates or epochs. Neither of both is stored, and the usual
+        frequency of 1 is preferred.
+        """
+        if not position:
+            return None
+        if position == self.updates:
+            return 1
+        if self.per_epoch is None or position > self.epochs:
+            return None
+        least, most = self.epochs // (position + 1) + 1, self.epochs // position
+        return least * self.per_epoch if least == most else None
+
+
+def counts_of(tree: Mapping[str, Any]) -> Counts | None:
+    """Return what the loops count; None where they are not there, or of manual optimization."""
+    try:
+        loop = tree["loops"]["fit_loop"]
+        batches, steps = loop["epoch_loop.batch_progress"], loop[_STEPS]["optimizer"]["step"]
+        seen, seen_now = int(batches["total"]["processed"]), int(batches["current"]["processed"])
+        updates, updates_now = int(steps["total"]["completed"]), int(steps["current"]["completed"])
+        begun, at_end = int(loop["epoch_progress"]["total"]["ready"]), bool(batches["is_last_batch"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if not (0 < updates <= seen and 0 <= updates_now <= seen_now <= seen and updates_now <= updates and begun > 0):
+        return None
+    epochs = begun if at_end else begun - 1
+    whole = (seen, updates) if at_end else (seen - seen_now, updates - updates_now)
+    per_epoch = whole[1] // epochs if epochs and not whole[1] % epochs else None
+    length = whole[0] // epochs if epochs and not whole[0] % epochs else None
+    if seen == updates:  # an epoch of one batch has one update, whatever is accumulated
+        return Counts(updates, epochs, per_epoch, None if length == 1 else 1, 0)
+    # An epoch of B batches has ceil(B / N) updates, and b batches of an unfinished one b // N.
+    least, most = 2, seen
+    if per_epoch and length:
+        least = max(least, -(-length // per_epoch))
+        most = min(most, (length - 1) // (per_epoch - 1)) if per_epoch > 1 else most
+    if not at_end:
+        least = max(least, seen_now // (updates_now + 1) + 1)
+        most = min(most, seen_now // updates_now) if updates_now else most
+    accumulate = least if least == most else 0
+    return Counts(updates, epochs, per_epoch, accumulate, 0 if at_end or not accumulate else seen_now % accumulate)
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
@@ -79,7 +148,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 def read_progress(tree: Mapping[str, Any]) -> int | None:
     """Updates by the loops."""
     try:
-        loop = tree["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
+        loop = tree["loops"]["fit_loop"][_STEPS]
         return int(loop["optimizer"]["step"]["total"]["completed"])
     except (KeyError, TypeError):
         return None

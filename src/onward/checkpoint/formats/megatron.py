@@ -151,7 +151,7 @@ def _checkpoint(
     done = common.get("iteration")
     schedule = scheduler_of(common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0), done)
     optimizer, remarks = _optimizer(common, arguments, slots, tensors)
-    clip = arguments.get("clip_grad")
+    clip = {"norm": float(limit), "variant": "torch"} if (limit := arguments.get("clip_grad")) else {}
     outer = mapping(common.get("optimizer"))
     samples = arguments.get("consumed_train_samples")
     return Checkpoint(
@@ -165,7 +165,8 @@ def _checkpoint(
         progress={"iteration": done, **({"consumed_train_samples": samples} if isinstance(samples, int) else {})},
         randomness=randomness,
         scaler=mapping(outer.get("grad_scaler")),
-        clip={"norm": float(clip), "variant": "torch"} if clip else None,
+        clip=clip if "clip_grad" in arguments else None,
+        accumulate=_batches_for_update(arguments),
         keeps_order=any(isinstance(name, int) for name in slots),
         arguments=arguments,
         layout={key: value for key, value in arguments.items() if key.endswith("_parallel_size")},
@@ -173,6 +174,15 @@ def _checkpoint(
         executes=executed_names(trees),
         remarks=remarks,
     )
+
+
+def _batches_for_update(arguments: Mapping[str, Any]) -> int | None:
+    """Return the micro-batches of each process in an update, where the arguments have all three sizes."""
+    sizes = [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
+    if arguments.get("rampup_batch_size") or not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    whole, micro, processes = map(int, sizes)
+    return None if whole % (micro * processes) else whole // (micro * processes)
 
 
 def _inner_states(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:

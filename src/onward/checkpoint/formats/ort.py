@@ -80,7 +80,7 @@ def read(path: Path) -> Checkpoint:
         optimizers,
         step=step,
         progress={**({} if step is None else {"step": step}), **tree["properties"]},
-        clip=rule.clip if rule else None,
+        clip=rule.clip or {} if rule else None,
         files=tuple(each.name for kind in (TRAINING, EVALUATION, OPTIMIZER) if (each := artifact(place, kind))),
         trees={place.name: tree},
         remarks=(_RATE_IS_NOT_KEPT,) if optimizers else (),
@@ -93,7 +93,7 @@ def _optimizers(tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Ru
     for group in stored.values():
         rate = group["initial_learning_rate"]
         spec = None if rule is None or rule.spec is None else Spec(rule.spec.name, {**rule.spec.options, "lr": rate})
-        settings = {"lr": rate, **(rule.settings if rule else {})}
+        settings = {"initial_lr": rate, **(rule.settings if rule else {})}
         groups.append(Group(settings, tuple(group["optimizer_states"]), spec))
         for name, momentums in group["optimizer_states"].items():
             if name not in trained or name in slots:

@@ -56,8 +56,11 @@ def read(folder: Path) -> Checkpoint:
         facts["optimizers"] = (optimizer_of(tree, _FAMILIES.get(_word(arguments.get("optim")))),)
     if isinstance(tree := trees.get("scheduler.pt"), Mapping):
         facts["schedules"] = (_schedule(tree, arguments, state),)
-    if arguments.get("max_grad_norm"):
-        facts["clip"] = {"norm": float(arguments["max_grad_norm"]), "variant": "torch"}
+    if "max_grad_norm" in arguments:
+        limit = arguments["max_grad_norm"]
+        facts["clip"] = {"norm": float(limit), "variant": "torch"} if limit else {}
+    if "gradient_accumulation_steps" in arguments:
+        facts["accumulate"] = int(arguments["gradient_accumulation_steps"] or 1)
     return hugging_face_folder(
         folder,
         FORMAT.name,
@@ -65,7 +68,6 @@ def read(folder: Path) -> Checkpoint:
         {STATE: state, **trees},
         progress=progress_of(state),
         arguments=arguments,
-        accumulate=int(arguments.get("gradient_accumulation_steps") or 1),
         remarks=_remarks(arguments),
         **facts,
     )
@@ -93,7 +95,8 @@ def _word(value: Any) -> str:
 def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> Schedule:
     """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
     known = schedule_of(tree)
-    return known if known.words is not None else dataclasses.replace(known, words=_words(tree, arguments, state))
+    words = known.words if known.words is not None else _words(tree, arguments, state)
+    return dataclasses.replace(known, words=words, every=1)  # the Trainer steps its scheduler with every update
 
 
 def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Spec, ...] | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.arguments import checked
 from onward.checkpoint.architecture import capture_model
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured
 from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
-from onward.checkpoint.importing.optimizers import run_groups, tells_optimizers, with_slot_names
+from onward.checkpoint.importing.optimizers import run_groups, with_slot_names
+from onward.checkpoint.importing.recipes import settled_options, trained_groups
 from onward.checkpoint.importing.schedules import schedule_by_updates
 from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
 from onward.checkpoint.lazy_initializers import as_initializer
@@ -29,6 +29,7 @@ from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
 from onward.model import Model, load
+from onward.options import UntoldOptions, taking
 from onward.recipe.spec import parse
 from onward.transform.training import without_steps
 
@@ -50,58 +51,55 @@ class Plan:
     """How names were found, and what whoever goes on should know."""
 
 
-@checked()
-def from_checkpoint(
-    path: str | os.PathLike[str] | Checkpoint,
-    like: Model | str | os.PathLike[str] | None = None,
-    *,
-    loss: Any = None,
-    optimizer: str | Mapping[str, Any] | None = None,
-    schedule: Any = None,
-    names: Mapping[str, str] | Sequence[str] | None = None,
-    module: Any = None,
-    example_inputs: Any = None,
-) -> Model:
-    """The training model that goes on where a checkpoint of another framework is. Nothing in it is executed.
+@dataclasses.dataclass(frozen=True)
+class _Arguments(UntoldOptions):
+    path: str | os.PathLike[str] | Checkpoint
+    like: Model | str | os.PathLike[str] | None = None
+    _: dataclasses.KW_ONLY
+    module: Any = None
+    example_inputs: Any = None
 
-        training = onward.from_checkpoint("checkpoint-500", "bert.onnx")
+
+@taking(_Arguments)
+def from_checkpoint(
+    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **given: Any
+) -> Model:
+    """Make a training model that continues where a checkpoint of another framework is. Nothing in it is executed.
+
+        training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy", clip=1.0)
+
+    What a checkpoint does not tell is given here, or taken from `like` if that is a training model. What it does tell
+    must agree with that.
 
     - `path`: the file or folder, or what `open_checkpoint` returned
-    - `like`: the ONNX model that computes what the checkpoint's model does; where it is a training model, its loss is
-      taken. Not needed where the checkpoint has its graph, or a configuration of transformers, or `module` is given
-    - `loss`: as `prepare` takes it, where neither says which it is
-    - `optimizer`: its name, where the checkpoint does not tell; numbers given here win over stored ones
-    - `schedule`: as `prepare` takes it, where the checkpoint does not tell
-    - `names`: names of the checkpoint -> names of the graph where rules do not find them; or a list of the parameters
-      in the order of the optimizer
+    - `like`: the ONNX model that computes what the checkpoint's model does. Not needed where the checkpoint has its
+      graph, or a configuration of transformers, or `module` is given
     - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
       the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
     - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
     """
-    return apply_plan(
-        plan(
-            path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names, module=module,
-            example_inputs=example_inputs,
-        )
-    )  # fmt: skip
+    return apply_plan(plan(path, like, **given))
 
 
 def plan(
     path: str | os.PathLike[str] | Checkpoint,
     like: Model | str | os.PathLike[str] | None,
     *,
-    loss: Any = None,
-    optimizer: str | Mapping[str, Any] | None = None,
-    schedule: Any = None,
-    names: Mapping[str, str] | Sequence[str] | None = None,
     module: Any = None,
     example_inputs: Any = None,
     captured: Captured | None = None,
+    **said: Any,
 ) -> Plan:
-    """What an import would do, without doing it. `captured` is what the checkpoint computes, where that is known."""
+    """Return what an import would do, without doing it.
+
+    Args:
+        captured: what the checkpoint computes, where that is known.
+        said: the options of `UntoldOptions`.
+    """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     if like is not None and module is not None:
         raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
+    names, loss = said.get("names"), said.get("loss")
     if captured is None:
         captured = (
             capture_model(checkpoint, module, example_inputs, loss) if like is None else Captured(load(like), None)
@@ -110,37 +108,49 @@ def plan(
     given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
-    known = names if isinstance(names, Mapping) else None
-    matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
+    matched = match(
+        checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied, captured.stored
+    )
     listed_names = None if isinstance(names, Mapping) else names
     checkpoint, notes = with_optimizer_names(checkpoint, matched, model, listed_names, captured.orders)
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
+    optimizer = said.get("optimizer")
+    groups = run_groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
+    checkpoint = with_slot_names(checkpoint, matched, groups)
+    loss = _loss(checkpoint, base, captured.loss if loss is None else loss)
+    groups, frozen = trained_groups(checkpoint, matched, groups, given, loss, said)
     if checkpoint.waiting:
         raise UnsupportedError(
             f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
             hint="save it after an update, which makes use of them",
         )
-    groups = run_groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
-    checkpoint = with_slot_names(checkpoint, matched, groups)
+    recipe, clip, remarks = settled_options(checkpoint, base, groups, said)
+    counted = updates_made(checkpoint, matched, groups, said.get("step"))
+    scheduled = schedule_by_updates(checkpoint, matched, groups, base, counted, said)
+    groups, step = scheduled.groups, scheduled.step
     weights, slots, has_masters = weights_and_slots(checkpoint, matched, model, groups)
-    step = updates_made(checkpoint, groups)
-    recipe = _recipe(checkpoint, base, has_masters)
-    if (scaling := scaling_of(checkpoint.scaler)) is not None and _computes_in_float16(model, groups):
+    if has_masters is not None:
+        recipe["master_weights"] = has_masters
+    scaling = scaling_of(checkpoint.scaler)
+    if scaling is not None and ("loss_scale" in recipe or _computes_in_float16(model, groups)):
         recipe["loss_scale"] = scaling.words
         slots |= scaling.state
     slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
-    words, more = schedule_by_updates(checkpoint, schedule, step, groups, base)
     run = Snapshot(
         model=model,
-        loss=_loss(checkpoint, base, captured.loss if loss is None else loss),
+        loss=loss,
         groups=groups,
         step=step,
-        schedule=words,
-        clip=base.clip if base and not tells_optimizers(checkpoint) else checkpoint.clip,
-        statistics=base.statistics if base else ("sample" if _counts_as_pytorch(groups) else "population"),
+        schedule=scheduled.words,
+        clip=clip,
+        statistics="sample" if _counts_as_pytorch(groups) else base.statistics if base else "population",
         recipe=recipe,
     )
-    return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
+    checkpoint = dataclasses.replace(checkpoint, step=step)
+    return Plan(
+        checkpoint, matched, run, slots, weights,
+        (*matched.rules, *notes, *frozen, *scheduled.notes, *remarks, *checkpoint.remarks),
+    )  # fmt: skip
 
 
 def apply_plan(plan: Plan) -> Model:
@@ -193,17 +203,6 @@ def _loss(checkpoint: Checkpoint, base: Snapshot | None, said: Any) -> Any:
         f"neither `{checkpoint.path}` nor the model says which loss was trained",
         hint="say it: `--loss cross_entropy`, or `loss=...`; or give a training model",
     )
-
-
-def _recipe(checkpoint: Checkpoint, base: Snapshot | None, has_masters: bool | None) -> dict[str, Any]:
-    recipe = dict(base.recipe) if base else {}
-    if checkpoint.accumulate > 1:
-        recipe["accumulate"] = checkpoint.accumulate
-    if checkpoint.average_decay is not None:
-        recipe["ema"] = checkpoint.average_decay
-    if has_masters is not None:
-        recipe["master_weights"] = has_masters
-    return recipe
 
 
 def _computes_in_float16(model: Model, groups: Sequence[RunGroup]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
@@ -12,6 +13,7 @@ from onward.checkpoint.pytree.optax_trees import of_adamax
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
+from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
 
@@ -32,9 +34,24 @@ def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: 
         for group in optimizer.groups:
             own = [matched.names[str(name)] for name in group.parameters if str(name) in matched.names]
             if own and base and said is None and not tells_optimizers(checkpoint):
-                found += _groups_of(base, own, group.numbers)
+                found += _groups_of(base, own, optimizer, group)
             elif own:
                 found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
+    return found
+
+
+def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> set[str]:
+    """Return the parameters of groups without those that an optimizer has no state of, where it has some of others.
+
+    Optimizers of PyTorch are often given all parameters, and those that are frozen never get any state.
+    """
+    ours = matched.names
+    kept = {ours[str(name)] for o in checkpoint.optimizers for name, slots in o.slots.items() if slots and name in ours}
+    found = set[str]()
+    for group in groups:
+        configured = configure(group.optimizer) if isinstance(group.optimizer, Spec) else None
+        is_stateful = configured is None or bool(configured.kind.choose(configured.settings, None).slots)
+        found |= {name for name in group.parameters if name in kept or not kept or not is_stateful}
     return found
 
 
@@ -45,12 +62,16 @@ def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[Run
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
-def _groups_of(base: Snapshot, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:
-    """The optimizers that a training model has for parameters, with what the checkpoint tells of them."""
+def _groups_of(base: Snapshot, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[RunGroup]:
+    """Return the optimizers that a training model has for parameters, with what the checkpoint tells of them."""
     found = []
     for each in base.groups:
         spec = each.optimizer
         if isinstance(spec, Spec):
+            numbers: Mapping[str, Any] = group.numbers
+            if group.settings and optimizer.variant == "torch" and spec.name in optimizer.families:
+                stored = spec_of(spec.name, group.settings)
+                numbers = stored.options if stored is not None else numbers
             spec = Spec(spec.name, {key: numbers.get(key, value) for key, value in spec.options.items()})
         found.append(RunGroup(spec, [name for name in own if name in each.parameters]))
     return [group for group in found if group.parameters]

@@ -1,55 +1,142 @@
-"""The schedule of a checkpoint by updates, which it may count otherwise."""
+"""The schedule of a checkpoint by updates, which it may count otherwise, and the learning rates that it must give."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Checkpoint, Schedule
-from onward.checkpoint.importing.optimizers import tells_optimizers
+from onward.checkpoint.matching import Match
+from onward.checkpoint.tensors import is_number, number_of
 from onward.convert.rate_formulas import Factor, complete
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
-from onward.errors import UnsupportedError
+from onward.errors import ArgumentError, UnsupportedError
 from onward.recipe.spec import Spec, parse
 
 
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """How the learning rate goes on."""
+
+    words: Sequence[Spec]
+    """By updates; none where the rate stays."""
+    step: int
+    """Updates made."""
+    groups: Sequence[RunGroup]
+    """With the rates that the schedule multiplies."""
+    notes: tuple[str, ...] = ()
+
+
 def schedule_by_updates(
-    checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[RunGroup], base: Snapshot | None
-) -> tuple[list[Spec], list[str]]:
-    """The schedule by updates, and what is to be said of it."""
-    if said is not None:
-        given = [said] if isinstance(said, str | Mapping | Spec) else list(said)
-        return [parse(each) for each in given], ["the schedule is the one that was given"]
-    found = [each for each in checkpoint.schedules if each.words != ()]
-    if not found:
-        return [], []
-    schedule = found[0]
-    if schedule.words is None and base and not tells_optimizers(checkpoint):
-        return list(base.schedule), ["the schedule is that of the model, with its optimizer"]
-    if schedule.words is None:
+    checkpoint: Checkpoint,
+    matched: Match,
+    groups: Sequence[RunGroup],
+    base: Snapshot | None,
+    step: int | None,
+    said: Mapping[str, Any],
+) -> Scheduled:
+    """Return the schedule of the user, of the checkpoint or of the model `base`, in this order, by updates.
+
+    It must give the learning rates that are stored. Without a schedule, these stay.
+
+    Args:
+        step: updates made, where the checkpoint counts them.
+        said: what the user says of `schedule`, `optimizer` and `updates_per_epoch`.
+
+    Raises:
+        UnsupportedError: the rates contradict the schedule, or its position in updates is not known.
+    """
+    rates = [_rate_of(checkpoint, matched, group) for group in groups]
+    says_rate = said.get("optimizer") is not None and "lr" in parse(said["optimizer"]).options
+    stored = next((each for each in checkpoint.schedules if each.words != ()), None)
+    every = said.get("updates_per_epoch")
+    if said.get("schedule") is not None:
+        given = said["schedule"]
+        listed = [given] if isinstance(given, str | Mapping | Spec) else list(given)
+        words, origin = [parse(each) for each in listed], "given"
+    elif stored is not None and stored.words is not None:
+        words, origin = list(stored.words), ""
+    elif base and base.schedule:
+        words, origin = list(base.schedule), "that of the model"
+        if not says_rate:
+            groups = [_with_rate(group, _first_rate(base, group, rate)) for group, rate in zip(groups, rates, strict=True)]
+    elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not tell the shape of its schedule",
             hint="say it: `--schedule cosine:steps=1000,warmup=50`, or `schedule=...`; `constant` if the rate stays",
         )
-    every = _updates_per_step(schedule, step, checkpoint)
-    words = [_by_updates(spec, every) for spec in schedule.words]
-    _check_rates(schedule, groups, checkpoint)
-    return words, [f"the schedule steps once in {every} updates"] if every > 1 else []
+    else:
+        words, origin = [], ""
+    if words in ([], [Spec("constant")]):
+        if not says_rate:
+            groups = [_with_rate(group, rate.now) for group, rate in zip(groups, rates, strict=True)]
+        return Scheduled([], step or 0, groups, tuple(_notes_on_constant(groups, rates)))
+    if origin and every is not None:
+        raise ArgumentError(
+            f"`updates_per_epoch` has no effect: the schedule is {origin}",
+            hint=f"count in epochs there: `--schedule '{words[0].name}:...,every={every}'`",
+        )
+    if not origin:
+        assert stored is not None
+        step, every = _updates(checkpoint, stored, step, every)
+        words = [_by_updates(spec, every) for spec in words]
+    if step is None:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` does not count the updates made, which its schedule needs",
+            hint="say them: `--step 1000`, or `step=...`",
+        )
+    _check_rates(words, step, groups, rates, checkpoint)
+    notes = [f"the schedule is {origin}"] if origin else []
+    if not origin and every and every > 1:
+        notes.append(f"the schedule steps once in {every} updates")
+    if not origin and base and base.schedule and list(base.schedule) != words:
+        notes.append("the schedule is that of the checkpoint, and not that of the model")
+    return Scheduled(words, step, groups, tuple(notes))
 
 
-def _updates_per_step(schedule: Schedule, step: int, checkpoint: Checkpoint) -> int:
-    position = schedule.position
-    if position is None or position == step or not position:
-        return 1
-    epoch = checkpoint.progress.get("epoch")
-    if epoch == position and step % position == 0:
-        return step // position
-    raise UnsupportedError(
-        f"its scheduler made {position} steps, and there were {step} updates",
-        hint="say the schedule by updates: `--schedule step:size=2,gamma=0.1,every=100`, or `schedule=...`",
-    )
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said: int | None) -> tuple[int, int]:
+    """Return the updates made and those for each step of the scheduler, where no others are possible."""
+    position = schedule.position or 0
+    known = schedule.every
+    if None not in (said, known) and said != known:
+        raise ArgumentError(
+            f"`updates_per_epoch` is {said}, and `{checkpoint.path}` counts {known}",
+            hint=f"leave it out, or give {known}",
+        )
+    every = said or known
+    if step is None and every == 1:
+        return position, 1
+    if every is None and step is not None and 0 < step == position:
+        return step, 1
+    if step is not None and every is not None and step // every == position:
+        return step, every
+    made = f"its scheduler made {position} step{'s' * (position != 1)}"
+    if step is None:
+        counts = "N" if every is None else f"{position * every}"
+        more = f", up to {position * every + every - 1}" if every else ""
+        raise UnsupportedError(
+            f"{made}, and `{checkpoint.path}` does not count updates",
+            hint=f"say `--step {counts}`{more}{_how_often('N') if every is None else ''}",
+        )
+    least, most = step // (position + 1) + 1, step // position if position else None
+    if most is not None and least > most:
+        raise UnsupportedError(
+            f"{made} in {step} updates, which no constant number for each gives",
+            hint="say the schedule by updates: `--schedule step:size=2,gamma=0.1,every=100`, or `schedule=...`",
+        )
+    fitting = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+    told = f", not {every} for each" if every is not None else ""
+    raise UnsupportedError(f"{made} in {step} updates{told}", hint=f"say how many for each: {fitting}{_how_often(least)}")
+
+
+def _how_often(example: object) -> str:
+    return f"; `--updates-per-epoch {example}`, or `updates_per_epoch=...`; 1 if it steps with every update"
 
 
 def _by_updates(spec: Spec, every: int) -> Spec:
@@ -59,16 +146,70 @@ def _by_updates(spec: Spec, every: int) -> Spec:
     return Spec(spec.name, {**spec.options, "every": every, **end})
 
 
-def _check_rates(schedule: Schedule, groups: Sequence[RunGroup], checkpoint: Checkpoint) -> None:
-    """The rates that the optimizer has are those of the schedule, or it is another one."""
-    assert schedule.words is not None
-    parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in schedule.words])
-    stored = [group.settings.get("lr") for each in checkpoint.optimizers for group in each.groups]
-    for group, rate in zip(groups, stored, strict=False):
-        expected = Factor(group.lr, parts).rate(schedule.position or 0)
-        if isinstance(rate, float) and not math.isclose(expected, rate, rel_tol=1e-5, abs_tol=1e-6 * group.lr):
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+class _Rate(NamedTuple):
+    """The learning rate of a group as the checkpoint stores it; None where it does not."""
+
+    now: float | None
+    first: float | None
+    """Before the schedule."""
+    may_be_last: bool = False
+    """Whether `now` may be the rate of the last update, as what `inject_hyperparams` of optax keeps is."""
+
+
+def _rate_of(checkpoint: Checkpoint, matched: Match, group: RunGroup) -> _Rate:
+    theirs = {ours: name for name, ours in matched.names.items()}
+    own = theirs.get(group.parameters[0])
+    for optimizer in checkpoint.optimizers:
+        for each in optimizer.groups:
+            if own not in each.parameters:
+                continue
+            is_optax = optimizer.variant == "optax"
+            stored = each.settings.get("learning_rate" if is_optax else "lr", each.numbers.get("lr"))
+            first = each.settings.get("max_lr", each.settings.get("initial_lr"))
+            return _Rate(_number(stored), _number(first), is_optax)
+    return _Rate(None, None)
+
+
+def _number(stored: Any) -> float | None:
+    return float(number_of(stored)) if stored is not None and is_number(stored) else None
+
+
+def _first_rate(base: Snapshot, group: RunGroup, rate: _Rate) -> float | None:
+    """Return the rate that the schedule of a model multiplies: the stored one before any schedule, or the model's."""
+    own = (each.lr for each in base.groups if group.parameters[0] in each.parameters)
+    return next(own, None) if rate.first is None else rate.first
+
+
+def _with_rate(group: RunGroup, rate: float | None) -> RunGroup:
+    spec = group.optimizer
+    if rate is None or not isinstance(spec, Spec) or spec.options.get("lr") == rate:
+        return group
+    return dataclasses.replace(group, optimizer=Spec(spec.name, {**spec.options, "lr": rate}))
+
+
+def _notes_on_constant(groups: Sequence[RunGroup], rates: Sequence[_Rate]) -> Iterator[str]:
+    for group, rate in zip(groups, rates, strict=True):
+        if None not in (rate.now, rate.first) and not math.isclose(rate.now or 0, rate.first or 0):
+            yield f"without a schedule the learning rate stays at {group.lr:g}; it was {rate.first:g} at first"
+            return
+
+
+def _check_rates(
+    words: Sequence[Spec], step: int, groups: Sequence[RunGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
+) -> None:
+    """Refuse a schedule that does not give the rates that are stored."""
+    parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in words])
+    for group, rate in zip(groups, rates, strict=True):
+        if rate.now is None:
+            continue
+        formula = Factor(group.lr, parts)
+        expected = [formula.rate(at) for at in ([step, max(step - 1, 0)] if rate.may_be_last else [step])]
+        if not any(math.isclose(each, rate.now, rel_tol=1e-5, abs_tol=1e-6 * group.lr) for each in expected):
             raise UnsupportedError(
-                f"the learning rate is {rate:g}, and by its schedule it would be {expected:g} after "
-                f"{schedule.position} steps",
-                hint="say the schedule: `--schedule cosine:steps=1000`, or `schedule=...`",
+                f"the learning rate is {rate.now:g}, and {expected[0]:g} by its schedule after {step} updates",
+                hint=f"say the schedule that the run had: `--schedule cosine:steps=1000`, or `schedule=...`; and its "
+                f"rate before that, if it was not {group.lr:g}: `--optimizer NAME:lr=...`",
             )

@@ -60,22 +60,30 @@ def _transpose_if(tensor: Tensor, is_turned: bool) -> Tensor:
     return transpose(tensor) if is_turned and len(tensor.shape) == 2 else tensor
 
 
-def updates_made(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
-    """Updates made; parameters that had fewer are refused, where it matters."""
-    step = checkpoint.step or 0
+def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], said: int | None) -> int | None:
+    """Return the updates made, as the optimizer, `said` or the checkpoint counts them; None where nothing does.
+
+    Raises:
+        UnsupportedError: some of the trained parameters had fewer updates than others, or fewer or more than `said`.
+    """
+    trained = {name for group in groups for name in group.parameters}
     counts: dict[str, int] = {}
     for optimizer in checkpoint.optimizers:
         for name, slots in optimizer.slots.items():
-            if COUNT in slots:
+            if COUNT in slots and matched.names.get(str(name)) in trained:
                 counts[str(name)] = count_of(slots[COUNT])
     if not counts:
-        return step
+        return checkpoint.step if said is None else said
     most = max(counts.values())
     behind = [name for name, count in counts.items() if count != most]
     if behind:
         raise UnsupportedError(
             f"{list_names(behind, 5)} had fewer updates than other parameters, and training models count once for all",
-            hint="leave parameters without gradients out of the optimizer",
+            hint="leave those out of training: `--freeze NAME`, or `freeze=[...]`",
+        )
+    if said not in (None, most):
+        raise UnsupportedError(
+            f"`step` is {said}, and the optimizer has counted {most} updates", hint="leave `--step` out"
         )
     return most
 

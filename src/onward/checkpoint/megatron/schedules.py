@@ -17,9 +17,9 @@ def scheduler_of(state: Any, first_rate: float, updates: int | None) -> Schedule
         return Schedule({})
     numbers = [state.get(name) for name in _NUMBERS]
     if not all(type(number) in (int, float) for number in numbers) or not state["max_lr"]:
-        return Schedule(state, None, updates)
+        return Schedule(state, None, updates, every=1)
     each = _samples(state, updates)
-    return Schedule(state, _words(state, each, first_rate) if each else None, updates)
+    return Schedule(state, _words(state, each, first_rate) if each else None, updates, every=1)
 
 
 def _samples(state: Mapping[str, Any], updates: int | None) -> int | None:

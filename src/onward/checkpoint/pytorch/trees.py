@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.description import Checkpoint, Optimizer
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
@@ -41,7 +41,7 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     }
     step = known.pop("step", None)
     if step is None:
-        step = step_of(known.get("progress", {}), known["optimizers"], known["schedules"])
+        step = step_of(known.get("progress", {}), known["optimizers"])
     kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
 
@@ -55,14 +55,15 @@ def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def step_of(progress: Mapping[str, Any], optimizers: Any, schedules: Any) -> int | None:
-    """Updates made: as somebody counted, else as the optimizer did, else as the scheduler did."""
+def step_of(progress: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> int | None:
+    """Return the updates made, as the training loop or else the optimizer counts them.
+
+    Steps of a scheduler do not count: loops call it after each update, or after each epoch.
+    """
     for name in UPDATES:
         if isinstance(progress.get(name), int):
             return int(progress[name])
-    counts = [optimizer.count for optimizer in optimizers if optimizer.count is not None]
-    positions = [schedule.position for schedule in schedules if schedule.position is not None]
-    return max(counts, default=None) or max(positions, default=None)
+    return max((optimizer.count for optimizer in optimizers if optimizer.count is not None), default=None)
 
 
 def progress_of(tree: Any) -> dict[str, Any]:

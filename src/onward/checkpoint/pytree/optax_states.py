@@ -43,7 +43,7 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     if len(chains) > 1:
         state = {"inner_states": {f"group{i}": {"inner_state": chain} for i, chain in enumerate(chains)}}
     state = [empty, state] if checkpoint.clip else state
-    return made.multi_steps(state) if checkpoint.accumulate > 1 else state
+    return made.multi_steps(state) if (checkpoint.accumulate or 1) > 1 else state
 
 
 class _Maker:

@@ -138,6 +138,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
         known["schedules"] = (_schedule(meaning.states, flat, step),)
         known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
+        known["accumulate"] = 0 if meaning.states.waiting else None  # `MultiSteps` does not store its `every_k_schedule`
         known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
     return Checkpoint(path, format, title, tensors, **known)
 
@@ -188,9 +189,9 @@ def _plain(leaf: Any) -> Any:
 def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> Schedule:
     """Whether there is one is told by its counter; its shape is not stored."""
     if not states.schedules:
-        return Schedule({}, (), step)
+        return Schedule({}, (), step, every=1)
     position = max((number(flat[way]) or 0) for way in states.schedules)
-    return Schedule({"count": position}, None, position)
+    return Schedule({"count": position}, None, position, every=1)
 
 
 def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:

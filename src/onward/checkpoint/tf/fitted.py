@@ -83,18 +83,19 @@ class Fitted:
         has_words = (rate is not None or constant is not None) and not counts_batches
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
         slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
-        group = Group(known.given, tuple(self._parameters), spec_of(known, lr) if has_words else None)
+        spec = spec_of(known, lr) if has_words else None
+        group = Group(known.given, tuple(self._parameters), spec, numbers={} if constant is None else {"lr": lr})
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
             **found,
             "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
-            "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step),),
+            "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step, every=1),),
             "step": step,
             "progress": {} if step is None else {"step": step},
-            "accumulate": known.accumulate,
+            "accumulate": known.accumulate if known.is_whole else None,
             "waiting": int(batches or 0) % known.accumulate,
-            "clip": clip_in({name: known.given.get(name) for name in CLIPS}),
+            "clip": clip_in({name: known.given.get(name) for name in CLIPS}) or {} if known.is_whole else None,
             "scaler": self._scaler(),
             "averages": averages,
             "average_decay": self._decay() if step and averages else None,

@@ -1,0 +1,157 @@
+"""What a training loop does beside its optimizer: of a checkpoint, a training model and a user, who must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
+from onward.checkpoint.matching import Match
+from onward.checkpoint.scales import scaling_of
+from onward.convert.snapshot import Group as RunGroup
+from onward.convert.snapshot import Snapshot, disassemble
+from onward.errors import ArgumentError, UnsupportedError, list_names
+from onward.model import Model
+from onward.recipe import prepare
+from onward.recipe.update import parse_clip
+from onward.transform.training import without_steps
+
+
+def trained_groups(
+    checkpoint: Checkpoint,
+    matched: Match,
+    groups: Sequence[RunGroup],
+    given: Model,
+    loss: Any,
+    said: Mapping[str, Any],
+) -> tuple[list[RunGroup], list[str]]:
+    """Return the groups without parameters that are frozen, and notes on these.
+
+    Frozen are those that the user says, or a recipe of the model `given`; and those that never had an update.
+    """
+    notes: list[str] = []
+
+    def keep(groups: Sequence[RunGroup], names: set[str], why: str) -> list[RunGroup]:
+        kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
+        if frozen := [name for each in groups for name in each.parameters if name not in names]:
+            notes.append(f"not trained, {why}: {list_names(frozen, 6)}")
+        return [each for each in kept if each.parameters]
+
+    recipe = (given.step().fact("train.recipe") or {}) if given.steps else {}
+    is_said = not all(said.get(name) is None for name in ("freeze", "trainable"))
+    if is_said:
+        own = [name for each in groups for name in each.parameters]
+        trainable = said["trainable"] if said.get("trainable") is not None else [glob.escape(name) for name in own]
+        chosen = prepare(without_steps(given), loss=loss, trainable=trainable, freeze=said.get("freeze") or ())
+        names = {*disassemble(chosen).parameters}
+        if others := sorted(names - {*own}):
+            raise UnsupportedError(
+                f"the checkpoint's optimizer does not train {list_names(others, 3)}",
+                hint="leave them out of `trainable`; a new run with `onward.prepare` can train them",
+            )
+        groups = keep(groups, names, "as you said")
+    elif recipe.get("freeze") or recipe.get("trainable"):
+        groups = keep(groups, {*disassemble(given).parameters}, "as in the model that was given")
+    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them")
+    if not groups:
+        raise UnsupportedError("no parameter is left to train", hint="freeze less: `--freeze`, `--trainable`")
+    return groups, notes
+
+
+def settled_options(
+    checkpoint: Checkpoint, base: Snapshot | None, groups: Sequence[RunGroup], said: Mapping[str, Any]
+) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
+    """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
+
+    Raises:
+        ArgumentError: the user or the model says something else than the checkpoint.
+    """
+    recipe = dict(base.recipe) if base else {}
+    unknown: dict[str, str] = {}
+
+    clip = _settle("clip", _clip(said.get("clip"), checkpoint), base.clip if base else None, checkpoint.clip)
+    if clip is None:
+        unknown["--clip"] = "gradient clipping"
+
+    own = recipe.pop("accumulate", None)
+    accumulate = _settle("accumulate", said.get("accumulate"), own, checkpoint.accumulate or None)
+    if checkpoint.accumulate == 0 and accumulate in (None, 1):
+        raise UnsupportedError(
+            f"`{checkpoint.path}` accumulates gradients, and does not tell of how many batches",
+            hint="say it: `--accumulate 4`, or `accumulate=4`",
+        )
+    if accumulate is None:
+        unknown["--accumulate"] = "gradient accumulation"
+    elif accumulate > 1:
+        recipe["accumulate"] = accumulate
+
+    decay = _settle("ema", said.get("ema"), recipe.pop("ema", None), checkpoint.average_decay)
+    if decay is not None:
+        recipe["ema"] = decay
+    scale = said.get("loss_scale", recipe.get("loss_scale"))
+    if scale is not None:
+        stored = scaling_of(checkpoint.scaler)
+        if stored is not None and not _same_scale(scale, stored.words):
+            raise _contradiction("loss_scale", scale, stored.words)
+        recipe["loss_scale"] = scale
+
+    notes = []
+    if unknown:
+        notes.append(f"not in the checkpoint, and taken as none: {', '.join(unknown.values())} (`{'`, `'.join(unknown)}`)")
+    if checkpoint.averages and decay is None:
+        notes.append("its averages do not go on, as their decay is not known (`--ema`)")
+    if decay is not None and not checkpoint.averages:
+        notes.append("averages begin with the weights of the checkpoint, which has none")
+    if base and tells_optimizers(checkpoint) and "optimizer" not in said:
+        names, others = ({each.optimizer.name for each in side} for side in (groups, base.groups))
+        if names != others:
+            notes.append(f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model")
+    return recipe, clip or None, notes
+
+
+def _settle(name: str, said: Any, own: Any, stored: Any) -> Any:
+    """Return what the user says, or else the model has, if the checkpoint does not tell something else."""
+    wanted = own if said is None else said
+    if wanted is None or stored is None:
+        return stored if wanted is None else wanted
+    if not _agree(wanted, stored):
+        raise _contradiction(name, wanted, stored)
+    return stored
+
+
+def _agree(wanted: Any, stored: Any) -> bool:
+    if not isinstance(wanted, Mapping):
+        return bool(wanted == stored)
+    return {k: v for k, v in wanted.items() if k != "variant"} == {k: v for k, v in stored.items() if k != "variant"}
+
+
+def _contradiction(name: str, wanted: Any, stored: Any) -> ArgumentError:
+    wanted, stored = (_text(each) for each in (wanted, stored))
+    return ArgumentError(
+        f"`{name}` is {wanted}, and {stored} in the checkpoint",
+        hint=f"leave `{name}` out, also where the model was prepared; the checkpoint tells it",
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return ",".join(f"{key}:{number:g}" for key, number in value.items() if key != "variant") or "none"
+
+
+def _clip(given: Any, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return clipping in words of a recipe, computed as the framework of the checkpoint does."""
+    spec = parse_clip(given)
+    if spec is None:
+        return None
+    variants = {each.variant for each in checkpoint.optimizers} & {"optax", "keras"}
+    variant = {"variant": variants.pop()} if variants and spec.name != "value" else {}
+    return {spec.name: spec.options["limit"], **variant, **spec.without("limit").options}
+
+
+def _same_scale(wanted: Any, stored: str | float) -> bool:
+    is_dynamic = str(wanted).startswith("dynamic")
+    return str(stored).startswith("dynamic") if is_dynamic else str(wanted) == str(stored) or wanted == stored
