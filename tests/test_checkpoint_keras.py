@@ -159,7 +159,9 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
     import tensorflow as tf
 
     batches = _batches(15)
-    like = onward.from_keras(_trained(_dense, optimizer, []), probe=False)
+    like = onward.from_keras(_trained(_dense, "adamw", []), probe=False)
+    if format == "keras":  # which tells all but the graph
+        like = onward.transform.strip(like)
     model = _trained(_dense, optimizer, batches[:5])
 
     def saved(name: str, source: Any = None) -> Path:

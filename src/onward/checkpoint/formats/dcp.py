@@ -27,8 +27,14 @@ METADATA = ".metadata"
 
 
 def read(folder: Path) -> Checkpoint:
-    tree = read_tree(folder)
+    tree = {key: _with_state(value) for key, value in read_tree(folder).items()}
     return checkpoint_of(folder, FORMAT.name, FORMAT.title, {METADATA: tree}, progress=progress_of(tree))
+
+
+def _with_state(tree: Any) -> Any:
+    """Return the state of an optimizer that keeps nothing with the empty dict that a table of pieces does not list."""
+    is_bare = isinstance(tree, dict) and "param_groups" in tree and "state" not in tree
+    return {"state": {}, **tree} if is_bare else tree
 
 
 def read_tree(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from onward.convert.rate_formulas import Factor, complete
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError
+from onward.inspect.formatting import quantity
 from onward.recipe.spec import Spec, parse
 
 
@@ -116,14 +117,12 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
         return step, 1
     if step is not None and every is not None and step // every == position:
         return step, every
-    made = f"its scheduler made {position} step{'s' * (position != 1)}"
+    made = f"its scheduler made {quantity(position, 'step')}"
     if step is None:
-        counts = "N" if every is None else f"{position * every}"
-        more = f", up to {position * every + every - 1}" if every else ""
-        raise UnsupportedError(
-            f"{made}, and `{checkpoint.path}` does not count updates",
-            hint=f"say `--step {counts}`{more}{_how_often('N') if every is None else ''}",
-        )
+        way = "`--step 1000 --updates-per-epoch 250`; or `--updates-per-epoch 1` if it steps with every update"
+        if every is not None:
+            way = f"`--step N` (`step=N`), from {position * every} to {position * every + every - 1}"
+        raise UnsupportedError(f"{made}, and `{checkpoint.path}` does not count updates", hint=f"say {way}")
     least, most = step // (position + 1) + 1, step // position if position else None
     if most is not None and least > most:
         raise UnsupportedError(
@@ -131,12 +130,12 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
             hint="say the schedule by updates: `--schedule step:size=2,gamma=0.1,every=100`, or `schedule=...`",
         )
     fitting = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
-    told = f", not {every} for each" if every is not None else ""
-    raise UnsupportedError(f"{made} in {step} updates{told}", hint=f"say how many for each: {fitting}{_how_often(least)}")
-
-
-def _how_often(example: object) -> str:
-    return f"; `--updates-per-epoch {example}`, or `updates_per_epoch=...`; 1 if it steps with every update"
+    told = f", which is not one in {every}" if every is not None else ""
+    raise UnsupportedError(
+        f"{made} in {quantity(step, 'update')}{told}",
+        hint=f"say how many updates an epoch has, {fitting}: `--updates-per-epoch {least}` "
+        f"(`updates_per_epoch={least}`)",
+    )
 
 
 def _by_updates(spec: Spec, every: int) -> Spec:
@@ -210,6 +209,6 @@ def _check_rates(
         if not any(math.isclose(each, rate.now, rel_tol=1e-5, abs_tol=1e-6 * group.lr) for each in expected):
             raise UnsupportedError(
                 f"the learning rate is {rate.now:g}, and {expected[0]:g} by its schedule after {step} updates",
-                hint=f"say the schedule that the run had: `--schedule cosine:steps=1000`, or `schedule=...`; and its "
-                f"rate before that, if it was not {group.lr:g}: `--optimizer NAME:lr=...`",
+                hint=f"say the schedule that the run had, as `--schedule cosine:steps=1000` (`schedule=...`); if its first "
+                f"rate was not {group.lr:g}, also `--optimizer adamw:lr=...`",
             )

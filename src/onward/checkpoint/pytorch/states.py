@@ -80,8 +80,10 @@ def settings_now(group: Group) -> dict[str, Any]:
         for key, value in fresh.items()
         if key in group.settings and key not in FLAGS and value != group.settings[key]
     }
-    if "initial_lr" in group.settings and "max_lr" not in group.settings:
-        changed["initial_lr"] = float(group.optimizer.options["lr"])
+    base = float(group.optimizer.options["lr"])
+    is_stored = base == group.settings.get("lr")  # which stays where the checkpoint has no schedule
+    if "initial_lr" in group.settings and "max_lr" not in group.settings and not is_stored:
+        changed["initial_lr"] = base
     return {**group.settings, **changed}
 
 
