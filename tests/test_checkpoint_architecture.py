@@ -373,7 +373,7 @@ def test_training_models_beside_the_checkpoints_of_lightning(loss: str | None, t
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+            return [optimizer], [{"scheduler": scheduler, "interval": "epoch" if loss else "step"}]
 
     def fitted(count: int, folder: Path, *callbacks: Any) -> tuple[list[float], Any]:
         torch.manual_seed(0)
@@ -382,7 +382,7 @@ def test_training_models_beside_the_checkpoints_of_lightning(loss: str | None, t
         saving = pytorch_lightning.callbacks.ModelCheckpoint(folder, **options)
         trainer = pytorch_lightning.Trainer(
             max_steps=count, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=folder,
-            callbacks=[saving, *callbacks],
+            callbacks=[saving, *callbacks], gradient_clip_val=0.05,
         )  # fmt: skip
         batches = torch.utils.data.TensorDataset(*map(torch.from_numpy, data()))
         trainer.fit(net, torch.utils.data.DataLoader(batches, batch_size=None))

@@ -44,7 +44,7 @@ class Digits:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
 
-    def train(self, first: int, last: int) -> list[float]:
+    def train(self, first: int, last: int, clip: float | None = None) -> list[float]:
         import torch
 
         images, labels = (torch.from_numpy(each) for each in batches())
@@ -55,6 +55,8 @@ class Digits:
             loss = torch.nn.functional.cross_entropy(self.module.fc2(hidden), labels[part])
             self.optimizer.zero_grad()
             loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
             self.optimizer.step()
             self.scheduler.step()
             losses.append(loss.item())
@@ -175,6 +177,31 @@ def test_training_goes_on(folder: Path) -> None:
     )
     said, _ = failed("train", *arguments, "--lr", "1")
     assert said == "`lr` has no effect with a checkpoint"
+
+
+def test_what_no_checkpoint_holds_is_said(folder: Path) -> None:
+    assert "gradient clipping; gradient accumulation" in run("show", "run.pt").stdout
+    said = ("--clip", "0.1", "--accumulate", "2", "--ema", "0.9", "--freeze", "fc1.bias", "--step", str(STEPS))
+    plan = json.loads(run("convert", "run.pt", *IMPORT, *said, "--dry-run", "--json").stdout)
+    assert plan["clip"] == {"norm": 0.1} and plan["recipe"] == {"accumulate": 2, "ema": 0.9}
+    assert [group["parameters"] for group in plan["groups"]] == [["fc1.weight", "fc2.weight"], ["fc2.bias"]]
+    assert "taken as none: gradient clipping" in run("convert", "run.pt", *IMPORT, "--dry-run").stdout
+    message, hint = failed("convert", "run.pt", *IMPORT, "--updates-per-epoch", "2", "-o", "x.onnx")
+    assert (
+        message == "its scheduler made 5 steps in 5 updates, which is not one in 2" and "--updates-per-epoch 1" in hint
+    )
+    message, hint = failed("train", "digits.onnx", "--data", "x.npz", "--loss", "ce", "--updates-per-epoch", "2")
+    assert message == "`updates_per_epoch` has no effect without a checkpoint" and "--from" in hint
+
+    digits = Digits()
+    digits.train(0, STEPS)
+    expected = digits.train(STEPS, STEPS + MORE, clip=0.1)
+    images, labels = batches()
+    np.savez("rest.npz", image=images[8 * STEPS :], labels=labels[8 * STEPS :])
+    arguments = ("digits.onnx", "--from", "run.pt", "--loss", "cross_entropy", "--names", "names.txt", "--clip", "0.1")
+    run("train", *arguments, "--data", "rest.npz", "--batch-size", "8", "--no-shuffle", "--run", "clipped")
+    losses = [event["loss"] for event in onward.Run("clipped").log if event["event"] == "step"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @needs("torch")

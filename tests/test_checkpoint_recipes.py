@@ -1,4 +1,4 @@
-"""What a loop does beside its optimizer, through checkpoints: clipping, accumulation, averages, frozen parameters, epochs.
+"""What a loop does beside its optimizer, through checkpoints: clipping, accumulation, averages, freezing, epochs.
 
 Each of these, in each format, trains in the framework, continues here, and must have the losses of the framework's own
 continuation; or is refused with an error that names the option.
@@ -17,6 +17,8 @@ import pytest
 import onward
 from checkpoint_runs import close, data, exported, net, steps_of_onward
 from conftest import needs
+from onward.checkpoint.importing.recipes import settled_options
+from onward.options import UntoldOptions
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as rates  # noqa: E402
@@ -203,7 +205,10 @@ def test_a_model_says_it_too(name: str, like: onward.Model, tmp_path: Path) -> N
     run.losses(BEFORE)
     path, expected = _save_torch(run, tmp_path), run.losses(AFTER)
     prepared = onward.prepare(like, loss="cross_entropy", **LOOPS[name].said)
-    close(steps_of_onward(onward.from_checkpoint(path, prepared), AFTER)[0], expected)
+    losses, later = steps_of_onward(onward.from_checkpoint(path, prepared), AFTER)
+    close(losses, expected)
+    variance = run.module[1].running_var.numpy()  # PyTorch keeps that of samples, and `prepare` that of the batch
+    np.testing.assert_allclose(later.array("1.running_var"), variance, rtol=1e-5)
 
 
 def test_what_contradicts_a_checkpoint_is_refused(like: onward.Model, tmp_path: Path) -> None:
@@ -293,11 +298,10 @@ def test_a_checkpoint_that_tells_must_agree(given: dict[str, Any]) -> None:
     """The Trainer of transformers stores its arguments: gradients clipped to a norm of 1, no accumulation."""
     checkpoint = onward.open_checkpoint(RECORDED.parent / "trainer")
     assert checkpoint.clip == {"norm": 1.0, "variant": "torch"} and checkpoint.accumulate == 1
-    from onward.checkpoint.importing.recipes import settled_options
-
-    assert settled_options(checkpoint, None, [], {"clip": "norm:1", "accumulate": 1})[:2] == ({}, checkpoint.clip)
+    same = UntoldOptions(clip="norm:1", accumulate=1)
+    assert settled_options(checkpoint, None, [], same)[:2] == ({}, checkpoint.clip)
     with pytest.raises(onward.Error, match=r"in the checkpoint$") as caught:
-        settled_options(checkpoint, None, [], given)
+        settled_options(checkpoint, None, [], UntoldOptions(**given))
     assert "leave" in str(caught.value.hint)
 
 

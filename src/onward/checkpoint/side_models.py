@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +11,41 @@ from onward.checkpoint.format import Captured
 from onward.checkpoint.importing import apply_plan, plan
 from onward.checkpoint.opening import open_checkpoint
 from onward.errors import first_line, warn
+from onward.options import UntoldOptions
 
 
 class Beside:
     """Writes them. The graph is captured once; each checkpoint gives the rest, in which tensors stay where they are.
 
     - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `names`
+    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `clip` ...
     """
 
     def __init__(self, strict: bool, options: dict[str, Any]):
-        self._strict, self._options = strict, options
+        self._strict, self._said = strict, UntoldOptions(**options)
         self._captured: Captured | None = None
         self._written: dict[Path, Path] = {}
 
-    def write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
-        """Write what a checkpoint is, trained by a module that was called with this example."""
+    def write(self, checkpoint: Path, target: Path, module: Any, example: Any, **known: Any) -> None:
+        """Write what a checkpoint is, trained by a module that was called with this example.
+
+        Options that are `known` of the training loop count where the user has not given them.
+        """
         try:
-            self._write(checkpoint, target, module, example)
+            self._write(checkpoint, target, module, example, known)
         except Exception as error:  # of any kind: hours of training are worth more than this file
             if self._strict:
                 raise
             warn(f"`{target}` was not written: {first_line(error)}")
 
-    def _write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
+    def _write(self, checkpoint: Path, target: Path, module: Any, example: Any, known: dict[str, Any]) -> None:
         opened = open_checkpoint(checkpoint)
         if self._captured is None:
-            self._captured = capture_model(opened, module, example, self._options.get("loss"))
-        apply_plan(plan(opened, None, captured=self._captured, **self._options)).save(target)
+            self._captured = capture_model(opened, module, example, self._said.loss)
+        if self._said.schedule is not None:
+            known.pop("updates_per_epoch", None)
+        said = dataclasses.replace(self._said, **{k: v for k, v in known.items() if getattr(self._said, k) is None})
+        apply_plan(plan(opened, None, said, captured=self._captured)).save(target)
         self._written[target] = checkpoint
 
     def clear(self) -> None:

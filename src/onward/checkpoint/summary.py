@@ -30,7 +30,10 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("loss scale", settings(checkpoint.scaler)),
         ("averages", _amount(checkpoint.averages.values())),
         ("clipping", settings(checkpoint.clip or {})),
-        ("accumulation", f"{checkpoint.accumulate} batches for each update" if (checkpoint.accumulate or 1) > 1 else ""),
+        (
+            "accumulation",
+            f"{checkpoint.accumulate} batches for each update" if (checkpoint.accumulate or 1) > 1 else "",
+        ),
         ("layout", settings(checkpoint.layout)),
         ("arguments", settings(checkpoint.arguments)),
         ("other files", list_names(checkpoint.files, _MOST_NAMES)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,20 @@ def _lightning() -> Any:
 _Base: Any = object if TYPE_CHECKING else _lightning().Callback
 
 
+def _loop_of(trainer: Any) -> dict[str, Any]:
+    """Return what a trainer does and no checkpoint of it holds, as options of `from_checkpoint`."""
+    accumulate = trainer.accumulate_grad_batches
+    known: dict[str, Any] = {"accumulate": accumulate}
+    if trainer.gradient_clip_val:
+        kind = trainer.gradient_clip_algorithm
+        known["clip"] = {str(getattr(kind, "value", kind) or "norm"): float(trainer.gradient_clip_val)}
+    schedulers, batches = trainer.lr_scheduler_configs, trainer.num_training_batches
+    if len(schedulers) == 1 and math.isfinite(batches):
+        often = 1 if schedulers[0].interval == "step" else math.ceil(batches / accumulate)
+        known["updates_per_epoch"] = often * schedulers[0].frequency
+    return known
+
+
 class LightningCallback(_Base):  # type: ignore[misc]
     """Writes `epoch=1-step=500.onnx` beside each checkpoint of Lightning.
 
@@ -32,7 +47,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
 
     - `loss`: of the forward pass, as `prepare` takes it; without it, the loss that `training_step` computes
     - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `optimizer`, `schedule`, `names`
+    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `optimizer`, `schedule`, `freeze` ...
     """
 
     def __init__(self, *, loss: Any = None, strict: bool = False, **options: Any):
@@ -49,7 +64,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
             if trainer.is_global_zero:
                 path = Path(filepath)
                 self._beside.clear()
-                self._beside.write(path, path.with_suffix(".onnx"), pl_module, self._example)
+                self._beside.write(path, path.with_suffix(".onnx"), pl_module, self._example, **_loop_of(trainer))
 
         trainer.save_checkpoint = save_both
         if self._has_loss:

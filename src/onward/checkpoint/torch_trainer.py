@@ -21,7 +21,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 
     - `name`: of the file
     - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `names`
+    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `freeze` ...
     """
 
     def __init__(self, name: str = "training.onnx", *, strict: bool = False, **options: Any):

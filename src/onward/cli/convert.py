@@ -229,7 +229,8 @@ def _import(
 
     place = target(source, output, "training", data=data, force=force or dry_run)
     with working(f"reading {source}"):
-        planned = plan(source, like, **given)
+        others = {name: given.pop(name) for name in ("module", "example_inputs")}
+        planned = plan(source, like, UntoldOptions(**given), **others)
         made = apply_plan(planned)
     if dry_run and as_json:
         print_json(preview.to_json(planned))

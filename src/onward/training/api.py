@@ -35,6 +35,10 @@ from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
+_OF_CHECKPOINTS = ("names", "step", "updates_per_epoch")
+"""Options of a run that have a meaning for checkpoints only."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainArguments(TrainOptions):
     """What `train` takes."""
@@ -173,8 +177,10 @@ def resume(
 def _load_model(wanted: Config) -> tuple[Model, list[str]]:
     """The model, or the training model that goes on from a checkpoint of it, and what is to be known about that."""
     if wanted.checkpoint is None:
-        if useless := [name for name in ("names", "step", "updates_per_epoch") if getattr(wanted, name) is not None]:
-            raise RecipeError(f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`")
+        if useless := [name for name in _OF_CHECKPOINTS if getattr(wanted, name) is not None]:
+            raise RecipeError(
+                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`"
+            )
         return load(wanted.model), []
     untold = {field.name for field in dataclasses.fields(UntoldOptions)}
     useless = [name for name in wanted.recipe if name not in untold] + ["reset"] * wanted.reset
@@ -184,8 +190,8 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
         )
     from onward.checkpoint.importing import apply_plan, plan
 
-    counts = {name: getattr(wanted, name) for name in ("names", "step", "updates_per_epoch")}
-    planned = plan(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)
+    counts = {name: getattr(wanted, name) for name in _OF_CHECKPOINTS}
+    planned = plan(wanted.checkpoint, wanted.model, UntoldOptions(**counts, **wanted.recipe))
     return apply_plan(planned), list(planned.notes)
 
 

@@ -178,11 +178,12 @@ def _checkpoint(
 
 def _batches_for_update(arguments: Mapping[str, Any]) -> int | None:
     """Return the micro-batches of each process in an update, where the arguments have all three sizes."""
-    sizes = [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
+    sizes: list[Any] = [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
     if arguments.get("rampup_batch_size") or not all(type(size) is int and size > 0 for size in sizes):
         return None
-    whole, micro, processes = map(int, sizes)
-    return None if whole % (micro * processes) else whole // (micro * processes)
+    whole, micro, processes = sizes
+    count, rest = divmod(whole, micro * processes)
+    return None if rest else int(count)
 
 
 def _inner_states(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:

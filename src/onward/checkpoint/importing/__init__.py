@@ -30,7 +30,7 @@ from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
-from onward.recipe.spec import parse
+from onward.recipe.spec import Spec, parse
 from onward.transform.training import without_steps
 
 
@@ -78,46 +78,39 @@ def from_checkpoint(
       the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
     - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
     """
-    return apply_plan(plan(path, like, **given))
+    others = {name: given.pop(name) for name in ("module", "example_inputs") if name in given}
+    return apply_plan(plan(path, like, UntoldOptions(**given), **others))
 
 
 def plan(
     path: str | os.PathLike[str] | Checkpoint,
     like: Model | str | os.PathLike[str] | None,
+    said: UntoldOptions,
     *,
     module: Any = None,
     example_inputs: Any = None,
     captured: Captured | None = None,
-    **said: Any,
 ) -> Plan:
-    """Return what an import would do, without doing it.
-
-    Args:
-        captured: what the checkpoint computes, where that is known.
-        said: the options of `UntoldOptions`.
-    """
+    """Return what an import would do, without doing it. `captured` is what the checkpoint computes, if known."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     if like is not None and module is not None:
         raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
-    names, loss = said.get("names"), said.get("loss")
-    if captured is None:
-        captured = (
-            capture_model(checkpoint, module, example_inputs, loss) if like is None else Captured(load(like), None)
-        )
+    if captured is None and like is not None:
+        captured = Captured(load(like), None)
+    elif captured is None:
+        captured = capture_model(checkpoint, module, example_inputs, said.loss)
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
-    matched = match(
-        checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied, captured.stored
-    )
-    listed_names = None if isinstance(names, Mapping) else names
+    known = said.names if isinstance(said.names, Mapping) else None
+    matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
+    listed_names = None if isinstance(said.names, Mapping) else said.names
     checkpoint, notes = with_optimizer_names(checkpoint, matched, model, listed_names, captured.orders)
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
-    optimizer = said.get("optimizer")
-    groups = run_groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
+    groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
-    loss = _loss(checkpoint, base, captured.loss if loss is None else loss)
+    loss = _loss(checkpoint, base, captured.loss if said.loss is None else said.loss)
     groups, frozen = trained_groups(checkpoint, matched, groups, given, loss, said)
     if checkpoint.waiting:
         raise UnsupportedError(
@@ -125,9 +118,9 @@ def plan(
             hint="save it after an update, which makes use of them",
         )
     recipe, clip, remarks = settled_options(checkpoint, base, groups, said)
-    counted = updates_made(checkpoint, matched, groups, said.get("step"))
+    counted = updates_made(checkpoint, matched, groups, said.step)
     scheduled = schedule_by_updates(checkpoint, matched, groups, base, counted, said)
-    groups, step = scheduled.groups, scheduled.step
+    groups, step = list(scheduled.groups), scheduled.step
     weights, slots, has_masters = weights_and_slots(checkpoint, matched, model, groups)
     if has_masters is not None:
         recipe["master_weights"] = has_masters
@@ -143,7 +136,7 @@ def plan(
         step=step,
         schedule=scheduled.words,
         clip=clip,
-        statistics="sample" if _counts_as_pytorch(groups) else base.statistics if base else "population",
+        statistics="sample" if _is_of_pytorch(checkpoint, groups) else base.statistics if base else "population",
         recipe=recipe,
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
@@ -210,5 +203,8 @@ def _computes_in_float16(model: Model, groups: Sequence[RunGroup]) -> bool:
     return any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
 
 
-def _counts_as_pytorch(groups: Sequence[RunGroup]) -> bool:
-    return all(group.spec.options.get("variant") == "torch" for group in groups)
+def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> bool:
+    """True if BatchNormalization keeps the variance of samples, whatever the training model `like` keeps."""
+    specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
+    variants = {spec.options.get("variant") for spec in specs}  # Lion of PyTorch users is that of optax
+    return all(each.variant == "torch" for each in checkpoint.optimizers) and variants <= {"torch", "optax"}

@@ -15,6 +15,7 @@ from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, disassemble
 from onward.errors import ArgumentError, UnsupportedError, list_names
 from onward.model import Model
+from onward.options import UntoldOptions
 from onward.recipe import prepare
 from onward.recipe.update import parse_clip
 from onward.transform.training import without_steps
@@ -26,7 +27,7 @@ def trained_groups(
     groups: Sequence[RunGroup],
     given: Model,
     loss: Any,
-    said: Mapping[str, Any],
+    said: UntoldOptions,
 ) -> tuple[list[RunGroup], list[str]]:
     """Return the groups without parameters that are frozen, and notes on these.
 
@@ -41,11 +42,10 @@ def trained_groups(
         return [each for each in kept if each.parameters]
 
     recipe = (given.step().fact("train.recipe") or {}) if given.steps else {}
-    is_said = not all(said.get(name) is None for name in ("freeze", "trainable"))
-    if is_said:
+    if said.freeze is not None or said.trainable is not None:
         own = [name for each in groups for name in each.parameters]
-        trainable = said["trainable"] if said.get("trainable") is not None else [glob.escape(name) for name in own]
-        chosen = prepare(without_steps(given), loss=loss, trainable=trainable, freeze=said.get("freeze") or ())
+        trainable = said.trainable if said.trainable is not None else [glob.escape(name) for name in own]
+        chosen = prepare(without_steps(given), loss=loss, trainable=trainable, freeze=said.freeze or ())
         names = {*disassemble(chosen).parameters}
         if others := sorted(names - {*own}):
             raise UnsupportedError(
@@ -62,7 +62,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: Snapshot | None, groups: Sequence[RunGroup], said: Mapping[str, Any]
+    checkpoint: Checkpoint, base: Snapshot | None, groups: Sequence[RunGroup], said: UntoldOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 
@@ -72,12 +72,12 @@ def settled_options(
     recipe = dict(base.recipe) if base else {}
     unknown: dict[str, str] = {}
 
-    clip = _settle("clip", _clip(said.get("clip"), checkpoint), base.clip if base else None, checkpoint.clip)
+    clip = _settle("clip", _clip(said.clip, checkpoint), base.clip if base else None, checkpoint.clip)
     if clip is None:
         unknown["--clip"] = "gradient clipping"
 
     own = recipe.pop("accumulate", None)
-    accumulate = _settle("accumulate", said.get("accumulate"), own, checkpoint.accumulate or None)
+    accumulate = _settle("accumulate", said.accumulate, own, checkpoint.accumulate or None)
     if checkpoint.accumulate == 0 and accumulate in (None, 1):
         raise UnsupportedError(
             f"`{checkpoint.path}` accumulates gradients, and does not tell of how many batches",
@@ -88,10 +88,10 @@ def settled_options(
     elif accumulate > 1:
         recipe["accumulate"] = accumulate
 
-    decay = _settle("ema", said.get("ema"), recipe.pop("ema", None), checkpoint.average_decay)
+    decay = _settle("ema", said.ema, recipe.pop("ema", None), checkpoint.average_decay)
     if decay is not None:
         recipe["ema"] = decay
-    scale = said.get("loss_scale", recipe.get("loss_scale"))
+    scale = recipe.get("loss_scale") if said.loss_scale is None else said.loss_scale
     if scale is not None:
         stored = scaling_of(checkpoint.scaler)
         if stored is not None and not _same_scale(scale, stored.words):
@@ -100,15 +100,19 @@ def settled_options(
 
     notes = []
     if unknown:
-        notes.append(f"not in the checkpoint, and taken as none: {', '.join(unknown.values())} (`{'`, `'.join(unknown)}`)")
+        notes.append(
+            f"not in the checkpoint, and taken as none: {', '.join(unknown.values())} (`{'`, `'.join(unknown)}`)"
+        )
     if checkpoint.averages and decay is None:
         notes.append("its averages do not go on, as their decay is not known (`--ema`)")
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
-    if base and tells_optimizers(checkpoint) and "optimizer" not in said:
+    if base and tells_optimizers(checkpoint) and said.optimizer is None:
         names, others = ({each.optimizer.name for each in side} for side in (groups, base.groups))
         if names != others:
-            notes.append(f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model")
+            notes.append(
+                f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
+            )
     return recipe, clip or None, notes
 
 

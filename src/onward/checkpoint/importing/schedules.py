@@ -15,6 +15,7 @@ from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
+from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
 
 
@@ -37,7 +38,7 @@ def schedule_by_updates(
     groups: Sequence[RunGroup],
     base: Snapshot | None,
     step: int | None,
-    said: Mapping[str, Any],
+    said: UntoldOptions,
 ) -> Scheduled:
     """Return the schedule of the user, of the checkpoint or of the model `base`, in this order, by updates.
 
@@ -51,11 +52,11 @@ def schedule_by_updates(
         UnsupportedError: the rates contradict the schedule, or its position in updates is not known.
     """
     rates = [_rate_of(checkpoint, matched, group) for group in groups]
-    says_rate = said.get("optimizer") is not None and "lr" in parse(said["optimizer"]).options
+    says_rate = said.optimizer is not None and "lr" in parse(said.optimizer).options
     stored = next((each for each in checkpoint.schedules if each.words != ()), None)
-    every = said.get("updates_per_epoch")
-    if said.get("schedule") is not None:
-        given = said["schedule"]
+    every = said.updates_per_epoch
+    if said.schedule is not None:
+        given = said.schedule
         listed = [given] if isinstance(given, str | Mapping | Spec) else list(given)
         words, origin = [parse(each) for each in listed], "given"
     elif stored is not None and stored.words is not None:
@@ -63,7 +64,9 @@ def schedule_by_updates(
     elif base and base.schedule:
         words, origin = list(base.schedule), "that of the model"
         if not says_rate:
-            groups = [_with_rate(group, _first_rate(base, group, rate)) for group, rate in zip(groups, rates, strict=True)]
+            groups = [
+                _with_rate(group, _first_rate(base, group, rate)) for group, rate in zip(groups, rates, strict=True)
+            ]
     elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not tell the shape of its schedule",
@@ -209,6 +212,6 @@ def _check_rates(
         if not any(math.isclose(each, rate.now, rel_tol=1e-5, abs_tol=1e-6 * group.lr) for each in expected):
             raise UnsupportedError(
                 f"the learning rate is {rate.now:g}, and {expected[0]:g} by its schedule after {step} updates",
-                hint=f"say the schedule that the run had, as `--schedule cosine:steps=1000` (`schedule=...`); if its first "
-                f"rate was not {group.lr:g}, also `--optimizer adamw:lr=...`",
+                hint="say the schedule that the run had, as `--schedule cosine:steps=1000` (`schedule=...`); if its "
+                f"first rate was not {group.lr:g}, also `--optimizer adamw:lr=...`",
             )

@@ -138,7 +138,9 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
         known["schedules"] = (_schedule(meaning.states, flat, step),)
         known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
-        known["accumulate"] = 0 if meaning.states.waiting else None  # `MultiSteps` does not store its `every_k_schedule`
+        known["accumulate"] = (
+            0 if meaning.states.waiting else None
+        )  # `MultiSteps` does not store its `every_k_schedule`
         known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
     return Checkpoint(path, format, title, tensors, **known)
 
