@@ -372,6 +372,46 @@ def test_steps_between(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.slow
+def test_what_states_of_optax_do_not_hold(tmp_path: Path) -> None:
+    """Clipping leaves no trace, and accumulation one without its number; said, they go on the same."""
+    import optax
+
+    rate = optax.cosine_decay_schedule(3e-2, 40)
+    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(rate))
+    training = Training(optax.MultiSteps(inner, 2).gradient_transformation())
+    like = Training(optax.adamw(rate)).model()
+    training.run(4)
+    path, expected = save(training.state, tmp_path / "state", "flax"), training.run(6)
+    assert "gradient clipping" in onward.open_checkpoint(path).missing
+    with pytest.raises(onward.Error, match="does not tell of how many batches") as caught:
+        onward.from_checkpoint(path, like, clip=0.1)
+    assert "--accumulate" in str(caught.value.hint)
+    model = onward.from_checkpoint(path, like, clip=0.1, accumulate=2)
+    batch = {name: np.asarray(array) for name, array in training.batch.items()}
+    with onward.engines.start(model) as engine:
+        losses = [float(engine.step(batch)[engine.loss]) for _ in range(6)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rates_that_optax_injects(tmp_path: Path) -> None:
+    """What `inject_hyperparams` keeps is the rate of the last update, which a schedule must have given."""
+    import optax
+
+    rate = optax.exponential_decay(3e-2, 1, 0.9)
+    training = Training(optax.inject_hyperparams(optax.adam)(rate))
+    training.run(4)
+    path, expected = save(training.state, tmp_path / "state", "flax"), training.run(4)
+    like = Training(optax.adam(rate)).model()
+    with pytest.raises(onward.Error, match="by its schedule after 4 updates"):
+        onward.from_checkpoint(path, like, schedule="exponential:gamma=0.8")
+    batch = {name: np.asarray(array) for name, array in training.batch.items()}
+    with onward.engines.start(onward.from_checkpoint(path, like)) as engine:
+        losses = [float(engine.step(batch)[engine.loss]) for _ in range(4)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
 @needs("keras", "tensorflow")
 def test_a_run_of_keras_goes_on_in_optax(tmp_path: Path) -> None:
     """Epsilon, which optax adds elsewhere, makes a difference of 1e-6 in five steps; a matching one, less."""

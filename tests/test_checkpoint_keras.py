@@ -151,6 +151,50 @@ def test_keras_goes_on_from_what_we_write(build: str, optimizer: str, tmp_path: 
     assert [float(again.train_on_batch(x, y)) for x, y in batches[3:]] == expected
 
 
+@pytest.mark.slow
+@needs("keras", "tensorflow")
+@pytest.mark.parametrize("format", ["keras", "tensorflow"])
+def test_rates_that_a_callback_sets(format: str, tmp_path: Path) -> None:
+    """A schedule that is said must give the rate that is stored; clipping is said where that is not stored."""
+    import keras
+    import tensorflow as tf
+
+    batches = _batches(12)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.05, global_clipnorm=0.1)
+    model.compile(optimizer, "mse", run_eagerly=True)
+
+    def losses(first: int, last: int) -> list[float]:
+        found = []
+        for at in range(first, last):
+            optimizer.learning_rate = 0.05 * 0.5 ** (at // 4)
+            found.append(float(model.train_on_batch(*batches[at])))
+        return found
+
+    losses(0, 6)
+    if format == "keras":
+        path = tmp_path / "model.keras"
+        model.save(path)
+    else:
+        path = tmp_path / "saved"
+        tf.train.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=optimizer), str(path), 1).save()
+    like = onward.transform.strip(onward.from_keras(model, probe=False))
+    said: dict[str, Any] = {"loss": "mse", "optimizer": "adam:lr=0.05,variant=keras"}
+    said |= {} if format == "keras" else {"clip": "norm:0.1"}
+    expected = losses(6, 12)
+    with pytest.raises(onward.Error, match="by its schedule after 6 updates"):
+        onward.from_checkpoint(path, like, schedule="exponential:gamma=0.5,every=7", **said)
+    if format == "keras":
+        with pytest.raises(onward.Error, match="`clip` is norm:1, and norm:0"):
+            onward.from_checkpoint(path, like, clip=1.0, **said)
+    run = onward.from_checkpoint(path, like, schedule="exponential:gamma=0.5,every=4", **said)
+    names = [value.name or "" for value in (*run.inputs, *run.step().algorithm.inputs)]
+    with start(run) as engine:
+        found = [float(engine.step(dict(zip(names, batches[at], strict=True)))[engine.loss]) for at in range(6, 12)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @needs("keras", "tensorflow")
 @pytest.mark.parametrize(("format", "optimizer"), [("keras", "nadam"), ("tensorflow", "adamw")])
 def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 import onward
 from checkpoint_runs import close, data, exported, net, steps_of_onward
-from conftest import needs
 from onward.checkpoint.importing.recipes import settled_options
 from onward.options import UntoldOptions
 
@@ -211,6 +210,29 @@ def test_a_model_says_it_too(name: str, like: onward.Model, tmp_path: Path) -> N
     np.testing.assert_allclose(later.array("1.running_var"), variance, rtol=1e-5)
 
 
+def test_a_schedule_of_the_model(like: onward.Model, tmp_path: Path) -> None:
+    """Where the scheduler was not saved, the schedule of `like` counts, if it gives the stored rate."""
+    run = Run(LOOPS["a rate without its scheduler"])
+    run.losses(BEFORE)
+    path, expected = _save_torch(run, tmp_path), run.losses(AFTER)
+    halving = "step:size=1,gamma=0.5,every=3"
+    for optimizer in ("adamw:lr=0.02", "sgd:lr=1"):  # the class, its numbers and the first rate are stored
+        prepared = onward.prepare(like, loss="cross_entropy", optimizer=optimizer, schedule=halving)
+        close(steps_of_onward(onward.from_checkpoint(path, prepared), AFTER)[0], expected)
+    prepared = onward.prepare(like, loss="cross_entropy", schedule="cosine:steps=50")
+    with pytest.raises(onward.Error, match="by its schedule after 6 updates"):
+        onward.from_checkpoint(path, prepared)
+
+
+def test_steps_of_a_scheduler_are_no_updates(tmp_path: Path) -> None:
+    """A format that counts updates itself gets none from a file that does not."""
+    run = Run(LOOPS["updates, not counted"])
+    run.losses(BEFORE)
+    with pytest.warns(UserWarning, match="does not count its updates"):
+        onward.to_checkpoint(_save_torch(run, tmp_path), tmp_path / "x.ckpt", format="lightning")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=False)["global_step"] == 0
+
+
 def test_what_contradicts_a_checkpoint_is_refused(like: onward.Model, tmp_path: Path) -> None:
     run = Run(LOOPS["epochs"])
     run.losses(BEFORE)
@@ -226,11 +248,6 @@ def test_what_contradicts_a_checkpoint_is_refused(like: onward.Model, tmp_path: 
         with pytest.raises(onward.Error, match=words) as caught:
             onward.from_checkpoint(path, like, loss="cross_entropy", **said)
         assert caught.value.hint
-    prepared = onward.prepare(like, loss="cross_entropy", optimizer="adamw:lr=0.02", schedule="cosine:steps=50")
-    run = Run(LOOPS["a rate without its scheduler"])
-    run.losses(BEFORE)
-    with pytest.raises(onward.Error, match="by its schedule after 6 updates"):
-        onward.from_checkpoint(_save_torch(run, tmp_path), prepared)
 
 
 def test_the_learning_rate_of_each_group(like: onward.Model, tmp_path: Path) -> None:
@@ -305,22 +322,9 @@ def test_a_checkpoint_that_tells_must_agree(given: dict[str, Any]) -> None:
     assert "leave" in str(caught.value.hint)
 
 
-@needs("flax", "optax")
-@pytest.mark.slow
-def test_optax_accumulates_and_clips(tmp_path: Path) -> None:
-    """Neither `every_k_schedule` nor clipping is stored; `MultiSteps` leaves a trace, and must be said."""
-    import optax
-    from flax import serialization
-
-    from test_checkpoint_jax import Training
-
-    tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05)), 2).gradient_transformation()
-    training = Training(tx, 4)
-    path = tmp_path / "state.msgpack"
-    path.write_bytes(serialization.to_bytes(training.state))
-    plain = Training(optax.adam(0.05)).model()
-    with pytest.raises(onward.Error, match="does not tell of how many batches"):
-        onward.from_checkpoint(path, plain)
-    said = onward.from_checkpoint(path, plain, accumulate=2, clip=0.1)
-    like = onward.from_checkpoint(path, Training(tx).model())
-    assert onward.diff(said, like).equal
+def test_a_scale_of_the_loss_must_agree() -> None:
+    checkpoint = onward.open_checkpoint(RECORDED.parent / "plain.pt")  # with the state of a GradScaler
+    found, _, _ = settled_options(checkpoint, None, [], UntoldOptions(loss_scale="dynamic"))
+    assert found == {"loss_scale": "dynamic"}
+    with pytest.raises(onward.Error, match=r"`loss_scale` is 128\.0, and dynamic:"):
+        settled_options(checkpoint, None, [], UntoldOptions(loss_scale=128.0))

@@ -24,7 +24,7 @@ from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopt
-from onward.errors import UnknownNameError, advising, near
+from onward.errors import UnknownNameError, advising, near, warn
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -50,6 +50,8 @@ def to_checkpoint(
     checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
+    if checkpoint.step is None and any(each.position for each in checkpoint.schedules) and format in _WITH_STEP:
+        warn(f"`{checkpoint.path}` does not count its updates, and `{format}` gets step 0")
     target = Path(path)
     assert chosen.write is not None
     announce(_size(checkpoint, chosen))
@@ -57,6 +59,10 @@ def to_checkpoint(
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
         chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
     return target
+
+
+_WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tensorflow")
+"""Formats that continue from a counter of updates of their own."""
 
 
 def _size(checkpoint: Checkpoint, format: Format) -> int:
