@@ -157,7 +157,7 @@ class Checkpoint:
             "shape of the schedule": any(schedule.words is None for schedule in self.schedules),
             "progress": self.step is None,
             "updates for each step of the schedule": any(
-                schedule.words and schedule.every is None and schedule.position != self.step
+                schedule.words and schedule.every is None and (not self.step or schedule.position != self.step)
                 for schedule in self.schedules
             ),
             "state of random numbers": not self.randomness,

@@ -111,7 +111,7 @@ def plan(
     groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
     loss = _loss(checkpoint, base, captured.loss if said.loss is None else said.loss)
-    groups, frozen = trained_groups(checkpoint, matched, groups, given, loss, said)
+    groups, frozen = trained_groups(checkpoint, matched, groups, given, base, loss, said)
     if checkpoint.waiting:
         raise UnsupportedError(
             f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",

@@ -12,8 +12,9 @@ from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
 from onward.checkpoint.matching import Match
 from onward.checkpoint.scales import scaling_of
 from onward.convert.snapshot import Group as RunGroup
-from onward.convert.snapshot import Snapshot, disassemble
+from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError, list_names
+from onward.inspect import describe
 from onward.model import Model
 from onward.options import UntoldOptions
 from onward.recipe import prepare
@@ -26,12 +27,14 @@ def trained_groups(
     matched: Match,
     groups: Sequence[RunGroup],
     given: Model,
+    base: Snapshot | None,
     loss: Any,
     said: UntoldOptions,
 ) -> tuple[list[RunGroup], list[str]]:
     """Return the groups without parameters that are frozen, and notes on these.
 
-    Frozen are those that the user says, or a recipe of the model `given`; and those that never had an update.
+    Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
+    never had an update.
     """
     notes: list[str] = []
 
@@ -41,20 +44,20 @@ def trained_groups(
             notes.append(f"not trained, {why}: {list_names(frozen, 6)}")
         return [each for each in kept if each.parameters]
 
-    recipe = (given.step().fact("train.recipe") or {}) if given.steps else {}
+    recipe = (given.step().fact("train.recipe") or {}) if base else {}
     if said.freeze is not None or said.trainable is not None:
         own = [name for each in groups for name in each.parameters]
         trainable = said.trainable if said.trainable is not None else [glob.escape(name) for name in own]
         chosen = prepare(without_steps(given), loss=loss, trainable=trainable, freeze=said.freeze or ())
-        names = {*disassemble(chosen).parameters}
+        names = {name for group in describe(chosen).steps[0].groups for name in group.parameters}
         if others := sorted(names - {*own}):
             raise UnsupportedError(
                 f"the checkpoint's optimizer does not train {list_names(others, 3)}",
                 hint="leave them out of `trainable`; a new run with `onward.prepare` can train them",
             )
         groups = keep(groups, names, "as you said")
-    elif recipe.get("freeze") or recipe.get("trainable"):
-        groups = keep(groups, {*disassemble(given).parameters}, "as in the model that was given")
+    elif base and (recipe.get("freeze") or recipe.get("trainable")):
+        groups = keep(groups, {*base.parameters}, "as in the model that was given")
     groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them")
     if not groups:
         raise UnsupportedError("no parameter is left to train", hint="freeze less: `--freeze`, `--trainable`")
