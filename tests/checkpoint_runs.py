@@ -25,6 +25,29 @@ def net() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
 
 
+def lightning_module(configured: Callable[[Any], Any]) -> Any:
+    """A LightningModule around `net` that remembers its losses; `configured` makes optimizers of its parameters."""
+    import pytorch_lightning
+    import torch
+
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, width: int = 8):
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = net()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return configured(self.parameters())
+
+    return Module()
+
+
 def steps(module: Any, optimizer: Any, scheduler: Any, span: range) -> list[float]:
     """The losses of some batches, with which a module is trained."""
     import torch

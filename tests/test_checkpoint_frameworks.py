@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import onward
-from checkpoint_runs import close, data, exported, net, same_tree, steps, steps_of_onward
+from checkpoint_runs import close, data, exported, lightning_module, net, same_tree, steps, steps_of_onward
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -102,26 +102,12 @@ def test_accelerate(like: onward.Model, tmp_path: Path) -> None:
 
 
 def _lightning() -> Any:
-    lightning = pytest.importorskip("pytorch_lightning")
+    def configured(parameters: Any) -> Any:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self, width: int = 8):
-            super().__init__()
-            self.save_hyperparameters()
-            self.model = net()
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    return lightning, Module()
+    return pytest.importorskip("pytorch_lightning"), lightning_module(configured)
 
 
 def _fit(span: tuple[int, int], path: Path | None = None, save: Path | None = None) -> list[float]:

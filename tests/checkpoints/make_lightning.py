@@ -21,7 +21,7 @@ import pytorch_lightning as lightning  # noqa: E402
 import torch  # noqa: E402
 from pytorch_lightning.callbacks import ModelCheckpoint  # noqa: E402
 
-from checkpoint_runs import data, net  # noqa: E402
+from checkpoint_runs import data, lightning_module  # noqa: E402
 
 FOLDER = HERE / "lightning_loops"
 PER_EPOCH, AFTER, MORE = 4, 6, 6
@@ -37,23 +37,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, optimizer: str, interval: str, frequency: int = 1):
-        super().__init__()
-        self.model = net()
-        self.kind, self.interval, self.frequency = optimizer, interval, frequency
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": lambda p: torch.optim.AdamW(p, lr=0.02)}
-        optimizer = kinds[self.kind](self.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "frequency": self.frequency}]
+def configured(parameters: Any, optimizer: str, interval: str, frequency: int = 1) -> Any:
+    kinds = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.02),
+    }
+    made = kinds[optimizer]()
+    scheduler = torch.optim.lr_scheduler.StepLR(made, 1, 0.7)
+    return [made], [{"scheduler": scheduler, "interval": interval, "frequency": frequency}]
 
 
 def record(name: str, options: dict[str, Any]) -> list[float]:
@@ -61,7 +52,7 @@ def record(name: str, options: dict[str, Any]) -> list[float]:
     options = dict(options)
     after = options.pop("after", AFTER)
     settings = {key: options.pop(key) for key in ("accumulate_grad_batches", "gradient_clip_val") if key in options}
-    module = Module(**options)
+    module = lightning_module(lambda parameters: configured(parameters, **options))
     inputs, labels = (torch.from_numpy(array) for array in data())
 
     class Batches(torch.utils.data.Dataset):
