@@ -149,6 +149,21 @@ def tensorflow_module(model: Model, batches: Sequence[Arrays]) -> list[float]:
     return [float(module.train_step(**batch)["loss"]) for batch in batches]
 
 
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def through_checkpoint(format: str) -> Target:
+    """Two steps, a checkpoint, and further steps of what is made of it: the recipe is that of the model, as `like`."""
+
+    def run(model: Model, batches: Sequence[Arrays]) -> list[float]:
+        with start(model, threads=1) as engine, tempfile.TemporaryDirectory() as folder:
+            losses = [float(engine.step(batch)[engine.loss]) for batch in batches[:2]]
+            path = onward.to_checkpoint(engine.updated(), Path(folder) / "run", format=format)
+            return losses + on_engine("onnxruntime", threads=1)(onward.from_checkpoint(path, model), batches[2:])
+
+    return run
+
+
 TARGETS: dict[str, tuple[str, Target]] = {
     "lowered": ("onnxruntime", lowered_step),
     "numpy engine": ("numpy", on_engine("numpy")),
@@ -162,5 +177,7 @@ TARGETS: dict[str, tuple[str, Target]] = {
     "jax functions": ("jax", jax_functions),
     "jax program": ("jax", jax_program),
     "tensorflow module": ("tensorflow", tensorflow_module),
+    "checkpoint of torch": ("torch", through_checkpoint("torch")),
+    "checkpoint of orbax": ("tensorstore", through_checkpoint("orbax")),
 }
 """With the framework that each needs."""

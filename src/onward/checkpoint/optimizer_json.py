@@ -18,6 +18,7 @@ def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "groups": [{"optimizer": str(group.optimizer), "parameters": [*group.parameters]} for group in groups],
         "schedules": [None if each.words is None else [*map(str, each.words)] for each in checkpoint.schedules],
+        "every": [each.every for each in checkpoint.schedules],
         "clip": checkpoint.clip and dict(checkpoint.clip),
         "accumulate": checkpoint.accumulate,
     }
@@ -29,18 +30,24 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
         return checkpoint
     (optimizer,) = checkpoint.optimizers
     with blame_file(f"what `{checkpoint.path}` says of its optimizer cannot be read", *SENSELESS):
-        specs = {name: parse(str(group["optimizer"])) for group in words["groups"] for name in group["parameters"]}
+        said = [(parse(str(group["optimizer"])), tuple(map(str, group["parameters"]))) for group in words["groups"]]
         schedules = [None if each is None else tuple(parse(str(spec)) for spec in each) for each in words["schedules"]]
+        units = [None if each is None else int(each) for each in words.get("every") or [None] * len(schedules)]
         clip = words["clip"] and dict(words["clip"])
         accumulate = None if words.get("accumulate") is None else int(words["accumulate"])
-    if any(name not in specs for group in optimizer.groups for name in group.parameters):
+    stored = {name: group for group in optimizer.groups for name in group.parameters}
+    if {*stored} != {name for _, names in said for name in names}:
         return checkpoint
-    groups = tuple(dataclasses.replace(group, optimizer=specs[group.parameters[0]]) for group in optimizer.groups)
+    # What optax stores does not tell apart groups that keep nothing, such as several of SGD.
+    groups = tuple(
+        dataclasses.replace(stored[names[0]], parameters=names, optimizer=spec) for spec, names in said if names
+    )
     families = dict.fromkeys(group.optimizer.name for group in groups if group.optimizer)
-    found = [
-        dataclasses.replace(each, words=told)
-        for each, told in zip(checkpoint.schedules, schedules or [()], strict=False)
-    ]
+    found = []
+    for each, told, every in zip(checkpoint.schedules, schedules or [()], units or [None], strict=False):
+        is_by_epoch = every is not None and every > 1 and checkpoint.step is not None  # optax counts updates
+        position = checkpoint.step // every if is_by_epoch else each.position
+        found.append(dataclasses.replace(each, words=told, every=every or each.every, position=position))
     return dataclasses.replace(
         checkpoint,
         optimizers=(dataclasses.replace(optimizer, groups=groups, families=tuple(families)),),

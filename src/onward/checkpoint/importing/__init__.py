@@ -106,7 +106,7 @@ def plan(
     known = said.names if isinstance(said.names, Mapping) else None
     matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
     listed_names = None if isinstance(said.names, Mapping) else said.names
-    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, listed_names, captured.orders)
+    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, listed_names, captured.orders)
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
     groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)

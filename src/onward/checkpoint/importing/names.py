@@ -16,9 +16,14 @@ from onward.model import Model
 
 
 def with_optimizer_names(
-    checkpoint: Checkpoint, matched: Match, model: Model, given: Sequence[str] | None, known: Mapping[str, Order]
+    checkpoint: Checkpoint,
+    matched: Match,
+    model: Model,
+    base: Snapshot | None,
+    given: Sequence[str] | None,
+    known: Mapping[str, Order],
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint with names for what its optimizers keep, and how these were found."""
+    """Return the checkpoint with names for what its optimizers keep, and notes on how these were found."""
     if all(optimizer.has_names for optimizer in checkpoint.optimizers):
         return checkpoint, []
     graph = list(model.graph.initializers)
@@ -29,6 +34,9 @@ def with_optimizer_names(
     orders: dict[str, Order] = {"the list that was given": [list(given)]} if given is not None else {}
     if given is None:
         orders = {origin: [[theirs.get(n, n) for n in part] for part in order] for origin, order in known.items()}
+    if given is None and base:
+        ordered = [sorted((n for n in each.parameters if n in theirs), key=place.__getitem__) for each in base.groups]
+        orders["the groups of the training model"] = [[theirs[name] for name in part] for part in ordered]
     if given is None and checkpoint.keeps_order:
         orders["the order of the state of the module"] = [stored]
     if given is None:

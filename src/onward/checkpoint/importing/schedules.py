@@ -85,6 +85,8 @@ def schedule_by_updates(
         )
     if not origin:
         assert stored is not None
+        if stored.every is None and every is None:
+            every = _every_of(base)
         step, every = _updates(checkpoint, stored, step, every)
         words = [_by_updates(spec, every) for spec in words]
     if step is None:
@@ -139,6 +141,12 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
         hint=f"say how many updates an epoch has, {fitting}: `--updates-per-epoch {least}` "
         f"(`updates_per_epoch={least}`)",
     )
+
+
+def _every_of(base: Snapshot | None) -> int | None:
+    """Return the updates for each step of the schedule of a model."""
+    units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
+    return units.pop() if len(units) == 1 else None
 
 
 def _by_updates(spec: Spec, every: int) -> Spec:
