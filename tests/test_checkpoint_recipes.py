@@ -224,6 +224,18 @@ def test_a_schedule_of_the_model(like: onward.Model, tmp_path: Path) -> None:
         onward.from_checkpoint(path, prepared)
 
 
+def test_gradients_that_wait_are_not_lost(like: onward.Model, tmp_path: Path) -> None:
+    model = onward.prepare(like, loss="cross_entropy", accumulate=2)
+    for batches in (1, 2):
+        _, later = steps_of_onward(model, range(batches))
+        if batches == 1:
+            with pytest.raises(onward.Error, match="1 of 2 batches wait for an update") as caught:
+                onward.to_checkpoint(later, tmp_path / "x.pt", format="torch")
+            assert "a multiple of 2 batches" in str(caught.value.hint)
+        else:
+            onward.to_checkpoint(later, tmp_path / "x.pt", format="torch")
+
+
 def test_steps_of_a_scheduler_are_no_updates(tmp_path: Path) -> None:
     """A format that counts updates itself gets none from a file that does not."""
     run = Run(LOOPS["updates, not counted"])

@@ -24,7 +24,7 @@ from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopt
-from onward.errors import UnknownNameError, advising, near, warn
+from onward.errors import UnknownNameError, UnsupportedError, advising, near, warn
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -48,6 +48,11 @@ def to_checkpoint(
     chosen = format_named(format)
     opened = open_either(source)
     checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
+    if isinstance(opened, Model) and checkpoint.waiting:
+        raise UnsupportedError(
+            f"{checkpoint.waiting} of {checkpoint.accumulate} batches wait for an update, and would be lost",
+            hint=f"train until a multiple of {checkpoint.accumulate} batches is done",
+        )
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
     if checkpoint.step is None and any(each.position for each in checkpoint.schedules) and format in _WITH_STEP:
@@ -106,6 +111,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             progress={"step": run.step},
             clip=run.clip or {},
             accumulate=int(run.recipe.get("accumulate", 1)),
+            waiting=_waiting(model),
             averages=_averages(model, None),
             average_decay=run.recipe.get("ema"),
         )
@@ -120,6 +126,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
         clip=run.clip or {},
         accumulate=int(run.recipe.get("accumulate", 1)),
+        waiting=_waiting(model),
         averages=before.averages or _averages(model, matched),
         average_decay=run.recipe.get("ema"),
         step=run.step,
@@ -137,6 +144,11 @@ def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     there = format.read(checkpoint.path).files
     return tuple(name for name in checkpoint.files if name in there)
+
+
+def _waiting(model: Model) -> int:
+    """Return the batches since the last update."""
+    return next((int(model.array(state.name)) for state in states(model) if state.name == "micro_step"), 0)
 
 
 def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:

@@ -45,8 +45,9 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
     families = dict.fromkeys(group.optimizer.name for group in groups if group.optimizer)
     found = []
     for each, told, every in zip(checkpoint.schedules, schedules or [()], units or [None], strict=False):
-        is_by_epoch = every is not None and every > 1 and checkpoint.step is not None  # optax counts updates
-        position = checkpoint.step // every if is_by_epoch else each.position
+        position = each.position
+        if position is not None and every is not None and every > 1:
+            position //= every  # optax counts updates
         found.append(dataclasses.replace(each, words=told, every=every or each.every, position=position))
     return dataclasses.replace(
         checkpoint,
