@@ -157,7 +157,8 @@ def resume(
         config = before.on_engine(engine or before.engine, device or before.device)
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)
-        notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
+        notes = [*folder.notes]
+        notes += [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if config.precision != before.precision:
             notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
         with config.start_engine(training) as loaded:

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onward.errors import Error, InvalidModelError, near
+from onward.model.storage.checksums import remove_checksum_entry
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
 from onward.model.storage.not_a_model import EXPORT, instead_of, no_model, refuse_other_formats, refuse_text
 
@@ -72,4 +73,5 @@ def _parse(name: str, data: bytes) -> ModelProto:
         raise InvalidModelError(
             f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=f"{EXPORT}, once more"
         )
+    remove_checksum_entry(proto)
     return proto
