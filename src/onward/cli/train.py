@@ -62,6 +62,10 @@ def train(
     resume: Annotated[
         Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
     ] = None,
+    data_changed: Annotated[
+        bool,
+        option("--data-changed", None, "With `--resume`: accept data that are not those the run began with.", _RUN),
+    ] = False,
     find_lr: Annotated[
         bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
     ] = False,
@@ -109,8 +113,10 @@ def train(
         others = {"model": model, "config": config, "find-lr": find_lr}
         useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
         _refuse(useless, "--resume", "it goes on as it was started")
-        _resume(resume, asked, output, force, quiet, as_json)
+        _resume(resume, asked | ({"data_changed": True} if data_changed else {}), output, force, quiet, as_json)
         return
+    if data_changed:
+        raise Misuse("`--data-changed` has no effect without `--resume`", "leave it out")
     if config is not None:
         from onward.training.config import read_settings
 
@@ -196,7 +202,7 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
     from onward.training.run import Run
 
     if (folds := CrossValidation(run)).is_there:
-        _refuse([*asked.keys() - {"data"}, *(["output"] if output is not None else [])], "--folds", _FOLDS)
+        _refuse([*asked.keys() - {"data", "data_changed"}, *(["output"] if output is not None else [])], "--folds", _FOLDS)
         _show_folds(folds.go_on(**asked, quiet=quiet), as_json)
         return
     folder, place = Run(run), None

@@ -11,7 +11,7 @@
 | `epoch` | each epoch | `step`, `epoch`, `loss`: the mean over the samples of the epoch |
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
 | `save` | after saving | `step`, `best` |
-| `resume` | on going on | `step`, `time` |
+| `resume` | on resuming | `step`, `time`, `epoch`, `batch` in the epoch, `steps_per_epoch` |
 | `end` | last | `step`, `reason`, `seconds` since it was started or resumed; `loss` if that was not finite |
 
 The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",

@@ -82,7 +82,9 @@ class Loop:
 
             board = stack.enter_context(EventWriter(self.run.path))
         quiet = quiet or not is_first
-        progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
+        progress = stack.enter_context(
+            Progress(config.epochs, self._per_epoch, done=at.step, epoch=at.epoch, batch=at.batch, quiet=quiet)
+        )
         self.engine.on_compile = progress.say
         if self.engine.group.size == self.engine.batches == 1:
             self.engine.rows = self.feed.training.rows

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Place:
     """The sum of the losses of the samples in the epoch so far,"""
     counted: Natural = 0
     """and their number."""
+    data: Mapping[str, Any] | None = None
+    """Facts by which the data are recognized when the run is resumed."""
 
     @classmethod
     def of(cls, model: Model) -> Place:
@@ -116,7 +118,7 @@ class Run:
     @property
     def progress(self) -> dict[str, Any]:
         """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return dataclasses.asdict(Place.of(self.model))
+        return {name: value for name, value in dataclasses.asdict(Place.of(self.model)).items() if name != "data"}
 
     @property
     def log(self) -> list[dict[str, Any]]:

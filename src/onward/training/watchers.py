@@ -44,7 +44,8 @@ class LogWatcher(Callback):
     def start(self, status: Status) -> None:
         if status.place.log:
             self._log.write("save", step=status.step, best=False)  # as the file proves from which it goes on
-            self._log.write("resume", step=status.step, time=time.time())
+            counts = {"epoch": status.epoch, "batch": status.place.batch, "steps_per_epoch": status.steps_per_epoch}
+            self._log.write("resume", step=status.step, time=time.time(), **counts)
             return
         config, engine = self._config, status.engine
         parameters = [state.value.const_value for state in engine.states() if state.role == "parameter"]

@@ -81,6 +81,23 @@ def open_data(
     raise DataError(f"cannot train on an object of type `{type(source).__name__}`", hint=f"use {_FILES}")
 
 
+def files_of(source: Any) -> list[Path]:
+    """Return the files that a path of data leads to, in their order; nothing for data that are objects."""
+    if isinstance(source, Mapping):
+        source = list(source.values())
+    paths = source if isinstance(source, list | tuple) else [source]
+    if not all(isinstance(path, str | Path) for path in paths):
+        return []
+    files = []
+    for path in map(str, paths):
+        named = path if _name_of(path) is None else path.partition("=")[2]
+        if not os.path.exists(named) and ":" in named and not glob.has_magic(named):
+            named = named.rpartition(":")[0]
+        for one in _find(named):
+            files += sorted(file for file in one.rglob("*") if file.is_file()) if one.is_dir() else [one]
+    return files
+
+
 # ---- objects ---------------------------------------------------------------------------------------------------------
 
 
