@@ -15,10 +15,14 @@ from typing import Annotated, Any
 from onward.arguments import Range, checked
 from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
-from onward.errors import DataError, RecipeError, list_names
+from onward.errors import DataError, Error, RecipeError, list_names
+from onward.inspect.optimizer import rate_now
+from onward.inspect.summary import blame_model
+from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, taking
 from onward.recipe import quantize
+from onward.recipe.folded_layers import folding_remarks
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
 from onward.training.calibration import calibrate_on
@@ -114,7 +118,8 @@ def train(
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
         at.data = group.gather(feed.identify() if group.is_first else None)[0]
-        said = [*notes, *imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
+        said = [*notes, *imported, *folding_remarks(training), *made.notes, *_schedule_notes(training, settled, feed, at)]
+        said += [*feed.notes, *calibrate_on(feed, loaded)]
         Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
     group.wait()  # until all is written
     return Run(folder.path)
@@ -173,6 +178,8 @@ def resume(
             notes += _recognize(place, facts, data_changed)
             folder.configure(config.to_json())
             measures = measures_of(training, config.metrics, config.monitor)
+            if epochs is not None or data_changed:
+                notes += _schedule_notes(training, config, feed, place)
             said = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
             Loop(folder, loaded, config, feed, measures, place)(said, callbacks, quiet)
     group.wait()
@@ -211,6 +218,34 @@ def _recognize(place: Place, facts: dict[str, Any], data_changed: bool) -> list[
         told += "; the best result so far was on other data, and no longer counts"
         place.best, place.since_best = None, 0
     return [*notes, told]
+
+
+def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -> list[str]:
+    """Warn of a schedule that ends before the run, and leaves next to nothing of the learning rate."""
+    per_epoch = feed.training.per_epoch
+    if per_epoch is None or len(training.steps) > 1:  # then nobody knows how many updates a step makes
+        return []
+    with contextlib.suppress(Error), blame_model():
+        step = describe_step(training, 0, [])
+        end, lr = step.progress.steps, step.groups[0].hyper.get("lr") if step.groups else None
+        if end is None or not isinstance(lr, int | float):
+            return []
+        batches = step.accumulation.batches if step.accumulation is not None else 1
+        left = (config.epochs - place.epoch) * per_epoch - place.batch
+        updates = (step.progress.step or 0) + left // (batches if isinstance(batches, int) and batches > 0 else 1)
+        rate = rate_now(step.schedule, float(lr), end)
+        if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
+            every = step.schedule[-1].numbers.get("every", 1)
+            length = step.schedule[-1].numbers["steps"]
+            return [
+                f"the schedule ends at step {end:,} of {updates:,}: the learning rate is {rate:.3g} from there; "
+                f"to cover the run, give it `steps={length + -(-(updates - end) // every):g}`"
+            ]
+    return []
+
+
+_NO_RATE = 1e-3
+"""The share of the learning rate below which training stands still."""
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 | event | when | what it holds |
 |---|---|---|
 | `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
+| `note` | after these two | `step`, `text`: what was said about the model and the data |
 | `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
 | `gradients` | after the first step of an epoch, and every 500 | `step`, `norms` by parameter |
 | `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |

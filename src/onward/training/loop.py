@@ -44,7 +44,7 @@ class Loop:
     def __call__(self, notes: Sequence[str] = (), callbacks: Sequence[Callback] = (), quiet: bool = False) -> None:
         """Go on until the end. `notes` are said to the user first."""
         with self._writing(), contextlib.ExitStack() as stack:
-            self._open(stack, callbacks, quiet)
+            self._open(stack, notes, callbacks, quiet)
             for note in notes:
                 self.status.say(note)
             try:
@@ -70,7 +70,7 @@ class Loop:
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
 
-    def _open(self, stack: contextlib.ExitStack, callbacks: Sequence[Callback], quiet: bool) -> None:
+    def _open(self, stack: contextlib.ExitStack, notes: Sequence[str], callbacks: Sequence[Callback], quiet: bool) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
         config, at = self.config, self.at
         self.run.rewind(at)
@@ -94,7 +94,7 @@ class Loop:
         self._saver.files = [file for file in (log, board) if isinstance(file, Log | Callback)]
         self._callbacks = list(callbacks)
         self._watchers: list[Callback] = [
-            LogWatcher(log, config),
+            LogWatcher(log, config, [note for note in notes if self._is_new or note not in self.feed.notes]),
             *([board] if board is not None else []),
             *([StatisticsWatcher(board)] if config.statistics and not self.engine.is_sharded else []),
             BestWatcher(self.run, self.measures, config.patience),

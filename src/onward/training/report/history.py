@@ -177,6 +177,9 @@ class History:
                 self.recounts.append((begin, epoch, length))
         self._add_event("resume", step, f"resumed after {step:,} steps", event)
 
+    def _read_note(self, step: int, event: dict[str, Any]) -> None:
+        self._add_event("note", step, str(event.get("text", "")), event)
+
     def _read_end(self, step: int, event: dict[str, Any]) -> None:
         self.step = max(self.step, step)
         self.reason = str(event.get("reason", "finished"))
