@@ -104,7 +104,7 @@ def train(
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
     if processes is not None or launcher is not None or workers is not None:
-        _launch(processes, launcher, workers, restarts, given)
+        _launch(processes, launcher, workers, restarts, given, resume)
     asked = select_given(TrainOptions, given)
     if "data" in asked:
         asked["data"] = source_of(given["data"])
@@ -148,7 +148,7 @@ def train(
 
 
 def _launch(
-    processes: int | None, launcher: str | None, workers: int | None, restarts: int, given: dict[str, Any]
+    processes: int | None, launcher: str | None, workers: int | None, restarts: int, given: dict[str, Any], resume: Path | None
 ) -> NoReturn:
     """Start this command in several processes, each of which finds itself among others."""
     arguments = sys.argv[1:]
@@ -156,10 +156,12 @@ def _launch(
         arguments = _without(arguments, flag)
     if restarts and given.get("run") is None and "--resume" not in arguments:
         raise Misuse("`--restarts` needs to know where the run is", "name its folder: `--run FOLDER`")
+    folder = resume or given.get("run")
+    run = None if folder is None else Path(folder)
     if launcher is None and processes is not None and workers is None:
         from onward.distribute import torchrun
 
-        raise SystemExit(torchrun.launch(arguments, processes, restarts))
+        raise SystemExit(torchrun.launch(arguments, processes, restarts, run))
     if launcher != "ray" or workers is None or processes is not None:
         raise Misuse(
             "what starts processes, and how many, do not fit together",
@@ -169,8 +171,8 @@ def _launch(
         raise Misuse("Ray starts processes that PyTorch connects, and JAX connects its own", "leave out `--launch ray`")
     from onward.distribute import ray
 
-    run, device = (given.get(name) for name in ("run", "device"))
-    raise SystemExit(ray.launch(arguments, workers, run and str(run), restarts=restarts, device=device or "cpu"))
+    device = given.get("device") or "cpu"
+    raise SystemExit(ray.launch(arguments, workers, run and str(run), restarts=restarts, device=device))
 
 
 def _without(arguments: list[str], flag: str) -> list[str]:

@@ -6,14 +6,24 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
-from onward.errors import UnsupportedError
+from onward.errors import Error, TrainingError, UnsupportedError
+from onward.training.run import TRAINING, Run
 
 
-def launch(arguments: Sequence[str], processes: int, restarts: int = 0) -> int:
-    """Run the command line in so many processes, and all of them again after a failure; the exit status."""
+def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Path | None = None) -> int:
+    """Run the command line in several processes, and all of them again after a failure. Return the exit status.
+
+    Args:
+        run: The folder of the run, if the command line names one.
+
+    Raises:
+        TrainingError: if a process was killed, which says nothing itself.
+    """
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
             "several processes are started by torchrun, and PyTorch is not installed",
@@ -35,10 +45,30 @@ def launch(arguments: Sequence[str], processes: int, restarts: int = 0) -> int:
         max_restarts=restarts,
         monitor_interval=0.1,
     )
+    began = time.time()
     try:
         elastic_launch(config, sys.executable)("-m", "onward", *arguments)
     except ChildFailedError as error:
+        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        if killed:
+            rank, failure = min(killed, key=lambda item: item[1].timestamp)
+            raise TrainingError(
+                f"process {rank} of {processes} was killed ({failure.signal_name()})", hint=way_on(run, began)
+            ) from None
         return max((failure.exitcode for failure in error.failures.values()), default=1) or 1
     except SignalException:  # Ctrl-C, which was handed on: processes finished their step and saved
         return 130
     return 0
+
+
+def way_on(run: Path | None, since: float) -> str:
+    """Return what to do with a run of which a process has died: without a name, the one that was saved since then."""
+    if run is None:
+        saved = [file for file in Path("runs").glob(f"*/{TRAINING}") if file.stat().st_mtime >= since]
+        run = saved[0].parent if len(saved) == 1 else None
+    if run is not None and (run / TRAINING).exists():
+        try:
+            return f"to resume from step {Run(run).progress['step']:,}: onward train --resume {run}"
+        except Error:  # which resuming would say
+            pass
+    return "start again: nothing was saved"
