@@ -74,7 +74,7 @@ CODES: dict[str, Code] = {
     "OW113": _error("types or shapes contradict each other", "shape inference"),
     "OW114": _error("onnx.checker crashed on the model, or did not come to an end", CHECKER),
     "OW115": _error("training information of an older form that cannot be converted", ONWARD),
-    "OW116": _error("the file, or data saved with it, has changed since: a checksum differs", ONWARD),
+    "OW116": _warning("a file of a run has changed since the run saved it", ONWARD),
     "OW120": _error("a name is defined twice in one graph", IR_NAMES),
     "OW121": _error("an algorithm declares a name that the inference graph has", IR_TRAINING),
     "OW122": _error("the inference graph reads a value of an algorithm", COMMENT),
@@ -193,4 +193,5 @@ CODES: dict[str, Code] = {
     # ---- runs
     "OW801": _error("a run lacks a file that it needs", ONWARD),
     "OW802": _error("a file of a run cannot be read", ONWARD),
+    "OW803": _error("a file of a run is damaged: its checksum differs", ONWARD),
 }

@@ -148,7 +148,12 @@ def train(
 
 
 def _launch(
-    processes: int | None, launcher: str | None, workers: int | None, restarts: int, given: dict[str, Any], resume: Path | None
+    processes: int | None,
+    launcher: str | None,
+    workers: int | None,
+    restarts: int,
+    given: dict[str, Any],
+    resume: Path | None,
 ) -> NoReturn:
     """Start this command in several processes, each of which finds itself among others."""
     arguments = sys.argv[1:]
@@ -172,7 +177,9 @@ def _launch(
     from onward.distribute import ray
 
     device = given.get("device") or "cpu"
-    raise SystemExit(ray.launch(arguments, workers, run and str(run), restarts=restarts, device=device))
+    raise SystemExit(
+        ray.launch(arguments, workers, None if run is None else str(run), restarts=restarts, device=device)
+    )
 
 
 def _without(arguments: list[str], flag: str) -> list[str]:
@@ -204,7 +211,9 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
     from onward.training.run import Run
 
     if (folds := CrossValidation(run)).is_there:
-        _refuse([*asked.keys() - {"data", "data_changed"}, *(["output"] if output is not None else [])], "--folds", _FOLDS)
+        _refuse(
+            [*asked.keys() - {"data", "data_changed"}, *(["output"] if output is not None else [])], "--folds", _FOLDS
+        )
         _show_folds(folds.go_on(**asked, quiet=quiet), as_json)
         return
     folder, place = Run(run), None

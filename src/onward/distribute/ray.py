@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.distribute.torchrun import way_on
+from onward.distribute import way_on
 from onward.engines.group import RESTARTED, join_group
 from onward.errors import TrainingError, UnsupportedError, first_line
 from onward.training.run import TRAINING

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from onward.errors import Error, TrainingError, UnsupportedError
-from onward.training.run import TRAINING, Run
+from onward.distribute import way_on
+from onward.errors import TrainingError, UnsupportedError
 
 
 def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Path | None = None) -> int:
@@ -59,16 +59,3 @@ def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Pat
     except SignalException:  # Ctrl-C, which was handed on: processes finished their step and saved
         return 130
     return 0
-
-
-def way_on(run: Path | None, since: float) -> str:
-    """Return what to do with a run of which a process has died: without a name, the one that was saved since then."""
-    if run is None:
-        saved = [file for file in Path("runs").glob(f"*/{TRAINING}") if file.stat().st_mtime >= since]
-        run = saved[0].parent if len(saved) == 1 else None
-    if run is not None and (run / TRAINING).exists():
-        try:
-            return f"to resume from step {Run(run).progress['step']:,}: onward train --resume {run}"
-        except Error:  # which resuming would say
-            pass
-    return "start again: nothing was saved"

@@ -118,7 +118,13 @@ def train(
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
         at.data = group.gather(feed.identify() if group.is_first else None)[0]
-        said = [*notes, *imported, *folding_remarks(training), *made.notes, *_schedule_notes(training, settled, feed, at)]
+        said = [
+            *notes,
+            *imported,
+            *folding_remarks(training),
+            *made.notes,
+            *_schedule_notes(training, settled, feed, at),
+        ]
         said += [*feed.notes, *calibrate_on(feed, loaded)]
         Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
     group.wait()  # until all is written
@@ -232,14 +238,18 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -
             return []
         batches = step.accumulation.batches if step.accumulation is not None else 1
         left = (config.epochs - place.epoch) * per_epoch - place.batch
-        updates = (step.progress.step or 0) + left // (batches if isinstance(batches, int) and batches > 0 else 1)
+        updates = (step.progress.step or 0) + left // (
+            int(batches) if isinstance(batches, int | float) and batches >= 1 else 1
+        )
         rate = rate_now(step.schedule, float(lr), end)
         if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
-            every = step.schedule[-1].numbers.get("every", 1)
-            length = step.schedule[-1].numbers["steps"]
+            section = step.schedule[-1].numbers
+            length, every = section.get("steps"), section.get("every", 1)
+            if not isinstance(length, int | float) or not isinstance(every, int | float):
+                return []
             return [
                 f"the schedule ends at step {end:,} of {updates:,}: the learning rate is {rate:.3g} from there; "
-                f"to cover the run, give it `steps={length + -(-(updates - end) // every):g}`"
+                f"to cover the run, give it `steps={length - (end - updates) // every:g}`"
             ]
     return []
 

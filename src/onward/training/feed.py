@@ -48,8 +48,12 @@ class Feed:
 
     def identify(self) -> dict[str, Any]:
         """Return the facts by which `resume` recognizes the data."""
-        names = [list(dict.fromkeys(c for binding in part.way.values() for c in binding.columns)) for part in self.sources]
-        facts = [identify(part.data, name, files_of(part.source)) for part, name in zip(self.sources, names, strict=True)]
+        names = [
+            list(dict.fromkeys(c for binding in part.way.values() for c in binding.columns)) for part in self.sources
+        ]
+        facts = [
+            identify(part.data, name, files_of(part.source)) for part, name in zip(self.sources, names, strict=True)
+        ]
         return dict(zip(("data", "validation"), facts, strict=False))
 
 

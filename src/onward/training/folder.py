@@ -142,9 +142,7 @@ class Folder(Run):
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
-        return save(
-            self._inference(model), self.path / name, self._form, shared=self._shared_files(), checksums=True
-        )
+        return save(self._inference(model), self.path / name, self._form, shared=self._shared_files(), checksums=True)
 
     def export_last(self) -> None:
         """Write the inference model with the weights that were saved last."""

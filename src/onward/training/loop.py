@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from onward.engines import Engine
-from onward.errors import DataError, Error, TrainingError, WriteError
+from onward.errors import MEMORY_HINT, DataError, Error, OutOfMemoryError, TrainingError, WriteError, lacks_memory
 from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
@@ -66,11 +66,15 @@ class Loop:
                     self._save_after_failure()
                 self.status.reason = "failed"
                 self._end()
+                if lacks_memory(error) and not isinstance(error, Error):
+                    raise OutOfMemoryError("not enough memory for this batch", hint=MEMORY_HINT) from error
                 if isinstance(error, OSError) and not isinstance(error, Error):
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
 
-    def _open(self, stack: contextlib.ExitStack, notes: Sequence[str], callbacks: Sequence[Callback], quiet: bool) -> None:
+    def _open(
+        self, stack: contextlib.ExitStack, notes: Sequence[str], callbacks: Sequence[Callback], quiet: bool
+    ) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
         config, at = self.config, self.at
         self.run.rewind(at)

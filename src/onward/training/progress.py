@@ -23,7 +23,7 @@ _MEMORY = 50
 
 
 class Progress(Callback):
-    """Shows how far a run is. In a run that is resumed, `done` steps were made before: `epoch` epochs, and `batch` steps.
+    """Shows how far a run is. If it is resumed, `done` steps were made before: `epoch` epochs, and `batch` steps.
 
     `steps_per_epoch` is None where nobody knows it; the first epoch tells.
     """

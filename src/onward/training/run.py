@@ -175,9 +175,10 @@ class Run:
 
 def _findings_in(path: Path, target: str | None) -> list[Finding]:
     try:
-        return check(path, target=target)
+        findings = check(path, target=target)
     except Error as error:
         return [make_finding("OW802", "file", error.message, error.hint)]
+    return [make_finding("OW803", one.place, one.message, one.hint) if one.code == "OW116" else one for one in findings]
 
 
 @contextlib.contextmanager

@@ -106,7 +106,9 @@ def _is_listed(item: tuple[Any, Any]) -> bool:
     return (
         is_plain_name(name)
         and isinstance(ranges, list)
-        and all(isinstance(one, list) and len(one) == 3 and all(type(n) is int and n >= 0 for n in one) for one in ranges)
+        and all(
+            isinstance(one, list) and len(one) == 3 and all(type(n) is int and n >= 0 for n in one) for one in ranges
+        )
     )
 
 
@@ -120,7 +122,8 @@ def _checksum(file: BinaryIO, start: int, length: int) -> int:
 
 
 def _damage(path: Path, what: str) -> InvalidModelError:
+    is_model = path.suffix == ".onnx"
+    on_purpose = f'; if you changed it on purpose: `onward.load("{path}").save("{path}")`' if is_model else ""
     return InvalidModelError(
-        f"`{path}` has changed since it was saved: {what}",
-        hint=f'get an intact copy of it; if you changed it on purpose: `onward.load("{path}").save("{path}")`',
+        f"`{path}` has changed since it was saved: {what}", hint=f"restore it from a copy{on_purpose}"
     )

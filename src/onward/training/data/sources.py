@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, needing_memory
 from onward.training.data.array_files import open_npy, open_npz, open_safetensors
 from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
 from onward.training.data.files import check_file, files_in
@@ -31,6 +31,7 @@ class _How(NamedTuple):
     window: int | None
 
 
+@needing_memory("read the data")
 def open_data(
     source: Any,
     *,
