@@ -172,7 +172,6 @@ def resume(
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)
         notes = [*folder.notes]
-        notes += [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if place.best is not None and not (run.path / BEST).exists():
             notes.append(f"{BEST} is missing: the next result counts as the best")
             place.best, place.since_best = None, 0

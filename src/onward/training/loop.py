@@ -47,6 +47,8 @@ class Loop:
             self._open(stack, notes, callbacks, quiet)
             for note in notes:
                 self.status.say(note)
+            if not self._is_new and self.at.epoch >= self.config.epochs:  # as the log shows without a note
+                self.status.say(f"{self.at.epoch} of {self.config.epochs} epochs are done")
             try:
                 self.engine.group.wait()  # until all have read what may be written from now on
                 if self._is_new:
