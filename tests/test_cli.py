@@ -28,6 +28,7 @@ from onward.cli import app as application
 from onward.cli.app import BUG
 from onward.cli.commands import app
 from onward.engines import ENGINES, FRAMEWORKS
+from onward.errors import MEMORY_HINT
 
 BUILD = ["train", "prepare", "grad", "lower", "pipeline", "page", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report", "plan"]
@@ -138,7 +139,7 @@ def test_a_traceback_on_demand(folder: Path) -> None:
     ("error", "told"),
     [
         (ZeroDivisionError("division by zero"), f"error: ZeroDivisionError: division by zero\nhint:  {BUG}\n"),
-        (MemoryError(), "error: there is not enough memory for this\n"),
+        (MemoryError(), f"error: not enough memory\nhint:  {MEMORY_HINT}\n"),
         (PermissionError(13, "Permission denied", "x.onnx"), "error: `x.onnx`: Permission denied\n"),
     ],
 )

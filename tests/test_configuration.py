@@ -139,3 +139,11 @@ def test_files_that_are_none(folder: Path) -> None:
     assert "`run.toml` is not valid TOML" in failed("train", "--config", "run.toml")[0]
     Path("run.toml").write_text("epochs = 1\n" + "#" * (1 << 20) + "\nepochz = 1\n")
     assert "`run.toml` is larger than any configuration" in failed("train", "--config", "run.toml")[0]
+
+
+@pytest.mark.parametrize("text", ["{} = 1", "loss.{} = 1", "[{}]\nb = 1"])
+def test_deep_toml_is_refused(text: str, folder: Path) -> None:
+    """Dots in a key nest without a bracket."""
+    Path("deep.toml").write_text(text.format(".".join(["a"] * 3000)))
+    error, _ = failed("train", "--config", "deep.toml")
+    assert "is nested deeper than any configuration" in error

@@ -236,7 +236,7 @@ def test_validation_data_have_the_classes_of_the_training_data(folder: Path) -> 
 def test_a_resumed_run_keeps_its_classes(folder: Path) -> None:
     train(digits_mlp(), table("train.csv", ["bee", "cat", "dog"] * 8), run="run", **RECIPE, **QUIET)
     table("train.csv", ["cat", "dog", "dog"] * 8)
-    resume("run", epochs=2, quiet=True)
+    resume("run", epochs=2, data_changed=True, quiet=True)
     table("train.csv", ["cat", "dog", "eel"] * 8)
     with pytest.raises(DataError, match="`eel`, which is not in the configuration of the run"):
         resume("run", epochs=3, quiet=True)

@@ -64,6 +64,15 @@ def test_what_onnxruntime_folds_is_said(prefix, tmp_path):
     assert "looks as if BatchNormalization was folded into 3 of its layers" in said
     prepared = CliRunner().invoke(app, ["prepare", str(tmp_path / "fused.onnx"), "--loss", "mse"])
     assert "note " in prepared.stdout and "BatchNormalization was folded" in prepared.stdout
+    onward.train(
+        str(tmp_path / "fused.onnx"),
+        (np.zeros((4, 2, 4, 4), np.float32), np.zeros((4, 2, 4, 4), np.float32)),
+        loss="mse",
+        run=tmp_path / "run",
+        quiet=True,
+    )
+    notes = [event["text"] for event in onward.Run(tmp_path / "run").log if event["event"] == "note"]
+    assert notes == [said] and "do_constant_folding=False" in said
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "fused.onnx"), "--json"])
     assert json.loads(shown.stdout)["remarks"] == [said]
 

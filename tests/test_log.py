@@ -198,7 +198,7 @@ def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_goes_on_counts_from_there() -> None:
-    progress, stream = shown(terminal=False, done=15)
+    progress, stream = shown(terminal=False, done=15, epoch=1, batch=5)
     for _ in range(5):
         step(progress)
     epoch(progress, 0.25)

@@ -246,6 +246,24 @@ def test_texts_are_trained_on_and_the_model_takes_them(tmp_path, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_a_run_with_a_vocabulary_file_is_started_again_from_elsewhere(tmp_path, monkeypatch):
+    """`config.yaml` names the file from the root on, whether a text or a mapping named it."""
+    monkeypatch.chdir(tmp_path)
+    reviews(tmp_path / "reviews.csv")
+    onnx.save(classifier(25), "net.onnx")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", *f"{GOOD} {BAD} {OTHERS}".split()][:25]) + "\n")
+    (tmp_path / "elsewhere").mkdir()
+    options = {"by": "words", "vocabulary": "vocab.txt", "length": 10}
+    text = "tokenize:" + ",".join(f"{name}={value}" for name, value in options.items())
+    for number, given in enumerate((text, [{"name": "tokenize", **options}])):
+        monkeypatch.chdir(tmp_path)
+        first = onward.train("net.onnx", "reviews.csv", loss="ce", preprocess=given, run=f"first{number}", quiet=True)
+        config = Path(first.path.resolve() / "config.yaml")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        onward.train(config=config, run=f"second{number}", quiet=True)
+        assert str(tmp_path / "vocab.txt") in config.read_text()
+
+
 @needs("pyarrow")
 def test_columns_of_text_are_read_from_every_kind_of_file(tmp_path):
     import pyarrow as pa

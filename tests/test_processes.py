@@ -217,6 +217,23 @@ def test_train(file: Path, digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_process_that_was_killed_is_named(rank: int, file: Path, digits: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start_training(file, digits, run, "--epochs", "100000", "--save-every", "0.2", "--nproc", "2")
+    while process.poll() is None and not (len(workers := workers_of(run)) == 2 and (run / "training.onnx").exists()):
+        time.sleep(0.2)
+    (killed,) = [one for one in workers if psutil.Process(one).environ()["RANK"] == str(rank)]
+    os.kill(killed, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"process {rank} of 2 was killed (SIGKILL)" in err or "does not answer" in err, err
+    assert f"onward train --resume {run}" in err
+    before = onward.Run(run).progress["epoch"]
+    assert onward.resume(run, epochs=before + 1, quiet=True).progress["epoch"] == before + 1
+
+
+@pytest.mark.slow
 def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
     """A worker that is killed is started again, with the others, and nothing is lost beyond the last save."""
     kill_and_compare(20, file, digits, tmp_path, "--epochs", "400", "--save-every", "0.3", "--nproc", "2")

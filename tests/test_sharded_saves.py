@@ -14,7 +14,9 @@ import pytest
 import onward
 from onward.engines.engine import Engine, Part
 from onward.engines.group import Group
+from onward.errors import InvalidModelError
 from onward.model.state import all_states
+from onward.model.storage import verify_checksums
 from onward.training import sharded_saves
 from onward.training.folder import Folder
 from onward.training.run import Place
@@ -66,7 +68,15 @@ def test_a_whole_model(training: onward.Model, size: int, tmp_path: Path, monkey
         assert (state.array == expected[state.name]).all(), state.name
     weights = {x.name: onnx.numpy_helper.to_array(x) for x in onnx.load(tmp_path / "training.onnx").graph.initializer}
     assert (weights["w"] == expected["w"]).all()
-    assert onward.Run(tmp_path).progress["step"] == 7
+    assert verify_checksums(tmp_path / "training.onnx")
+    data = bytearray((tmp_path / "training.2.data").read_bytes())
+    for at in (5, 41 * 16 * 4 - 5):  # of the first process, and of the last one
+        damaged = data.copy()
+        damaged[at] ^= 1
+        (tmp_path / "training.2.data").write_bytes(damaged)
+        with pytest.raises(InvalidModelError, match=r"training\.2\.data"):
+            verify_checksums(tmp_path / "training.onnx")
+    (tmp_path / "training.2.data").write_bytes(data)
     assert {file.name for file in tmp_path.iterdir()} == {"training.onnx", "training.1.data", "training.2.data"}
 
 

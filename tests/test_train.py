@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +58,7 @@ def test_the_loss_of_validation_is_that_of_onnx_runtime(folder: Path) -> None:
 def test_without_validation_the_best_model_is_the_last(folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", **RECIPE, **QUIET)
     assert run.path.parent == Path("runs") and run.path.name.startswith("digits-")
-    assert run.best.to_proto() == run.last.to_proto() == onnx.load(run.path / "last.onnx")
+    assert run.best.to_proto() == run.last.to_proto() == onward.load(run.path / "last.onnx").to_proto()
     assert train("digits.onnx", "digits.npz", **RECIPE, **QUIET).path != run.path
 
 
@@ -213,6 +215,7 @@ def test_only_weights_change(folder: Path) -> None:
     onnx.save(given, "model.onnx")
     run = train("model.onnx", "data.npz", run="run", **RECIPE, **QUIET)
     made = onnx.load(run.path / "last.onnx")
+    assert made.metadata_props.pop().key == "onward.checksums"
     assert without_weights(made, TRAINED) == without_weights(given, TRAINED)
     new = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.graph.initializer}
     for tensor in given.graph.initializer:
@@ -318,3 +321,86 @@ def test_find_lr_keeps_the_proportions_of_groups(folder: Path) -> None:
 
 def last_loss(run: Run) -> float:
     return float([e["loss"] for e in run.log if e["event"] == "step"][-1])
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("cosine:steps=5", "the schedule ends at step 5 of 12: the learning rate is 0 from there"),
+        ("polynomial:steps=2,every=3", "the schedule ends at step 6 of 12"),
+        ("cosine:steps=12", None),
+        ("cosine:steps=5,min=1e-3", None),
+        ("linear:steps=5,start_factor=0.1,end_factor=1", None),
+        ("cosine_restarts:period=5", None),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run(schedule: str, said: str | None, folder: Path) -> None:
+    run = train("digits.onnx", "digits.npz", **RECIPE, schedule=schedule, epochs=2, batch_size=16, run="run", **QUIET)
+    notes = [event["text"] for event in run.log if event["event"] == "note"]
+    assert (notes == []) if said is None else said in notes[0]
+    if said is not None:
+        hint = notes[0].rpartition("`steps=")[2].rstrip("`")
+        longer = schedule.replace(schedule.partition("steps=")[2].partition(",")[0], hint, 1)
+        settings = {**RECIPE, "schedule": longer, "epochs": 2, "batch_size": 16}
+        assert "note" not in {event["event"] for event in train("digits.onnx", "digits.npz", **settings, **QUIET).log}
+
+
+def test_a_schedule_of_a_file_that_is_trained_on(folder: Path) -> None:
+    """Its counter is where it is, and accumulation makes fewer updates."""
+    model = onward.prepare("digits.onnx", **RECIPE, schedule="cosine:steps=10", accumulate=2)
+    first = train(model, "digits.npz", epochs=2, batch_size=16, run="first", **QUIET)  # 6 updates
+    second = train(first.model, "digits.npz", epochs=2, batch_size=16, run="second", **QUIET)
+    notes = [[event["text"] for event in run.log if event["event"] == "note"] for run in (first, second)]
+    assert not notes[0] and "the schedule ends at step 10 of 12" in notes[1][0]
+
+
+# ---- what cannot be trained ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["numpy", "onnxruntime"])
+def test_functions_that_are_nested_deep(engine: str, folder: Path) -> None:
+    """The inliner of `onnx` goes 100 deep; ours inlines them."""
+    model, count = digits_mlp(), 400
+    opsets = [onnx.helper.make_opsetid("", model.opset_import[0].version), onnx.helper.make_opsetid("deep", 1)]
+    for number in range(count):
+        inner = ("Identity", "") if number == count - 1 else (f"F{number + 1}", "deep")
+        body = onnx.helper.make_node(inner[0], ["x"], ["y"], domain=inner[1])
+        model.functions.append(onnx.helper.make_function("deep", f"F{number}", ["x"], ["y"], [body], opsets))
+    model.opset_import.append(opsets[1])
+    first = model.graph.node[0]
+    model.graph.node.insert(0, onnx.helper.make_node("F0", [first.input[0]], ["same"], domain="deep"))
+    model.graph.node[1].input[0] = "same"
+    with pytest.raises(UnsupportedError, match="nested too deep for onnx") as caught:
+        train(model, "digits.npz", **RECIPE, engine=engine, run="run", quiet=True)
+    assert "onward inline" in (caught.value.hint or "")
+    train(onward.transform.inline(model), "digits.npz", **RECIPE, engine=engine, run="run", quiet=True)
+
+
+def test_an_input_without_a_type(folder: Path) -> None:
+    model = digits_mlp()
+    model.graph.input[0].ClearField("type")
+    with pytest.raises(UnsupportedError, match="the input `image` has no type"):
+        train(model, "digits.npz", **RECIPE, engine="numpy", run="run", quiet=True)
+
+
+def test_too_little_memory(folder: Path) -> None:
+    """A model of 20 KB is read where there is no room for 2 GiB; what does not fit is said with a hint."""
+    resource = pytest.importorskip("resource")
+    program = """if True:
+        import sys, numpy, onward, onward.training.data
+        from resource import RLIMIT_AS, setrlimit
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        setrlimit(RLIMIT_AS, (used + (512 << 20),) * 2)
+        onward.load("digits.onnx")
+        try:
+            onward.training.data.open_data({"x": range(1 << 30)})
+        except onward.errors.OutOfMemoryError as error:
+            print(error, "|", error.hint)
+    """
+    if not Path("/proc/self/statm").exists() or resource is None:
+        pytest.skip("needs /proc")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0 and done.stdout.startswith("not enough memory to read the data | close"), done.stderr

@@ -44,6 +44,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DataError(f"`{file}` cannot be read: {reason(error)}", hint="check the path") from error
     _refuse_large(data, str(file))
     found = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
+    _refuse_deep(found, str(file))
     for key, value in found.items():
         if not isinstance(key, str) or not _is_plain(value):
             raise DataError(f"`{key}` in `{file}` is no text, number or list of such", hint="write texts in quotes")
@@ -83,6 +84,17 @@ def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise DataError(f"`{file}` is not valid TOML: {first_line(error)}", hint=_FORM) from error
+
+
+def _refuse_deep(tree: dict[str, Any], of: str) -> None:
+    """Refuse deep nesting, level by level: in TOML, dots in a key nest without a bracket."""
+    level: list[Any] = [tree]
+    for _ in range(_DEEPEST + 1):
+        inner = (list(one.values()) if isinstance(one, dict) else one for one in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise DataError(f"`{of}` is nested deeper than any configuration", hint="write it out")
 
 
 def _problem(error: Exception) -> str:

@@ -53,7 +53,7 @@ class TrainingError(Error, ArithmeticError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """A step needs more memory than a device has."""
+    """A step needs more memory than a device has, or there is too little to read or to import something."""
 
 
 class MismatchError(Error, ArithmeticError):
@@ -87,6 +87,26 @@ def warn(message: str) -> None:
     stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
     ours = [depth for depth, file in enumerate(stack, 2) if file.startswith(_PACKAGE)]
     warnings.warn(message, stacklevel=max(ours, default=1) + 1)
+
+
+MEMORY_HINT = "close other programs, or raise the limit (`ulimit -v`, or that of the container)"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True if there was not enough memory."""
+    signs = ("cannot allocate memory", "failed to map segment")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+
+
+@contextlib.contextmanager
+def needing_memory(purpose: str) -> Iterator[None]:
+    """Explain within it what there was not enough memory to do. The loader of libraries raises ImportError for that."""
+    try:
+        yield
+    except (MemoryError, OSError, ImportError) as error:
+        if isinstance(error, Error) or not lacks_memory(error):
+            raise
+        raise OutOfMemoryError(f"not enough memory to {purpose}", hint=MEMORY_HINT) from error
 
 
 def safe(text: str) -> str:

@@ -110,7 +110,8 @@ def check(source: Source, *, target: str | None = None) -> list[Finding]:
             return check_proto(source.to_proto(), target=target)
     if isinstance(source, bytes):
         return check_proto(storage.parse_proto(source), target=target)
-    return check_proto(storage.read_proto(source), base_dir=storage.folder_of(source), target=target)
+    findings = check_proto(storage.read_proto(source), base_dir=storage.folder_of(source), target=target)
+    return worst_first([*file.checksums(Path(source)), *findings])
 
 
 def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable[_Seen]) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ FAMILIES = {
     "OW5": "optimizers",
     "OW6": "functions, operator sets, runtimes",
     "OW7": "metadata and staleness",
+    "OW8": "runs",
 }
 
 
@@ -73,6 +74,7 @@ CODES: dict[str, Code] = {
     "OW113": _error("types or shapes contradict each other", "shape inference"),
     "OW114": _error("onnx.checker crashed on the model, or did not come to an end", CHECKER),
     "OW115": _error("training information of an older form that cannot be converted", ONWARD),
+    "OW116": _warning("a file of a run has changed since the run saved it", ONWARD),
     "OW120": _error("a name is defined twice in one graph", IR_NAMES),
     "OW121": _error("an algorithm declares a name that the inference graph has", IR_TRAINING),
     "OW122": _error("the inference graph reads a value of an algorithm", COMMENT),
@@ -188,4 +190,8 @@ CODES: dict[str, Code] = {
     "OW706": _warning("a metadata key stands twice", COMMENT),
     "OW707": _error("a metadata key of the model stands twice", CHECKER),
     "OW708": _warning("metadata on graphs, nodes or tensors needs IR version 10", COMMENT),
+    # ---- runs
+    "OW801": _error("a run lacks a file that it needs", ONWARD),
+    "OW802": _error("a file of a run cannot be read", ONWARD),
+    "OW803": _error("a file of a run is damaged: its checksum differs", ONWARD),
 }

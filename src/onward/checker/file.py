@@ -1,15 +1,16 @@
-"""Rules about the file as a whole (OW101 to OW108, OW115)."""
+"""Rules about the file as a whole (OW101 to OW108, OW115, OW116)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from onnx import IR_VERSION, ModelProto
 
 from onward.checker.findings import Finding, make_finding
 from onward.checker.view.scope import Subject
-from onward.errors import Error
-from onward.model import legacy
+from onward.errors import Error, InvalidModelError
+from onward.model import legacy, storage
 from onward.model.serde import modernise
 
 
@@ -35,6 +36,15 @@ def graph_names(subject: Subject) -> Iterator[Finding]:
     for scope in subject.scopes:
         if not scope.own.proto.name and not scope.own.is_empty:
             yield make_finding("OW108", scope.own.place, "the graph has no name", "give it any name")
+
+
+def checksums(path: Path) -> Iterator[Finding]:
+    """Report a file that is not what its checksums say; one that is missing is a matter of the tensors in it."""
+    try:
+        storage.verify_checksums(path)
+    except InvalidModelError as error:
+        if not isinstance(error.__cause__, OSError):
+            yield make_finding("OW116", "file", error.message, error.hint)
 
 
 def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from onward.cli import INTERRUPTED, console, say_interrupted
 from onward.cli.console import ClosedPipe, print_error
 from onward.cli.help import USAGE, help_text, usage_of
-from onward.errors import Error, near
+from onward.errors import MEMORY_HINT, Error, lacks_memory, near
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
 
@@ -202,8 +202,8 @@ def _explain(error: BaseException) -> tuple[str, str | None]:
         return str(error), error.hint
     if isinstance(error, typer.TyperException):
         return _usage(error)
-    if isinstance(error, MemoryError):
-        return "there is not enough memory for this", None
+    if lacks_memory(error):
+        return "not enough memory", MEMORY_HINT
     if isinstance(error, OSError):
         return f"{f'`{error.filename}`: ' if error.filename else ''}{error.strerror or error}", None
     return "".join(traceback.format_exception_only(error)).strip(), BUG

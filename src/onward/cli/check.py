@@ -26,8 +26,9 @@ _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yell
     LOOK,
     "onward check training.onnx",
     "onward check training.onnx --for onnxruntime --strict",
+    "onward check runs/digits-20260101-120000",
     "onward check training.onnx --json | jq '.findings[].code'",
-    usage="MODEL [OPTIONS]",
+    usage="MODEL|RUN [OPTIONS]",
 )
 def check(
     model: options.OptionalModel = None,
@@ -36,10 +37,11 @@ def check(
     codes: Annotated[bool, option("--codes", None, "List all codes of findings, and exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Find what is wrong with a file.
+    """Find what is wrong with a file, or with the folder of a run.
 
     It knows every rule about training models, and all that onnx.checker knows. It looks at the file as it is, so it can
-    say what is wrong with one that nothing can read. Exits with 0 if there are no errors (with --strict, no warnings
+    say what is wrong with one that nothing can read. Of a run, it checks all models with their checksums, the progress,
+    the configuration and the log. Exits with 0 if there are no errors (with --strict, no warnings
     either), else with 1.
     """
     if codes:
@@ -50,7 +52,12 @@ def check(
     from onward.checker import check as find
 
     with working(f"checking {model}"):
-        findings = find(str(model), target=runtime)
+        if model.is_dir():
+            from onward.training.run import Run
+
+            findings = Run(model).check(target=runtime)
+        else:
+            findings = find(str(model), target=runtime)
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in _HEADINGS}
     passed = not counts["error"] and not (strict and counts["warning"])
     if as_json:

@@ -62,6 +62,10 @@ def train(
     resume: Annotated[
         Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
     ] = None,
+    data_changed: Annotated[
+        bool,
+        option("--data-changed", None, "With `--resume`: accept data that are not those the run began with.", _RUN),
+    ] = False,
     find_lr: Annotated[
         bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
     ] = False,
@@ -100,7 +104,7 @@ def train(
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
     if processes is not None or launcher is not None or workers is not None:
-        _launch(processes, launcher, workers, restarts, given)
+        _launch(processes, launcher, workers, restarts, given, resume)
     asked = select_given(TrainOptions, given)
     if "data" in asked:
         asked["data"] = source_of(given["data"])
@@ -109,8 +113,10 @@ def train(
         others = {"model": model, "config": config, "find-lr": find_lr}
         useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
         _refuse(useless, "--resume", "it goes on as it was started")
-        _resume(resume, asked, output, force, quiet, as_json)
+        _resume(resume, asked | ({"data_changed": True} if data_changed else {}), output, force, quiet, as_json)
         return
+    if data_changed:
+        raise Misuse("`--data-changed` has no effect without `--resume`", "leave it out")
     if config is not None:
         from onward.training.config import read_settings
 
@@ -142,7 +148,12 @@ def train(
 
 
 def _launch(
-    processes: int | None, launcher: str | None, workers: int | None, restarts: int, given: dict[str, Any]
+    processes: int | None,
+    launcher: str | None,
+    workers: int | None,
+    restarts: int,
+    given: dict[str, Any],
+    resume: Path | None,
 ) -> NoReturn:
     """Start this command in several processes, each of which finds itself among others."""
     arguments = sys.argv[1:]
@@ -150,10 +161,12 @@ def _launch(
         arguments = _without(arguments, flag)
     if restarts and given.get("run") is None and "--resume" not in arguments:
         raise Misuse("`--restarts` needs to know where the run is", "name its folder: `--run FOLDER`")
+    folder = resume or given.get("run")
+    run = None if folder is None else Path(folder)
     if launcher is None and processes is not None and workers is None:
         from onward.distribute import torchrun
 
-        raise SystemExit(torchrun.launch(arguments, processes, restarts))
+        raise SystemExit(torchrun.launch(arguments, processes, restarts, run))
     if launcher != "ray" or workers is None or processes is not None:
         raise Misuse(
             "what starts processes, and how many, do not fit together",
@@ -163,8 +176,10 @@ def _launch(
         raise Misuse("Ray starts processes that PyTorch connects, and JAX connects its own", "leave out `--launch ray`")
     from onward.distribute import ray
 
-    run, device = (given.get(name) for name in ("run", "device"))
-    raise SystemExit(ray.launch(arguments, workers, run and str(run), restarts=restarts, device=device or "cpu"))
+    device = given.get("device") or "cpu"
+    raise SystemExit(
+        ray.launch(arguments, workers, None if run is None else str(run), restarts=restarts, device=device)
+    )
 
 
 def _without(arguments: list[str], flag: str) -> list[str]:
@@ -196,7 +211,9 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
     from onward.training.run import Run
 
     if (folds := CrossValidation(run)).is_there:
-        _refuse([*asked.keys() - {"data"}, *(["output"] if output is not None else [])], "--folds", _FOLDS)
+        _refuse(
+            [*asked.keys() - {"data", "data_changed"}, *(["output"] if output is not None else [])], "--folds", _FOLDS
+        )
         _show_folds(folds.go_on(**asked, quiet=quiet), as_json)
         return
     folder, place = Run(run), None

@@ -7,12 +7,14 @@ import os
 import runpy
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onward.distribute import way_on
 from onward.engines.group import RESTARTED, join_group
-from onward.errors import UnsupportedError
+from onward.errors import TrainingError, UnsupportedError, first_line
 from onward.training.run import TRAINING
 
 
@@ -43,6 +45,7 @@ def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts:
         "run": run,
         "is_new": run is None or not (Path(run) / TRAINING).exists(),
     }
+    began = time.time()
     try:
         TorchTrainer(
             _work,
@@ -54,8 +57,9 @@ def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts:
             ),
         ).fit()
     except TrainingFailedError as error:
-        print(f"error: Ray has given up: {error}", file=sys.stderr)
-        return 1
+        raise TrainingError(
+            f"Ray has given up: {first_line(error)}", hint=way_on(None if run is None else Path(run), began)
+        ) from error
     finally:
         shutil.rmtree(notes, ignore_errors=True)
         if is_ours:

@@ -6,14 +6,24 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
-from onward.errors import UnsupportedError
+from onward.distribute import way_on
+from onward.errors import TrainingError, UnsupportedError
 
 
-def launch(arguments: Sequence[str], processes: int, restarts: int = 0) -> int:
-    """Run the command line in so many processes, and all of them again after a failure; the exit status."""
+def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Path | None = None) -> int:
+    """Run the command line in several processes, and all of them again after a failure. Return the exit status.
+
+    Args:
+        run: The folder of the run, if the command line names one.
+
+    Raises:
+        TrainingError: if a process was killed, which says nothing itself.
+    """
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
             "several processes are started by torchrun, and PyTorch is not installed",
@@ -35,9 +45,16 @@ def launch(arguments: Sequence[str], processes: int, restarts: int = 0) -> int:
         max_restarts=restarts,
         monitor_interval=0.1,
     )
+    began = time.time()
     try:
         elastic_launch(config, sys.executable)("-m", "onward", *arguments)
     except ChildFailedError as error:
+        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        if killed:
+            rank, failure = min(killed, key=lambda item: item[1].timestamp)
+            raise TrainingError(
+                f"process {rank} of {processes} was killed ({failure.signal_name()})", hint=way_on(run, began)
+            ) from None
         return max((failure.exitcode for failure in error.failures.values()), default=1) or 1
     except SignalException:  # Ctrl-C, which was handed on: processes finished their step and saved
         return 130

@@ -16,7 +16,7 @@ from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
 from onward.engines.endless_loops import refuse_endless_loops
 from onward.engines.engine import Engine, check_names, check_options
-from onward.errors import ArgumentError, UnknownNameError, near
+from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
@@ -38,6 +38,7 @@ def is_installed(engine: str) -> bool:
     return importlib.util.find_spec(engine) is not None
 
 
+@needing_memory("start the engine")
 def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """An engine with a training model on it, ready to run.
 
@@ -83,6 +84,7 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
     return Interpreted.on(engine, load(source), step, **options)
 
 
+@needing_memory("start the engine")
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of any model as a function of arrays by name.
 

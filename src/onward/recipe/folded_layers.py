@@ -17,7 +17,10 @@ _NOTES = ("pkg.onnxscript.rewriter.rule_name", "pkg.torch.onnx.class_hierarchy")
 _RENAMED = re.compile(r"onnx::Conv_\d+")
 """What PyTorch's tracing exporter calls weights of a convolution that it has computed; others keep their names."""
 _RESIDUAL_BLOCKS = 3
-_AGAIN = "export it again in training mode, without the exporter's optimizations"
+_AGAIN = (
+    "export it again without the exporter's optimizations (PyTorch: `optimize=False`, or with `dynamo=False` "
+    "`do_constant_folding=False`)"
+)
 
 
 def folding_remarks(model: Model) -> Iterator[str]:

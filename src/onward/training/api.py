@@ -15,22 +15,26 @@ from typing import Annotated, Any
 from onward.arguments import Range, checked
 from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
-from onward.errors import DataError, RecipeError, list_names
+from onward.errors import DataError, Error, RecipeError, list_names
+from onward.inspect.optimizer import rate_now
+from onward.inspect.summary import blame_model
+from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, UntoldOptions, taking
 from onward.recipe import quantize
+from onward.recipe.folded_layers import folding_remarks
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
 from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
-from onward.training.data import in_parts
-from onward.training.feed import open_feed
+from onward.training.data import differences, in_parts, not_compared
+from onward.training.feed import Feed, open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training, with_head_of
-from onward.training.run import TRAINING, Place, Run
+from onward.training.run import BEST, TRAINING, Place, Run
 from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
@@ -114,7 +118,15 @@ def train(
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
-        said = [*notes, *imported, *made.notes, *feed.notes, *calibrate_on(feed, loaded)]
+        at.data = group.gather(feed.identify() if group.is_first else None)[0]
+        said = [
+            *notes,
+            *imported,
+            *folding_remarks(training),
+            *made.notes,
+            *_schedule_notes(training, settled, feed, at),
+        ]
+        said += [*feed.notes, *calibrate_on(feed, loaded)]
         Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
     group.wait()  # until all is written
     return Run(folder.path)
@@ -126,6 +138,7 @@ def resume(
     data: Any = None,
     *,
     validation: Any = None,
+    data_changed: bool = False,
     epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
     device: str | None = None,
@@ -141,6 +154,7 @@ def resume(
 
     - `run`: its folder, or what `train` returned
     - `data`, `validation`: given again where they came from Python; else they are where they were
+    - `data_changed`: accept data that are not those of the run; an epoch that was under way starts over with them
     - `epochs`: how many there are in all: with more of them, a run that has ended goes on
     - `engine`, `device`, `strategy`, `mesh`, `deepspeed_config`: what it goes on with; as before unless given
     - `callbacks`: those that are to be told, as for `train`
@@ -158,17 +172,90 @@ def resume(
         config = before.on_engine(engine or before.engine, device or before.device)
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)
-        notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
+        notes = [*folder.notes]
+        if place.best is not None and not (run.path / BEST).exists():
+            notes.append(f"{BEST} is missing: the next result counts as the best")
+            place.best, place.since_best = None, 0
         if config.precision != before.precision:
             notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
         with config.start_engine(training) as loaded:
             feed = open_feed(loaded, config)
+            facts = group.gather(feed.identify() if group.is_first else None)[0]
+            notes += _recognize(place, facts, data_changed)
             folder.configure(config.to_json())
             measures = measures_of(training, config.metrics, config.monitor)
+            if epochs is not None or data_changed:
+                notes += _schedule_notes(training, config, feed, place)
             said = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
             Loop(folder, loaded, config, feed, measures, place)(said, callbacks, quiet)
     group.wait()
     return Run(folder.path)
+
+
+def _recognize(place: Place, facts: dict[str, Any], data_changed: bool) -> list[str]:
+    """Compare the data with those of the run. Return what the user should know, with epochs counted for the new data.
+
+    Raises:
+        DataError: if the data have changed, and that is not accepted.
+    """
+    before, place.data = place.data, facts
+    if before is None:
+        return ["the run does not say what its data were: they were not compared"]
+    nouns = {"data": "the training data", "validation": "the validation data"}
+    changes, notes = {}, []
+    for name, noun in nouns.items():
+        old, new = before.get(name), facts.get(name)
+        if isinstance(old, Mapping) and new is not None:
+            if changed := differences(old, new):
+                changes[name] = f"{noun} have changed: {', '.join(changed)}"
+            elif gap := not_compared(old, new):
+                notes.append(f"{noun}: {gap}")
+        elif old is not new:
+            changes[name] = f"{noun} have changed: there were {'some' if new is None else 'none'}"
+    if not changes:
+        return notes
+    told = "; ".join(changes.values())
+    if not data_changed:
+        raise DataError(told, hint="accept that with `--data-changed` (`onward.resume(run, data_changed=True)`)")
+    if "data" in changes and place.batch:
+        told += f"; epoch {place.epoch + 1} starts over"
+        place.batch, place.losses, place.counted = 0, 0.0, 0
+    if place.best is not None and ("validation" in changes or "validation" not in facts):
+        told += "; the best result so far was on other data, and no longer counts"
+        place.best, place.since_best = None, 0
+    return [*notes, told]
+
+
+def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -> list[str]:
+    """Warn of a schedule that ends before the run, and leaves next to nothing of the learning rate."""
+    per_epoch = feed.training.per_epoch
+    if per_epoch is None or len(training.steps) > 1:  # then nobody knows how many updates a step makes
+        return []
+    with contextlib.suppress(Error), blame_model():
+        step = describe_step(training, 0, [])
+        end, lr = step.progress.steps, step.groups[0].hyper.get("lr") if step.groups else None
+        if end is None or not isinstance(lr, int | float):
+            return []
+        batches = step.accumulation.batches if step.accumulation is not None else 1
+        left = (config.epochs - place.epoch) * per_epoch - place.batch
+        updates = (step.progress.step or 0) + left // (
+            int(batches) if isinstance(batches, int | float) and batches >= 1 else 1
+        )
+        rate = rate_now(step.schedule, float(lr), end)
+        if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
+            section = step.schedule[-1].numbers
+            length, every = section.get("steps"), section.get("every", 1)
+            if not isinstance(length, int | float) or not isinstance(every, int | float):
+                return []
+            return [
+                f"the schedule ends at step {end:,} of {updates:,}: the learning rate is {rate:.3g} from there; "
+                f"to cover the run, give it `steps={length - (end - updates) // every:g}`"
+            ]
+    return []
+
+
+_NO_RATE = 1e-3
+"""The share of the learning rate below which training stands still."""
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Config(RunOptions):
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
         places = {name: _to_stored(own[name]) for name in ("model", "checkpoint", *_SOURCES)}
-        plain = {name: _plain(value) for name, value in {**own, **self.recipe}.items() if name not in places}
+        plain = {name: _plain(value, name) for name, value in {**own, **self.recipe}.items() if name not in places}
         return {**places, **plain}
 
     @classmethod
@@ -204,19 +204,27 @@ class Config(RunOptions):
         return cls(**own, recipe=select_recipe(settings))
 
 
-def _plain(value: Any) -> Any:
-    """What of a setting a file can hold. Files that it names are named from the root on."""
+def _plain(value: Any, name: str = "") -> Any:
+    """Return what a file can hold of a setting. Paths become absolute, also those within a spec."""
+    if isinstance(value, Spec):
+        value = str(value)
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".onnx")):
         return _absolute(os.fspath(value))
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, str) and name in _PATHS and os.path.exists(value):
+        return os.path.abspath(value)
+    if isinstance(value, str):
+        return _PATH_IN_SPEC.sub(lambda match: match[1] + _plain(match[2], "vocabulary"), value)
+    if value is None or isinstance(value, int | float):
         return value
-    if isinstance(value, Spec):
-        return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(key): _plain(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _OBJECT
+
+
+_PATHS = ("teacher", "vocabulary")
+_PATH_IN_SPEC = re.compile(r"\b(vocabulary=)([^\s,|\[\]()]+)")
 
 
 def _to_stored(source: Any) -> Any:

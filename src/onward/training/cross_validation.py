@@ -90,10 +90,18 @@ class CrossValidation:
         folds = [{"run": str(run.path), **run.results} for run in runs]
         return {"run": str(self.path), "folds": folds, "mean": self.mean, "deviation": self.deviation}
 
-    def go_on(self, data: Any = None, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> CrossValidation:
+    def go_on(
+        self,
+        data: Any = None,
+        *,
+        data_changed: bool = False,
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
+    ) -> CrossValidation:
         """Train what is missing, as if nothing had happened.
 
         - `data`: given again where they came from Python
+        - `data_changed`: as for `onward.resume`
         - `callbacks`, `quiet`: as for `onward.train`
         """
         for fold in range(1, self.folds + 1):
@@ -101,7 +109,7 @@ class CrossValidation:
             if not (run.path / TRAINING).exists():
                 run = self._train(fold, {} if data is None else {"data": data}, callbacks, quiet)
             elif not _is_done(run):
-                run = resume(run, data, callbacks=callbacks, quiet=quiet)
+                run = resume(run, data, data_changed=data_changed, callbacks=callbacks, quiet=quiet)
             if not _is_done(run):
                 break
         return self

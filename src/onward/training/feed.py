@@ -14,7 +14,20 @@ from onward.model import Model
 from onward.options import Last
 from onward.recipe.measures import Labels, labels_of
 from onward.training.config import Config
-from onward.training.data import Batches, Binding, Dataset, Noise, Stream, fold, format_for, match, open_data, split
+from onward.training.data import (
+    Batches,
+    Binding,
+    Dataset,
+    Noise,
+    Stream,
+    files_of,
+    fold,
+    format_for,
+    identify,
+    match,
+    open_data,
+    split,
+)
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
@@ -30,6 +43,18 @@ class Feed:
     """The only size of batch that the model takes."""
     classes: tuple[str, ...] | None = None
     """What the numbers of labels stand for."""
+    sources: tuple[_Part, ...] = ()
+    """The data before they are split, and other data to validate with, if any."""
+
+    def identify(self) -> dict[str, Any]:
+        """Return the facts by which `resume` recognizes the data."""
+        names = [
+            list(dict.fromkeys(c for binding in part.way.values() for c in binding.columns)) for part in self.sources
+        ]
+        facts = [
+            identify(part.data, name, files_of(part.source)) for part, name in zip(self.sources, names, strict=True)
+        ]
+        return dict(zip(("data", "validation"), facts, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +64,8 @@ class _Part:
     data: Dataset | Stream
     way: Mapping[str, Binding]
     notes: tuple[str, ...] = ()
+    source: Any = None
+    """What they were opened from."""
 
 
 def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
@@ -46,7 +73,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     labels = labels_of(engine.model)
     noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
-    part, held_out = _parts(engine.model, inputs, config, opened, labels)
+    whole, part, held_out = _parts(engine.model, inputs, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in part.way.values() if binding.note)
     if few := too_few_classes(part.data, part.way, labels):
         notes[few] = None
@@ -91,7 +118,9 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
         )
     validation = batches(held_out, False, "keep" if fixed is None else "pad") if held_out is not None else None
     classes = part.way[labels.name].classes if labels is not None else None
-    return Feed(training, validation, list(notes), fixed, classes)
+    other = held_out if held_out is not None and held_out.source is not None else None
+    sources = (whole,) if other is None else (whole, other)
+    return Feed(training, validation, list(notes), fixed, classes, sources)
 
 
 def _fixed_size(engine: Engine) -> int | None:
@@ -107,8 +136,8 @@ def _parts(
     config: Config,
     opened: Dataset | Stream | None,
     labels: Labels | None,
-) -> tuple[_Part, _Part | None]:
-    """What is trained on, and what is validated with, if anything."""
+) -> tuple[_Part, _Part, _Part | None]:
+    """All data, those that are trained on, and those that are validated with, if any."""
     images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
     way = match(data.columns, inputs, config.columns)
@@ -117,17 +146,18 @@ def _parts(
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
             way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)
+    whole = _Part(data, way, source=config.data)
     if config.folds is not None and config.fold is not None:
         strata = strata_of(data, way, labels, config.stratify)
         others, one = fold(data, config.fold, config.folds, config.seed or 0, strata)
-        return _Part(others, way), _Part(one, way)
+        return whole, _Part(others, way), _Part(one, way)
     if isinstance(config.validation, float):
         strata = strata_of(data, way, labels, config.stratify)
         rest, share = split(data, config.validation, config.seed or 0, strata)
-        return _Part(rest, way), _Part(share, way)
+        return whole, _Part(rest, way), _Part(share, way)
     if config.validation is None:
-        return _Part(data, way), None
-    return _Part(data, way), _match_alike(open_data(config.validation, images=images), inputs, config, way)
+        return whole, whole, None
+    return whole, whole, _match_alike(open_data(config.validation, images=images), inputs, config, way)
 
 
 def _match_alike(
@@ -143,4 +173,4 @@ def _match_alike(
         held_out = in_classes(held_out, binding, classes, "the training data")
         if missing := [one for one in classes or () if one not in (binding.classes or classes or ())]:
             notes.append(f"the validation data have no {list_names(missing, 3)}")
-    return _Part(held_out, match(held_out.columns, inputs, same), tuple(notes))
+    return _Part(held_out, match(held_out.columns, inputs, same), tuple(notes), config.validation)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.errors import DataError, WriteError
+from onward.errors import DataError, InvalidModelError, WriteError
 from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
-from onward.model.storage import form_of, goes_outside, is_external, write_file
+from onward.model.storage import form_of, goes_outside, is_external, verify_checksums, write_file
 from onward.model.storage.data import is_own
 from onward.model.storage.divided import Writers
 from onward.model.storage.files import mentions
@@ -38,6 +38,8 @@ class Folder(Run):
         """The folder and those around it, if they were made here."""
         self._form: storage.External = "auto"
         """Where the model as it was given has its tensors, and so have those that come of it."""
+        self.notes: list[str] = []
+        """What the user should know about a run that is reopened."""
 
     def refuse_if_in_use(self) -> None:
         """Fail if this cannot be the folder of a new run."""
@@ -83,6 +85,7 @@ class Folder(Run):
                     strip(original),
                     self.path / ORIGINAL,
                     also=[*_unchanging_places(training), *_user_places(training)],
+                    checksums=True,
                 )
                 yield
             except BaseException as error:
@@ -98,11 +101,32 @@ class Folder(Run):
         with lock_folder(self.path):
             self._refuse_links()
             self._sweep()
+            self._verify()
             model, original, shared = self.model, load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
-                save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
+                save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # as an older version has left it
             yield model
+
+    def _verify(self) -> None:
+        """Refuse files that have changed since they were saved: a flipped bit can make a weight of 2e37."""
+        names = [name for name in (TRAINING, ORIGINAL, BEST) if (self.path / name).exists()]
+        for name in names:
+            try:
+                if not verify_checksums(self.path / name) and name == TRAINING:
+                    self.notes.append(f"{TRAINING} has no checksum: damage to files of this run cannot be detected")
+            except InvalidModelError as error:
+                raise DataError(error.message, hint=self._way_around(name)) from error
+
+    def _way_around(self, damaged: str) -> str:
+        if damaged == BEST:
+            return f"to resume without it, remove it: rm {self.path / BEST}"
+        for name in (BEST, LAST):
+            with contextlib.suppress(InvalidModelError):
+                if (self.path / name).exists() and verify_checksums(self.path / name):
+                    config = self.path / CONFIG
+                    return f"{name} is intact; to train on from it: onward train {self.path / name} --config {config}"
+        return f"restore the folder from a copy, or start again: onward train --config {self.path / CONFIG}"
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
@@ -114,11 +138,11 @@ class Folder(Run):
         for step in model.steps:
             step.metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
         form = "data" if writers is not None and self._form == "auto" else self._form
-        save(model, self.path / TRAINING, form, shared=self._shared_files(), writers=writers)
+        save(model, self.path / TRAINING, form, shared=self._shared_files(), writers=writers, checksums=True)
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
-        return save(self._inference(model), self.path / name, self._form, shared=self._shared_files())
+        return save(self._inference(model), self.path / name, self._form, shared=self._shared_files(), checksums=True)
 
     def export_last(self) -> None:
         """Write the inference model with the weights that were saved last."""

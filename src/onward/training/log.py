@@ -5,13 +5,14 @@
 | event | when | what it holds |
 |---|---|---|
 | `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
+| `note` | after these two | `step`, `text`: what was said about the model and the data |
 | `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
 | `gradients` | after the first step of an epoch, and every 500 | `step`, `norms` by parameter |
 | `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |
 | `epoch` | each epoch | `step`, `epoch`, `loss`: the mean over the samples of the epoch |
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
 | `save` | after saving | `step`, `best` |
-| `resume` | on going on | `step`, `time` |
+| `resume` | on resuming | `step`, `time`, `epoch`, `batch` in the epoch, `steps_per_epoch` |
 | `end` | last | `step`, `reason`, `seconds` since it was started or resumed; `loss` if that was not finite |
 
 The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",

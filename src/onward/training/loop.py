@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from onward.engines import Engine
-from onward.errors import DataError, Error, TrainingError, WriteError
+from onward.errors import MEMORY_HINT, DataError, Error, OutOfMemoryError, TrainingError, WriteError, lacks_memory
 from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
@@ -44,9 +44,11 @@ class Loop:
     def __call__(self, notes: Sequence[str] = (), callbacks: Sequence[Callback] = (), quiet: bool = False) -> None:
         """Go on until the end. `notes` are said to the user first."""
         with self._writing(), contextlib.ExitStack() as stack:
-            self._open(stack, callbacks, quiet)
+            self._open(stack, notes, callbacks, quiet)
             for note in notes:
                 self.status.say(note)
+            if not self._is_new and self.at.epoch >= self.config.epochs:  # as the log shows without a note
+                self.status.say(f"{self.at.epoch} of {self.config.epochs} epochs are done")
             try:
                 self.engine.group.wait()  # until all have read what may be written from now on
                 if self._is_new:
@@ -66,11 +68,15 @@ class Loop:
                     self._save_after_failure()
                 self.status.reason = "failed"
                 self._end()
+                if lacks_memory(error) and not isinstance(error, Error):
+                    raise OutOfMemoryError("not enough memory for this batch", hint=MEMORY_HINT) from error
                 if isinstance(error, OSError) and not isinstance(error, Error):
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
 
-    def _open(self, stack: contextlib.ExitStack, callbacks: Sequence[Callback], quiet: bool) -> None:
+    def _open(
+        self, stack: contextlib.ExitStack, notes: Sequence[str], callbacks: Sequence[Callback], quiet: bool
+    ) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
         config, at = self.config, self.at
         self.run.rewind(at)
@@ -82,7 +88,9 @@ class Loop:
 
             board = stack.enter_context(EventWriter(self.run.path))
         quiet = quiet or not is_first
-        progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
+        progress = stack.enter_context(
+            Progress(config.epochs, self._per_epoch, done=at.step, epoch=at.epoch, batch=at.batch, quiet=quiet)
+        )
         self.engine.on_compile = progress.say
         if self.engine.group.size == self.engine.batches == 1:
             self.engine.rows = self.feed.training.rows
@@ -92,7 +100,7 @@ class Loop:
         self._saver.files = [file for file in (log, board) if isinstance(file, Log | Callback)]
         self._callbacks = list(callbacks)
         self._watchers: list[Callback] = [
-            LogWatcher(log, config),
+            LogWatcher(log, config, [note for note in notes if self._is_new or note not in self.feed.notes]),
             *([board] if board is not None else []),
             *([StatisticsWatcher(board)] if config.statistics and not self.engine.is_sharded else []),
             BestWatcher(self.run, self.measures, config.patience),

@@ -23,7 +23,7 @@ _MEMORY = 50
 
 
 class Progress(Callback):
-    """Shows how far a run is. `done` is the number of steps that were made before, in a run that goes on.
+    """Shows how far a run is. If it is resumed, `done` steps were made before: `epoch` epochs, and `batch` steps.
 
     `steps_per_epoch` is None where nobody knows it; the first epoch tells.
     """
@@ -34,13 +34,14 @@ class Progress(Callback):
         steps_per_epoch: int | None = None,
         *,
         done: int = 0,
+        epoch: int = 0,
+        batch: int = 0,
         quiet: bool = False,
         console: Console | None = None,
     ):
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
         self._first = self._steps = done
-        self._epoch = done // steps_per_epoch if steps_per_epoch else 0
-        self._epoch_start = self._epoch * steps_per_epoch if steps_per_epoch else done
+        self._epoch, self._epoch_start = epoch, done - batch
         self._samples, self._loss, self._weight = 0, 0.0, 0.0
         self._metrics: dict[str, float] = {}
         self._console = None if quiet else console or _on_stderr()
@@ -98,7 +99,8 @@ class Progress(Callback):
 
     def _show(self, now: float) -> None:
         self._measure(now)
-        total = self._epochs * self._steps_per_epoch if self._steps_per_epoch else None
+        left = (self._epochs - self._epoch) * self._steps_per_epoch if self._steps_per_epoch else None
+        total = None if left is None else self._epoch_start + left
         epoch = f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
         facts = [f"loss {self._average()}"]
         facts += [f"{name} {short(value)}" for name, value in list(self._metrics.items())[:2] if name != "loss"]

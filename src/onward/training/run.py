@@ -17,11 +17,13 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.errors import DataError
+from onward.checker import Finding, check
+from onward.checker.findings import make_finding, worst_first
+from onward.errors import DataError, Error
 from onward.model import Model, load
 from onward.model.serde import places_of
 from onward.model.storage import goes_outside, is_external
@@ -33,6 +35,7 @@ from onward.training.log import read_log
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.yaml", "log.jsonl"
+_RESTORE = "restore it from a copy of the run"
 _WHEN = ("event", "step", "epoch")
 
 
@@ -56,12 +59,20 @@ class Place:
     """The sum of the losses of the samples in the epoch so far,"""
     counted: Natural = 0
     """and their number."""
+    data: Mapping[str, Any] | None = None
+    """Facts by which the data are recognized when the run is resumed."""
 
     @classmethod
     def of(cls, model: Model) -> Place:
         """Where the run stood when this model was saved."""
         text = model.step().metadata.get("train.progress", "{}")
         fact = parse_json_as(text, cls, f"the progress in `{model.path}`")
+        if missing := [name for name in ("step", "epoch", "batch", "log") if name not in fact]:
+            raise DataError(
+                f"`{model.path}` does not say how far the run is: no `{missing[0]}`",
+                hint="restore the file that the run saved, or start a new run from this one: "
+                f"onward train {model.path} --data DATA",
+            )
         return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
     @property
@@ -107,7 +118,7 @@ class Run:
     @property
     def progress(self) -> dict[str, Any]:
         """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return dataclasses.asdict(Place.of(self.model))
+        return {name: value for name, value in dataclasses.asdict(Place.of(self.model)).items() if name != "data"}
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -120,6 +131,28 @@ class Run:
         """The latest results on validation data: `loss`, and the metrics."""
         measured = [event for event in self.log if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
+
+    def check(self, *, target: str | None = None) -> list[Finding]:
+        """Find what is wrong with the files of the run: `onward.check` of its models, checksums, progress, and the log.
+
+        - `target`: also what would be in the way of a runtime that loads the models, such as `"onnxruntime"`
+        """
+        self.refuse_if_empty()
+        findings = []
+        for name in (TRAINING, ORIGINAL, BEST, LAST):
+            path = self.path / name
+            if path.exists():
+                listed = _findings_in(path, target)
+                findings += [dataclasses.replace(one, place=f"{name}: {one.place}") for one in listed]
+            elif name == ORIGINAL:
+                findings.append(make_finding("OW801", name, "the run cannot be resumed without it", _RESTORE))
+        for name, property in ((TRAINING, "progress"), (CONFIG, "config"), (LOG, "log")):
+            try:
+                getattr(self, property)
+            except Error as error:
+                code = "OW802" if (self.path / name).exists() else "OW801"
+                findings.append(make_finding(code, name, error.message, error.hint))
+        return worst_first(findings)
 
     def refuse_if_empty(self) -> None:
         """Fail if there is no run in the folder."""
@@ -138,6 +171,14 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"
+
+
+def _findings_in(path: Path, target: str | None) -> list[Finding]:
+    try:
+        findings = check(path, target=target)
+    except Error as error:
+        return [make_finding("OW802", "file", error.message, error.hint)]
+    return [make_finding("OW803", one.place, one.message, one.hint) if one.code == "OW116" else one for one in findings]
 
 
 @contextlib.contextmanager

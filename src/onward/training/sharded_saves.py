@@ -20,6 +20,7 @@ from onward.engines.engine import Part
 from onward.engines.group import Group
 from onward.errors import TrainingError, WriteError
 from onward.model import Model
+from onward.model.storage.checksums import Ranges
 from onward.model.storage.divided import DividedTensor, Parts, Writers, write_parts
 from onward.model.storage.files import reason
 from onward.model.storage.tensor_places import inside
@@ -98,12 +99,12 @@ def _follow(group: Group, parts: Parts) -> None:
     if (asked := group.gather(None)[0]) is None:
         return
     file, offsets = asked
-    problem = None
+    problem, ranges = None, []
     try:
-        write_parts(file, offsets, parts)
+        ranges = write_parts(file, offsets, parts)
     except Exception as error:
         problem = f"{reason(error)} (process {group.rank})"
-    group.gather(problem)
+    group.gather((problem, ranges))
 
 
 class _Others:
@@ -118,13 +119,16 @@ class _Others:
         self._file = file
         self._ask((file, dict(offsets)))
 
-    def finish(self) -> None:
+    def finish(self) -> Ranges:
         if self._file is None:  # there was nothing to write
-            return
-        if problem := next(filter(None, self._ask(None)), None):
+            return {}
+        answers = list(filter(None, self._ask(None)))  # the first process has none
+        if problem := next((problem for problem, _ in answers if problem), None):
             raise WriteError(
                 f"could not write `{self._file}`: {problem}", hint="all processes must reach the folder of the run"
             )
+
+        return {self._file.name: [one for _, ranges in answers for one in ranges]}
 
     def release(self) -> None:
         """Let nobody wait for a question that will not come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,13 +39,15 @@ class NotFiniteError(Exception):
 class LogWatcher(Callback):
     """Writes what happens into the log of the run."""
 
-    def __init__(self, log: Log | NoLog, config: Config):
-        self._log, self._config, self._time = log, config, time.time()
+    def __init__(self, log: Log | NoLog, config: Config, notes: Sequence[str] = ()):
+        self._log, self._config, self._notes, self._time = log, config, notes, time.time()
 
     def start(self, status: Status) -> None:
         if status.place.log:
             self._log.write("save", step=status.step, best=False)  # as the file proves from which it goes on
-            self._log.write("resume", step=status.step, time=time.time())
+            counts = {"epoch": status.epoch, "batch": status.place.batch, "steps_per_epoch": status.steps_per_epoch}
+            self._log.write("resume", step=status.step, time=time.time(), **counts)
+            self._write_notes(status)
             return
         config, engine = self._config, status.engine
         parameters = [state.value.const_value for state in engine.states() if state.role == "parameter"]
@@ -60,6 +63,7 @@ class LogWatcher(Callback):
             device=config.device,
             engine=config.engine,
         )
+        self._write_notes(status)
         self._write_results(status)
 
     def step(self, status: Status) -> None:
@@ -73,6 +77,10 @@ class LogWatcher(Callback):
     def end(self, status: Status) -> None:
         loss = {} if math.isfinite(status.loss) or status.reason != "not_finite" else {"loss": status.loss}
         self._log.write("end", step=status.step, reason=status.reason, seconds=status.seconds, **loss)
+
+    def _write_notes(self, status: Status) -> None:
+        for note in self._notes:
+            self._log.write("note", step=status.step, text=note)
 
     def _write_results(self, status: Status) -> None:
         if status.results:

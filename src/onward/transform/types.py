@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
 
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.model import Model
 from onward.model.functions import check_expansion
 from onward.model.serde import to_proto, without_data
@@ -37,6 +37,11 @@ def _infer_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     except onnx.shape_inference.InferenceError as error:
         reason = str(error).splitlines()[0]
         raise InvalidModelError(f"the types of the model do not go together: {reason}", hint=_HINT) from error
+    except onnx.checker.ValidationError as error:  # of the inliner within: more than 100 functions deep
+        raise UnsupportedError(
+            f"the functions of the model are nested too deep for onnx: {first_line(error)}",
+            hint="inline them first: `onward inline MODEL -o plain.onnx` (`onward.transform.inline(model)`)",
+        ) from error
     types = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

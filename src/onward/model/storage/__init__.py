@@ -7,6 +7,7 @@ A save creates files beside the model and touches none that exists. Renaming the
 commit: before it the old model is whole, after it the new one is. Data that only the old one used is deleted last.
 """
 
+from onward.model.storage.checksums import verify_checksums
 from onward.model.storage.external import Fault, bits_of, check_external, external_faults, walk_tensors
 from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
@@ -34,6 +35,7 @@ __all__ = [
     "places",
     "read_proto",
     "save",
+    "verify_checksums",
     "walk_tensors",
     "write_file",
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from onward.model.storage.checksums import Range
 from onward.model.storage.divided import DividedTensor, Writers, write_part
 from onward.model.storage.files import PAGE, flush, listing
 from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head
@@ -41,8 +42,13 @@ def write_data(
     transaction: Transaction,
     shard_bytes: int | None,
     writers: Writers | None = None,
+    ranges: dict[str, list[Range]] | None = None,
 ) -> dict[Place, ir.TensorProtocol]:
-    """Write what goes outside, one tensor at a time; what the places will hold."""
+    """Write what goes outside, one tensor at a time; what the places will hold.
+
+    Args:
+        ranges: Gets the checksums of what is written here, by the name of the file.
+    """
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
     names = _fresh_names(target, suffix)
     pieces = _pieces(tensors)
@@ -51,14 +57,16 @@ def write_data(
     for shard in _shards(pieces, shard_bytes):
         path, file = transaction.create_data(names)
         with file:
-            sink = Sink(file)
+            sink = Sink(file, checksums=ranges is not None)
             head, offsets = layout(shard)
             if writers is not None:
                 writers.start(path, {x.tensor.key: at for x, at in offsets if isinstance(x.tensor, DividedTensor)})
             file.write(head)
             for piece, offset in offsets:
                 sink.seek(offset)
-                _copy(piece.tensor, sink)
+                written = _copy(piece.tensor, sink)
+                if ranges is not None and written is not None:
+                    ranges.setdefault(path.name, []).append(written)
                 for place in piece.places:
                     future[place] = outside(tensors[place], target.parent, path, offset)
             sink.finish()
@@ -136,21 +144,23 @@ def _unused_key(name: str, taken: Iterable[str]) -> str:
     return next(key for key in candidates if key not in taken and key != "__metadata__")
 
 
-def _copy(tensor: ir.TensorProtocol, sink: Sink) -> None:
+def _copy(tensor: ir.TensorProtocol, sink: Sink) -> Range | None:
+    """Write a tensor. Return the range that was written, which for a divided tensor is this process's part, if any."""
     start = sink.tell()
+    if isinstance(tensor, DividedTensor):
+        written = write_part(sink, start, tensor.part) if tensor.part is not None else None
+        sink.seek(start + tensor.nbytes)
+        return written
+    sink.take_checksum()
     _put(tensor, sink)
     if (size := sink.tell() - start) != tensor.nbytes:
         raise ValueError(f"`{tensor.name}` has {size} bytes, but its type and shape need {tensor.nbytes}")
+    return start, size, sink.take_checksum()
 
 
 def _put(tensor: ir.TensorProtocol, sink: Sink) -> None:
     if isinstance(tensor, HeldTensor):
         tensor.source.pour(tensor.offset or 0, tensor.nbytes, sink)
-    elif isinstance(tensor, DividedTensor):
-        end = sink.tell() + tensor.nbytes
-        if tensor.part is not None:
-            write_part(sink, sink.tell(), tensor.part)
-        sink.seek(end)
     elif isinstance(tensor, ir.LazyTensor):
         _put(tensor.raw(), sink)
         let_go()  # of what it was computed from

@@ -8,7 +8,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onward.errors import Error, InvalidModelError, near
+from onward.errors import Error, InvalidModelError, near, needing_memory
+from onward.model.storage.checksums import remove_checksum_entry
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
 from onward.model.storage.not_a_model import EXPORT, instead_of, no_model, refuse_other_formats, refuse_text
 
@@ -31,7 +32,8 @@ def read_proto(path: PathLike) -> ModelProto:
         with path.open("rb") as file:
             _refuse(name, file.read(PAGE), info.st_size)
             file.seek(0)
-            return _parse(name, file.read(PROTO_LIMIT + 1))
+            with needing_memory(f"read {name}"):
+                return _parse(name, file.read(min(info.st_size, PROTO_LIMIT) + 1))  # which allocates as much
     except FileNotFoundError:
         siblings = (entry.name for entry in listing(path.parent))
         hint = near(path.name, siblings) or "check the path; it is relative to the current folder"
@@ -72,4 +74,5 @@ def _parse(name: str, data: bytes) -> ModelProto:
         raise InvalidModelError(
             f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=f"{EXPORT}, once more"
         )
+    remove_checksum_entry(proto)
     return proto

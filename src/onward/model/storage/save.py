@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
+from onward.model.storage.checksums import Range, checksum_entry, stored_ranges
 from onward.model.storage.data import is_own, spared_bytes, write_data
 from onward.model.storage.divided import Writers
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
@@ -51,6 +52,7 @@ def save(
     shared: Set[Path] | None = None,
     also: Iterable[Place] = (),
     writers: Writers | None = None,
+    checksums: bool = False,
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
@@ -78,6 +80,9 @@ def save(
     `also` are places of another model, whose tensors go into the data file beside this one, and are in it afterwards.
 
     `writers` are other processes, which write their parts of divided tensors into the same data file.
+
+    With `checksums` the file says what its bytes, and those of data files that are written, must be
+    (`verify_checksums`).
     """
     if external not in get_args(External):
         raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
@@ -87,13 +92,16 @@ def save(
         old = _replaced_files(target)
         plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
         moved = {place: tensor for place, tensor in others.items() if _is_large(place, tensor, threshold_bytes)}
-        data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers)
+        ranges: dict[str, list[Range]] | None = {} if checksums else None
+        data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers, ranges)
         future = plan.kept | plan.embedded | data
         with _holding({place: future[place] for place in tensors if place in future}):
             payload, used = _serialise(to_proto(), target, old)
-        if writers is not None:
-            writers.finish()
-        transaction.commit(payload)
+        for name, others_ranges in writers.finish().items() if writers is not None else ():
+            if ranges is not None:
+                ranges.setdefault(name, []).extend(others_ranges)
+        entry = b"" if ranges is None else checksum_entry(payload, _ranges_of(used, target) | ranges)
+        transaction.commit(payload, entry if len(payload) + len(entry) <= PROTO_LIMIT else b"")
     for place, tensor in others.items():
         if place in moved:
             place.tensor = _open_tensor(data[place])
@@ -111,6 +119,12 @@ def save(
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
+
+
+def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
+    """The checksums that the replaced model lists for data files which the new one goes on using."""
+    before = stored_ranges(target) or {}
+    return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
 
 def goes_outside(places: Iterable[Place]) -> bool:

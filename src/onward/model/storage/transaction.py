@@ -44,10 +44,11 @@ class Transaction:
                 self.data.pop()
         raise AssertionError("there is always another name")
 
-    def commit(self, payload: bytes) -> None:
+    def commit(self, *payload: bytes) -> None:
         assert self.file is not None
         with self.file as file:
-            file.write(payload)
+            for part in payload:
+                file.write(part)
             flush(file)
         if self.mode is not None:
             os.chmod(self.temporary, self.mode)

@@ -6,7 +6,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +28,7 @@ class Column:
     classes: tuple[str, ...] | None = None  # the numbers stand for these names
     remark: str = ""  # what a user may wonder about
     limit: float | None = None  # numbers that were bytes go from 0 to this
+    is_costly: bool = field(default=False, compare=False)  # each value is decoded from an image, or made by Python code
 
     def __str__(self) -> str:
         name = "text" if self.dtype.kind in "USO" else self.dtype.name

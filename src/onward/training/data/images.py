@@ -126,10 +126,10 @@ class Decoder:
         self._mode = wanted.mode or _natural_mode(image, origin)
         channels = _CHANNELS[self._mode]
         shape = (*self._size, channels) if wanted.channels_last else (channels, *self._size)
-        self.column = Column(np.dtype(np.float32 if wanted.scaled else np.uint8), shape)
+        self.column = Column(np.dtype(np.float32 if wanted.scaled else np.uint8), shape, is_costly=True)
         if wanted.single is not None:
             made = self(first, origin)
-            self.column = Column(made.dtype, made.shape, limit=255.0)
+            self.column = Column(made.dtype, made.shape, limit=255.0, is_costly=True)
 
     def __call__(self, encoded: bytes, origin: str) -> np.ndarray:
         image = _open(encoded, origin)

@@ -23,7 +23,9 @@ class HubDataset:
         self._parts: dict[tuple[str, ...], Any] = {}  # the same with some columns: others may be large
         first = _arrays(self._dataset, [0])
         names = _names_of_classes(dataset)
-        self.columns = {name: Column(a.dtype, a.shape[1:], names.get(name)) for name, a in first.items()}
+        self.columns = {
+            name: Column(a.dtype, a.shape[1:], names.get(name), is_costly=True) for name, a in first.items()
+        }
 
     def __len__(self) -> int:
         return len(self._dataset)

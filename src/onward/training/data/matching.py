@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.errors import DataError, UnknownNameError, near
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.training.data.dataset import Column
 from onward.training.data.fitting import Binding, Wanted, fit, is_float
 
@@ -29,6 +29,11 @@ def match(
 
     `mapping` says it for some: {input: column}; a pattern (`pixel*`) or a list means several columns side by side.
     """
+    if untyped := [name for name, value in inputs.items() if value.dtype is None]:
+        raise UnsupportedError(
+            f"the input `{untyped[0]}` has no type, so that no data can be matched with it",
+            hint="export the model again, or declare it in `graph.input`: `onward check MODEL` names the place",
+        )
     return _Sides(columns, {name: Wanted.by(value) for name, value in inputs.items()}).match(mapping or {})
 
 

@@ -26,8 +26,9 @@ class Samples:
     def __init__(self, samples: Any, origin: str = "the samples"):
         check_not_empty(len(samples), origin)
         self._samples, self._origin = samples, origin
+        self.is_plain = type(samples) in (list, tuple)  # not an object whose code makes them
         first = {name: to_array(value, name, origin) for name, value in parts_by_name(samples[0]).items()}
-        self.columns = {name: Column(array.dtype, array.shape) for name, array in first.items()}
+        self.columns = {name: Column(array.dtype, array.shape, is_costly=True) for name, array in first.items()}
 
     def __len__(self) -> int:
         return len(self._samples)

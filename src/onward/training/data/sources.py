@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, needing_memory
 from onward.training.data.array_files import open_npy, open_npz, open_safetensors
 from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
 from onward.training.data.files import check_file, files_in
@@ -31,6 +31,7 @@ class _How(NamedTuple):
     window: int | None
 
 
+@needing_memory("read the data")
 def open_data(
     source: Any,
     *,
@@ -79,6 +80,23 @@ def open_data(
     if isinstance(source, Iterable) or callable(source):
         return Stream(source)
     raise DataError(f"cannot train on an object of type `{type(source).__name__}`", hint=f"use {_FILES}")
+
+
+def files_of(source: Any) -> list[Path]:
+    """Return the files that a path of data leads to, in their order; nothing for data that are objects."""
+    if isinstance(source, Mapping):
+        source = list(source.values())
+    paths = source if isinstance(source, list | tuple) else [source]
+    if not all(isinstance(path, str | Path) for path in paths):
+        return []
+    files = []
+    for path in map(str, paths):
+        named = path if _name_of(path) is None else path.partition("=")[2]
+        if not os.path.exists(named) and ":" in named and not glob.has_magic(named):
+            named = named.rpartition(":")[0]
+        for one in _find(named):
+            files += sorted(file for file in one.rglob("*") if file.is_file()) if one.is_dir() else [one]
+    return files
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------

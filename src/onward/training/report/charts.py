@@ -26,7 +26,7 @@ def charts(history: History) -> Chart:
     many = len(norms) > MOST_LINES
     return {
         "last": history.step,
-        "per_epoch": history.steps_per_epoch,
+        "counts": [[0, 0, history.steps_per_epoch], *history.recounts],
         "marks": [
             {"x": event.step, "kind": event.kind, "text": _MARKED[event.kind]}
             for event in history.events

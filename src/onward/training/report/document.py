@@ -264,7 +264,8 @@ def _most_telling(events: list[Event], most: int = 60) -> list[Event]:
 
 
 def _epoch(history: History, step: int) -> str:
-    return f"{step / history.steps_per_epoch:.4g}" if history.steps_per_epoch else ""
+    epochs = history.epochs_at(step)
+    return "" if epochs is None else f"{epochs:.4g}"
 
 
 def _parameters(summary: Summary) -> Markup:

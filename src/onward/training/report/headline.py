@@ -60,7 +60,7 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
         value, of = (history.epochs.values[-1], "epoch") if history.epochs else (late, "steps")
         yield Card("training loss", short(value), f"mean of the last {of}; first {short(loss.values[0])}")
     if history.step:
-        epochs = epochs_made(history)
+        epochs = history.epochs_at(history.step)
         yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
     yield Card("time", duration(history.seconds), _sittings(history))
     if history.speed:
@@ -82,10 +82,6 @@ def _late(series: Series) -> float | None:
     """The mean of the last twentieth, at least of ten, as far as they are numbers."""
     late = [value for value in series.values[-max(len(series) // 20, 10) :] if math.isfinite(value)]
     return sum(late) / len(late) if late else None
-
-
-def epochs_made(history: History) -> float | None:
-    return history.step / history.steps_per_epoch if history.steps_per_epoch else None
 
 
 def _sittings(history: History) -> str:

@@ -73,6 +73,8 @@ class History:
     reason: str | None = None
     """Why the run ended; None where it goes on, or was killed."""
     steps_per_epoch: int | None = None
+    recounts: list[tuple[int, int, int]] = field(default_factory=list)
+    """Where other data began: the step, the epochs until then, and the steps of an epoch from there."""
     failure: str = ""
     """What was not finite, in words."""
     step: int = 0
@@ -92,6 +94,15 @@ class History:
                 reader(step, event)
         self.seconds += self._session
         return self
+
+    def epochs_at(self, step: float) -> float | None:
+        """Return how many epochs were made after a step; None where nobody knows how long they are."""
+        begin, epochs, length = self._count_at(step)
+        return epochs + (step - begin) / length if length else None
+
+    def _count_at(self, step: float) -> tuple[int, int, int | None]:
+        counts = [(0, 0, self.steps_per_epoch), *self.recounts]
+        return [one for one in counts if one[0] < step or not one[0]][-1]
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +169,16 @@ class History:
     def _read_resume(self, step: int, event: dict[str, Any]) -> None:
         self.seconds, self._session = self.seconds + self._session, 0.0
         self.reason = None
+        epoch, batch, length = (_whole(event.get(name)) for name in ("epoch", "batch", "steps_per_epoch"))
+        if epoch is not None and batch is not None and length:
+            begin = step - batch
+            self.recounts = [one for one in self.recounts if one[0] < begin]
+            if self.epochs_at(begin) != epoch or self._count_at(begin + 1)[2] != length:
+                self.recounts.append((begin, epoch, length))
         self._add_event("resume", step, f"resumed after {step:,} steps", event)
+
+    def _read_note(self, step: int, event: dict[str, Any]) -> None:
+        self._add_event("note", step, str(event.get("text", "")), event)
 
     def _read_end(self, step: int, event: dict[str, Any]) -> None:
         self.step = max(self.step, step)

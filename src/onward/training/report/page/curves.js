@@ -186,8 +186,9 @@ class Crosshair {
   }
 
   place(step) {
-    const epochs = Math.max(1, Math.ceil(step / this.run.per_epoch));
-    const epoch = this.run.per_epoch ? `, epoch ${epochs.toLocaleString("en-US")}` : "";
+    const [begin, before, length] = this.run.counts.findLast(([first]) => first < step) ?? this.run.counts[0];
+    const epochs = before + Math.max(1, Math.ceil((step - begin) / length));
+    const epoch = length ? `, epoch ${epochs.toLocaleString("en-US")}` : "";
     return `step ${Math.round(step).toLocaleString("en-US")}${epoch}`;
   }
 

@@ -1,0 +1,143 @@
+"""Facts by which a run recognizes its data when it is resumed: rows, columns, types and checksums of values.
+
+Values are compared as they are read, so that a file may move, be touched, or be written in another format. Of large
+data, and of data whose rows take work to make, evenly spaced rows are compared, and the sizes of all files; that their
+times differ is said.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.errors import Error
+from onward.training.data.dataset import Column, Dataset, bytes_of_row, pieces_of
+from onward.training.data.samples import Samples
+from onward.training.data.streams import Stream
+
+Facts = Mapping[str, Any]
+"""What JSON can hold: `rows`, `columns`, `values`, `compared`, `sizes`, `times`."""
+
+_MOST = 256 << 20
+"""Bytes of values that are compared; CRC-32 takes a quarter of a second per GB, reading CSV or Parquet more."""
+_COSTLY = 64
+"""How many times more a byte counts that is decoded from an image, or comes from Python code."""
+_TEXT_BYTES = 64
+_STRETCHES, _PIECES = 64, 4
+"""How many stretches of rows are compared of large data; to read one of data in pieces is to read a whole piece."""
+_AT_ONCE = 8 << 20
+"""Bytes that are in memory at a time."""
+
+
+def identify(data: Dataset | Stream, names: Sequence[str], files: Sequence[Path] = ()) -> Facts:
+    """Return the facts of these columns of data, which came from these files, if any."""
+    facts: dict[str, Any] = {"rows": None, "columns": {name: _describe(data.columns[name]) for name in names}}
+    if isinstance(data, Stream):
+        return facts | {"batches": None if data.is_divided else data.batches_per_epoch}
+    facts["rows"] = len(data)
+    if isinstance(data, Samples) and not data.is_plain:  # its code may return other values each time
+        return facts
+    compared = _rows_to_compare(data, names)
+    facts["values"], facts["compared"] = _checksums(data, names, compared), sum(map(len, compared))
+    if facts["compared"] < len(data) and files:
+        stats = [file.stat() for file in files]
+        facts["sizes"] = _checksum_of([stat.st_size for stat in stats])
+        facts["times"] = _checksum_of([stat.st_mtime_ns for stat in stats])
+    return facts
+
+
+def differences(before: Facts, now: Facts) -> list[str]:
+    """Return what differs, in words; nothing for the same data."""
+    columns, others = _mapping(before.get("columns")), now["columns"]
+    changes = []
+    for key, noun in (("rows", "rows"), ("batches", "batches in an epoch")):
+        if key in now and None not in (before.get(key), now[key]) and before[key] != now[key]:
+            changes.append(f"{now[key]} {noun}, not {before[key]}")
+    for name in {**columns, **others}:
+        if name not in others:
+            changes.append(f"no column `{name}`")
+        elif name not in columns:
+            changes.append(f"a new column `{name}`")
+        elif columns[name] != others[name]:
+            changes.append(f"`{name}` is {others[name]}, not {columns[name]}")
+    if changes or before.get("compared") != now.get("compared") or "values" not in now:
+        return changes
+    values = _mapping(before.get("values"))
+    changes = [f"other values in `{name}`" for name in others if values.get(name) != now["values"][name]]
+    if not changes and None not in (before.get("sizes"), now.get("sizes")) and before["sizes"] != now["sizes"]:
+        changes = ["other sizes of files"]
+    return changes
+
+
+def not_compared(before: Facts, now: Facts) -> str | None:
+    """Return what was not compared of data in which no difference was found, in words; None if all was."""
+    if "values" not in now or "values" not in before or before.get("compared") != now.get("compared"):
+        return "the values were not compared, only columns and types"
+    if now["compared"] == now["rows"] or (now.get("times") is not None and before.get("times") == now["times"]):
+        return None
+    return f"{now['compared']:,} of {now['rows']:,} rows were compared"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return what was stored, which a file may have as anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _describe(column: Column) -> str:
+    classes = f", {len(column.classes)} classes" if column.classes else ""
+    return f"{Column(column.dtype, column.shape)}{classes}"
+
+
+def _rows_to_compare(data: Dataset, names: Sequence[str]) -> list[range]:
+    rows, size = len(data), _bytes_of_row(data.columns, names)
+    most = min(rows, max(_MOST // size, 1))
+    if most == rows:
+        return [range(rows)]
+    count = min(most, _STRETCHES if pieces_of(data) is None else _PIECES)
+    length = most // count
+    starts = [index * (rows - length) // max(count - 1, 1) for index in range(count)]
+    return [range(start, start + length) for start in starts]
+
+
+def _bytes_of_row(columns: Mapping[str, Column], names: Sequence[str]) -> int:
+    """Return what it takes to compare a row, in bytes of numbers that lie in memory."""
+    return max(
+        sum(
+            (_TEXT_BYTES if columns[name].dtype.hasobject else bytes_of_row(columns, [name]))
+            * (_COSTLY if columns[name].is_costly else 1)
+            for name in names
+        ),
+        1,
+    )
+
+
+def _checksums(data: Dataset, names: Sequence[str], stretches: Sequence[range]) -> dict[str, int]:
+    checksums = dict.fromkeys(names, 0)
+    for chunk in _chunks(stretches, max(_AT_ONCE // _bytes_of_row(data.columns, names), 1)):
+        try:
+            batch = data.take(np.arange(chunk.start, chunk.stop), names)
+        except (Error, OSError):  # training will meet the row, and say what is wrong with it
+            batch = {name: np.array(["unreadable"]) for name in names}
+        for name in names:
+            checksums[name] = zlib.crc32(_bytes(batch[name]), checksums[name])
+    return checksums
+
+
+def _chunks(stretches: Sequence[range], most: int) -> Iterator[range]:
+    for stretch in stretches:
+        for start in range(stretch.start, stretch.stop, most):
+            yield range(start, min(start + most, stretch.stop))
+
+
+def _bytes(values: np.ndarray) -> bytes | memoryview:
+    if values.dtype.kind in "OUS":  # how wide a text is stored does not matter
+        return "\0".join(map(str, values.reshape(-1).tolist())).encode(errors="surrogatepass")
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _checksum_of(numbers: Sequence[int]) -> int:
+    return zlib.crc32(",".join(map(str, numbers)).encode())
