@@ -8,9 +8,10 @@ import os
 import pickle
 import random
 import shutil
+import struct
 import zipfile
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from campaign.checkpoints import pickled
 from conftest import needs
 from onward.checkpoint import ScatteredTensor, StoredTensor, is_checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.objects import Attributed, Object
+from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
+from onward.checkpoint.pytorch.pickling import write_pickle
 from onward.cli.commands import app
 
 RECORDED = Path(__file__).parent / "checkpoints"
@@ -200,18 +202,61 @@ def test_pickles_that_make_no_sense(case: str) -> None:
         read_pickle(HOSTILE[case], "x.pt")
 
 
-def test_trees_that_share_and_circle() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    found = read_pickle(pickle.dumps(loop, 2), "x")
-    assert found[0] is found
-    tree: Any = ["x"]
-    for _ in range(60):
-        tree = [tree, tree]  # as a tree, more than any memory holds
-    assert read_pickle(pickle.dumps(tree, 2), "x")[0] is not None
-    nested = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+def _doubled(times: int, start: bytes, pair: Callable[[bytes], bytes]) -> bytes:
+    """A pickle of a part that holds the one before twice, so many times."""
+    for number in range(times):
+        start += b"r" + struct.pack("<I", number) + b"0" + pair(b"j" + struct.pack("<I", number))
+    return start
+
+
+_TUPLES = _doubled(60, b")", lambda part: part + part + b"\x86")
+_BOMBS = {
+    "tuples": b"]" + _TUPLES + b"a.",
+    "lists": _doubled(60, b"]", lambda part: b"](" + part + part + b"e") + b".",
+    "dicts": _doubled(60, b"}", lambda part: b"}(K\x01" + part + b"K\x02" + part + b"u") + b".",
+    "a key": b"}" + _TUPLES + b"Ns.",
+    "keys": b"}(" + _TUPLES + b"Nu.",
+    "a dict": b"(" + _TUPLES + b"Nd.",
+    "a set": b"\x8f(" + _TUPLES + b"\x90.",
+    "a frozen set": b"(" + _TUPLES + b"\x91.",
+    "a call of a set": b"cbuiltins\nset\n(](" + _TUPLES + b"etR.",
+    "an ordered dict": b"ccollections\nOrderedDict\n(](" + _TUPLES + b"N\x86etR.",
+    "attributes": b"ccollections\nOrderedDict\n)R" + _TUPLES + b"b.",
+    "a type": b"cnumpy\ndtype\n" + _TUPLES + b"\x85R.",
+    "a list that holds itself": b"]r\0\0\0\0j\0\0\0\0a.",
+    "a deep key": b"})" + b"\x85" * 100_000 + b"Ns.",
+    "deep lists": b"]" * 5000 + b"a" * 4999 + b".",
+    "a long text again and again": b"](X\x50\xc3\0\0" + b"x" * 50_000 + b"q\0" + b"h\0" * 10_000 + b"e.",
+    "characters": b"(X\x80\x96\x98\0" + b"x" * 10_000_000 + b"q\0" + b"ctorch\nSize\nh\0\x85R0" * 40 + b"N\x85.",
+    "an integer": b"\x8b\x10\x27\0\0" + b"\x7f" * 10_000 + b".",
+    "equal hashes": b"}(" + b"".join(pickle.dumps(n << 61, 2)[2:-1] + b"N" for n in range(1, 99)) + b"u.",
+    "a long name": b"cx\n" + b"x" * 10_000 + b"\n.",
+}
+
+
+@pytest.mark.parametrize("bomb", _BOMBS)
+def test_pickles_that_are_bombs(bomb: str) -> None:
+    """Small files that take years or all memory: to hash, to print, to walk over, or to make."""
     with pytest.raises(onward.Error, match="damaged"):
-        read_pickle(nested, "x")
+        read_pickle(b"\x80\x02" + _BOMBS[bomb], "x", makers={("torch", "Size"): tuple})
+
+
+def test_pickles_in_archives_are_not_packed(tmp_path: Path) -> None:
+    """PyTorch packs nothing, and 65 KB would unpack to a list of 64 million."""
+    for main, order in ((zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED), (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)):
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            archive.writestr("x/data.pkl", b"\x80\x02].", main)
+            archive.writestr("x/byteorder", b"little", order)
+        with pytest.raises(onward.Error, match="is compressed"):
+            read_torch_file(tmp_path / "x.pt")
+
+
+def test_objects_that_know_each_other() -> None:
+    """As those of configurations do: each is there once, and a dict may name one often."""
+    one = Object(Name("a", "Node"))
+    one.state = {"parent": one, "others": [one] * 9}
+    found = read_pickle(write_pickle({"x": one, "y": [one, one]}), "x")
+    assert found["x"].state["parent"] is found["x"] is found["y"][1]
 
 
 @needs("torch")
@@ -300,7 +345,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert "checkpoint-3" in str(caught.value.hint)
     with pytest.raises(onward.Error, match="there is no"):
         onward.open_checkpoint(tmp_path / "nothing")
-    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("x/data.pkl", b"\x80\x02N.")
     assert onward.open_checkpoint(tmp_path / "x.pt").tensors == {}
 

@@ -20,6 +20,7 @@ from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.schedules import advance_state, state_of
 from onward.checkpoint.pytorch.states import advance_counter
 from onward.checkpoint.pytorch.trees import UPDATES
+from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
@@ -39,6 +40,8 @@ def to_checkpoint(
 ) -> Path:
     """Write a checkpoint from which a framework goes on; where it was written.
 
+    It is read back and compared before it replaces anything. If that fails, nothing is written.
+
         onward.to_checkpoint("training.onnx", "checkpoint-500", format="hf")
 
     - `source`: a training model, or a checkpoint of any format
@@ -55,7 +58,9 @@ def to_checkpoint(
     announce(_size(checkpoint, chosen))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
-        chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
+        written = folder if chosen.is_folder else folder / target.name
+        chosen.write(checkpoint, written)
+        verify_written(checkpoint, written, chosen)
     return target
 
 

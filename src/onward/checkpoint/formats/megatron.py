@@ -18,7 +18,7 @@ from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import spec_of
-from onward.checkpoint.pytorch.states import settings_now, without_copies
+from onward.checkpoint.pytorch.states import refuse_unknown_class, settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
@@ -222,7 +222,8 @@ def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
     """Megatron's Adam, whose decay is decoupled; the rate is the highest of the schedule."""
     schedule = mapping(common.get("opt_param_scheduler"))
     changes = schedule.get("start_wd") != schedule.get("end_wd")
-    if changes or group.get("decoupled_weight_decay") is False or group.get("bias_correction", True) is not True:
+    is_coupled = group.get("decoupled_weight_decay") is False and group.get("weight_decay")
+    if changes or is_coupled or group.get("bias_correction", True) is not True:
         return None
     highest = group.get("max_lr", schedule.get("max_lr", group.get("lr")))
     return spec_of("adamw", {**group, "max_lr": highest * group.get("lr_mult", 1.0)})
@@ -258,6 +259,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     """A `torch_dist` checkpoint, which Megatron loads for any sizes of its groups. Names stay as they are."""
     if len(checkpoint.optimizers) > 1:
         raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
+    for optimizer in checkpoint.optimizers:
+        refuse_unknown_class(optimizer)
+        _refuse_coupled_decay(optimizer)
     step = checkpoint.step or 0
     folder = path / f"iter_{step:07d}"
     folder.mkdir(parents=True)
@@ -278,6 +282,16 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{key}_version": 1 for key in backends}
     write_json(folder / _BACKEND, {**backends, **versions})
+
+
+def _refuse_coupled_decay(optimizer: Optimizer) -> None:
+    """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
+    for spec in (group.optimizer for group in optimizer.groups):
+        if spec is not None and spec.name == "adam" and spec.options.get("weight_decay"):
+            raise UnsupportedError(
+                "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
+                hint="write it with `--to dcp`",
+            )
 
 
 def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
