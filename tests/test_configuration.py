@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import onward
 from commands import failed, run
 from models import digits_mlp
+from onward.configuration import read_configuration
 from onward.options import StepOptions, TrainOptions, options_of
 from onward.training.config import read_settings
 from runs import QUIET
@@ -139,3 +141,25 @@ def test_files_that_are_none(folder: Path) -> None:
     assert "`run.toml` is not valid TOML" in failed("train", "--config", "run.toml")[0]
     Path("run.toml").write_text("epochs = 1\n" + "#" * (1 << 20) + "\nepochz = 1\n")
     assert "`run.toml` is larger than any configuration" in failed("train", "--config", "run.toml")[0]
+
+
+def test_many_keys_take_a_moment(tmp_path: Path) -> None:
+    """Each is compared with those before it by its hash, which takes a second for 60,000."""
+    lines = [f"k{n}: 1\n" for n in range(4_000)]
+    (tmp_path / "many.yaml").write_text("".join(lines))
+    begin = time.process_time()
+    assert len(read_configuration(tmp_path / "many.yaml")) == 4_000
+    few = time.process_time() - begin
+    (tmp_path / "more.yaml").write_text("".join(lines) + "".join(f"m{n}: 1\n" for n in range(8_000)))
+    begin = time.process_time()
+    assert len(read_configuration(tmp_path / "more.yaml")) == 12_000
+    assert time.process_time() - begin < 6 * few
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: 1\nb: 2\na: 3\n", "`a` is there twice"), ("? [1]\n: 2\n", "a key is a list")]
+)
+def test_keys_that_are_none(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(onward.Error, match=said):
+        read_configuration(tmp_path / "x.yaml")

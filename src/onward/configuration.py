@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML without tags that name classes, with numbers such as `1e-3`, and each key once."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1][:1]:
-            raise yaml.constructor.ConstructorError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
+        keys: set[Any] = set()
+        for part, _ in node.value:
+            key = self.construct_object(part, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a list or mapping", node.start_mark)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 

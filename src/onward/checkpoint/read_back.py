@@ -66,7 +66,9 @@ def _paired_names(checkpoint: Checkpoint, again: Checkpoint) -> dict[str, str]:
 
 def _tensors(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Weights; the float32 copy of one where the format has it in place of a narrower one."""
-    copies = {name: slots[MASTER] for each in checkpoint.optimizers for name, slots in each.slots.items() if MASTER in slots}
+    copies = {
+        name: slots[MASTER] for each in checkpoint.optimizers for name, slots in each.slots.items() if MASTER in slots
+    }
     for name, tensor in checkpoint.tensors.items():
         other = again.tensors.get(names.get(name, ""))
         if other is None and tensor.dtype.kind in "iu" and not tensor.shape:
@@ -85,7 +87,9 @@ def _slots(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) 
             keys = (name, names.get(str(name)), numbers.get(name))
             held = next((other.slots[key] for key in keys if other and key in other.slots), {})
             if other is not None and not other.families:  # whose slots have the names of the format
-                held = dict(zip(kept, (value for slot, value in held.items() if slot not in (COUNT, MASTER)), strict=False))
+                held = dict(
+                    zip(kept, (value for slot, value in held.items() if slot not in (COUNT, MASTER)), strict=False)
+                )
             for slot, value in kept.items():
                 found = held.get(slot)
                 yield f"{name}/{slot}", as_tensor(value), None if found is None else as_tensor(found)
