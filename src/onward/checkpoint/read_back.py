@@ -66,15 +66,13 @@ def _paired_names(checkpoint: Checkpoint, again: Checkpoint) -> dict[str, str]:
 
 def _tensors(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Weights; the float32 copy of one where the format has it in place of a narrower one."""
-    copies = {
-        name: slots[MASTER] for each in checkpoint.optimizers for name, slots in each.slots.items() if MASTER in slots
-    }
+    slots_of = {name: slots for each in checkpoint.optimizers for name, slots in each.slots.items()}
     for name, tensor in checkpoint.tensors.items():
         other = again.tensors.get(names.get(name, ""))
         if other is None and tensor.dtype.kind in "iu" and not tensor.shape:
             continue  # a counter, which some formats have elsewhere or do not count
-        is_widened = other is not None and name in copies and other.dtype != tensor.dtype
-        yield name, copies[name] if is_widened else tensor, other
+        is_same = other is None or other.dtype == tensor.dtype
+        yield name, tensor if is_same else slots_of.get(name, {}).get(MASTER, tensor), other
 
 
 def _slots(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
@@ -83,13 +81,17 @@ def _slots(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) 
         other = again.optimizers[at] if at < len(again.optimizers) else None
         numbers = {name: n for n, name in enumerate(name for group in optimizer.groups for name in group.parameters)}
         for name, slots in optimizer.slots.items():
-            kept = {slot: value for slot, value in slots.items() if slot not in (COUNT, MASTER) and value is not None}
+            kept = _without_copies(slots)
             keys = (name, names.get(str(name)), numbers.get(name))
-            held = next((other.slots[key] for key in keys if other and key in other.slots), {})
-            if other is not None and not other.families:  # whose slots have the names of the format
-                held = dict(
-                    zip(kept, (value for slot, value in held.items() if slot not in (COUNT, MASTER)), strict=False)
-                )
+            held = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
+            if other and not other.families:  # its slots have the names of the format
+                held = dict(zip(kept, held.values(), strict=False))
             for slot, value in kept.items():
-                found = held.get(slot)
-                yield f"{name}/{slot}", as_tensor(value), None if found is None else as_tensor(found)
+                yield f"{name}/{slot}", value, held.get(slot)
+
+
+def _without_copies(slots: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Slots without the step and the float32 copy of a weight, which formats have in other places."""
+    return {
+        slot: as_tensor(value) for slot, value in slots.items() if slot not in (COUNT, MASTER) and value is not None
+    }
