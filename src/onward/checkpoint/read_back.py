@@ -84,8 +84,9 @@ def _slots(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) 
             kept = _without_copies(slots)
             keys = (name, names.get(str(name)), numbers.get(name))
             held = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
-            if other and not other.families:  # its slots have the names of the format
-                held = dict(zip(kept, held.values(), strict=False))
+            if other and len(other.families) != 1:  # slots may have the names of another optimizer, or of the format
+                rest = [value for slot, value in held.items() if slot not in kept]
+                held |= dict(zip((slot for slot in kept if slot not in held), rest, strict=False))
             for slot, value in kept.items():
                 yield f"{name}/{slot}", value, held.get(slot)
 

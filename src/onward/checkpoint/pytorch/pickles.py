@@ -38,9 +38,9 @@ _LONGEST_NAME, _WIDEST_INTEGER = 1_000, 1_024
 _LARGEST_KEY, _MOST_KEYS, _MOST_KEY = 100, 10_000, 1 << 60
 """Parts of a tuple that is a key; keys that are not text, numbers or objects, which may all have the same hash; and the
 integers from which on Python gives several the same hash."""
-_PART, _FREE, _EXPANSION = 16, 1 << 20, 64
-"""A tree may take 1 MB, and 64 times the bytes of its pickle, where each part counts 16 and text its length: a pickle
-has at least one byte for a part. Those of the recorded checkpoints take at most 11 times."""
+_PART, _FREE, _EXPANSION = 16, 1 << 18, 32
+"""A tree may take 256 KB, and 32 times the bytes of its pickle, where each part counts 16 and text its length. A pickle
+has at least one byte for a part; those of PyTorch, Lightning, DeepSpeed and Megatron take at most 3 times."""
 _DEEPEST = 200
 """Parts inside each other: a walk takes three frames of Python's 1,000 for each."""
 
