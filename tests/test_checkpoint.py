@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pickle
@@ -23,12 +24,15 @@ from typer.testing import CliRunner
 import onward
 from campaign.checkpoints import pickled
 from conftest import needs
-from onward.checkpoint import ScatteredTensor, StoredTensor, is_checkpoint
+from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_checkpoint
+from onward.checkpoint.formats.pytorch import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import write_pickle
+from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app
+from onward.recipe.spec import parse
 
 RECORDED = Path(__file__).parent / "checkpoints"
 
@@ -382,3 +386,79 @@ def test_every_refusal_says_what_to_do(tmp_path: Path, name: str) -> None:
                 assert error.hint, f"{file}: {error}"
                 refused += 1
     assert refused
+
+
+def _without(part: str) -> Any:
+    """A writer that loses or changes something."""
+
+    def write(checkpoint: Checkpoint, path: Path) -> None:
+        tensors, (optimizer,) = dict(checkpoint.tensors), checkpoint.optimizers
+        slots = {name: dict(kept) for name, kept in optimizer.slots.items()}
+        if part == "tensor":
+            del tensors["0.bias"]
+        elif part == "value":
+            tensors["0.bias"] = ArrayTensor(tensors["0.bias"].array() + 1)
+        elif part == "shape":
+            tensors["0.bias"] = ArrayTensor(np.zeros(3, np.float32))
+        elif part == "slot":
+            del slots["0.bias"]["exp_avg"]
+        elif part == "all":
+            path.write_bytes(b"PK")
+            return
+        changed = dataclasses.replace(optimizer, slots=slots)
+        assert FORMAT.write is not None
+        step = 7 if part == "step" else checkpoint.step
+        progress = {"step": step}
+        FORMAT.write(
+            dataclasses.replace(
+                checkpoint, format="x", tensors=tensors, optimizers=(changed,), step=step, progress=progress, trees={}
+            ),
+            path,
+        )
+
+    return FORMAT._replace(write=write)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("tensor", "`torch` would lose the tensor `0.bias`"),
+        ("value", "`torch` would change the tensor `0.bias`"),
+        ("shape", "would give the tensor `0.bias` another shape"),
+        ("slot", "would lose the optimizer state `0.bias/exp_avg`"),
+        ("step", "would hold step 7 in place of 3"),
+        ("all", "`torch` could not be read back"),
+    ],
+)
+def test_what_is_written_is_read_back_first(
+    part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it stays if a part did not survive; what was there before does."""
+    target = tmp_path / "out.pt"
+    onward.to_checkpoint(RECORDED / "plain.pt", target, format="torch")
+    before = target.read_bytes()
+    monkeypatch.setattr("onward.checkpoint.exporting.format_named", lambda name: _without(part))
+    with pytest.raises(onward.Error, match=said) as caught:
+        onward.to_checkpoint(RECORDED / "plain.pt", target, format="torch")
+    assert caught.value.hint and target.read_bytes() == before and [*tmp_path.iterdir()] == [target]
+
+
+@pytest.mark.parametrize("format", ["torch", "hf", "dcp", "lightning", "accelerate", "megatron"])
+@pytest.mark.parametrize("source", ["tensorflow", "flax.msgpack"])
+def test_state_without_an_optimizer_is_not_written_for_pytorch(source: str, format: str, tmp_path: Path) -> None:
+    """Without settings and steps, `Adam.step()` would raise there."""
+    with pytest.raises(onward.Error, match="does not name its optimizer") as caught:
+        onward.to_checkpoint(RECORDED / source, tmp_path / "out", format=format)
+    assert "--like" in str(caught.value.hint) and not [*tmp_path.iterdir()]
+
+
+def test_coupled_decay_is_not_written_for_megatron(tmp_path: Path) -> None:
+    """Its Adam is AdamW, whatever the settings say."""
+    source = onward.open_checkpoint(RECORDED / "lightning.ckpt")
+    (optimizer,) = source.optimizers
+    spec = parse("adam:lr=0.1,weight_decay=0.1,variant=torch")
+    groups = tuple(dataclasses.replace(group, optimizer=spec) for group in optimizer.groups)
+    changed = dataclasses.replace(source, optimizers=(dataclasses.replace(optimizer, groups=groups),))
+    with pytest.raises(onward.Error, match="decouples weight decay"):
+        onward.to_checkpoint(changed, tmp_path / "out", format="megatron")
+    onward.to_checkpoint(source, tmp_path / "out", format="megatron")
