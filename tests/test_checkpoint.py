@@ -25,11 +25,13 @@ import onward
 from campaign.checkpoints import pickled
 from conftest import needs
 from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_checkpoint
+from onward.checkpoint.exporting import checkpoint_of_model
 from onward.checkpoint.formats.pytorch import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import write_pickle
+from onward.checkpoint.source_checkpoint import FACT
 from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app
 from onward.recipe.spec import parse
@@ -233,6 +235,7 @@ _BOMBS = {
     "a long text again and again": b"](X\x50\xc3\0\0" + b"x" * 50_000 + b"q\0" + b"h\0" * 10_000 + b"e.",
     "characters": b"(X\x80\x96\x98\0" + b"x" * 10_000_000 + b"q\0" + b"ctorch\nSize\nh\0\x85R0" * 40 + b"N\x85.",
     "an integer": b"\x8b\x10\x27\0\0" + b"\x7f" * 10_000 + b".",
+    "arguments": b"ca\nNode\n" + _TUPLES + b"\x85R.",
     "equal hashes": b"}(" + b"".join(pickle.dumps(n << 61, 2)[2:-1] + b"N" for n in range(1, 99)) + b"u.",
     "a long name": b"cx\n" + b"x" * 10_000 + b"\n.",
 }
@@ -462,3 +465,13 @@ def test_coupled_decay_is_not_written_for_megatron(tmp_path: Path) -> None:
     with pytest.raises(onward.Error, match="decouples weight decay"):
         onward.to_checkpoint(changed, tmp_path / "out", format="megatron")
     onward.to_checkpoint(source, tmp_path / "out", format="megatron")
+
+
+@pytest.mark.parametrize(
+    "tree", ["[" * 100_000, '{"checkpoint": {"$dict": [[2305843009213693951, 1]]}, "names": {}, "turned": []}']
+)
+def test_what_a_training_model_keeps_may_be_a_bomb(tree: str) -> None:
+    model = onward.from_checkpoint(RECORDED / "ort" / "entropy")
+    model.step().algorithm.metadata_props[FACT] = tree
+    with pytest.raises(onward.Error, match="keeps is damaged"):
+        checkpoint_of_model(model)

@@ -157,9 +157,17 @@ def test_many_keys_take_a_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a: 1\nb: 2\na: 3\n", "`a` is there twice"), ("? [1]\n: 2\n", "a key is a list")]
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "`a` is there twice"),
+        ("? [1]\n: 2\n", "a key is a list"),
+        (f"{1 << 61}: 1\n", "giant number"),
+        ("a: " + "1:" * 400_000 + "1\n", "too many digits"),
+        ("a: " + "1:" * 99 + "1.5\n", "too many digits"),
+        ("a: 0x" + "f" * 9_000 + "\n", "too many digits"),
+    ],
 )
-def test_keys_that_are_none(text: str, said: str, tmp_path: Path) -> None:
+def test_yaml_that_takes_long_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(onward.Error, match=said):
         read_configuration(tmp_path / "x.yaml")

@@ -82,7 +82,7 @@ def _slots(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) 
         numbers = {name: n for n, name in enumerate(name for group in optimizer.groups for name in group.parameters)}
         for name, slots in optimizer.slots.items():
             kept = _without_copies(slots)
-            keys = (name, names.get(str(name)), numbers.get(name))
+            keys = (name, names.get(str(name), name), numbers.get(name, name))
             held = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
             if other and len(other.families) != 1:  # slots may have the names of another optimizer, or of the format
                 rest = [value for slot, value in held.items() if slot not in kept]

@@ -103,7 +103,7 @@ def _from_nowhere(proto: ModelProto) -> Model:
 def _refuse_native_kernels(proto: ModelProto) -> None:
     """Refuse calls of our native kernels: they are handed the places of arrays, and trust who lowered the step."""
     infos = [graph for info in proto.training_info for graph in (info.algorithm, info.initialization)]
-    parts = (proto.graph, *infos, *proto.functions)
+    parts: tuple[onnx.GraphProto | onnx.FunctionProto, ...] = (proto.graph, *infos, *proto.functions)
     for node in (node for part in parts for node in all_nodes(part.node)):
         if node.domain == KERNELS:
             raise InvalidModelError(

@@ -102,7 +102,7 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
         what = reason(error).replace("File is not a zip file", "it does not end as one does")
         raise InvalidModelError(
             f"`{path}` is not a whole file of `torch.save`: {what}",
-            hint="a download or copy may have been cut off: compare its size with the original's",
+            hint="compare its size with the original's: it may be cut off; if it was packed again, use `torch.save`",
         ) from error
 
 

@@ -16,7 +16,7 @@ import contextvars
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,14 +33,14 @@ _MOST_OPERATIONS = 20_000_000
 """Of the machine. One makes at most a set of 216 bytes: 4 GB in all. A checkpoint of 60,000 experts takes 9 million."""
 _BYTES_PER_OPERATION = 16
 """Bytes that a call may copy and still counts as one operation: a tuple of characters has 8 bytes for each."""
-_LONGEST_NAME, _WIDEST_INTEGER = 1_000, 1_024
+_LONGEST_NAME, _WIDEST_INTEGER = 500, 1_024
 """Characters of a class with its module; bytes of an integer, of which Python prints 1,800."""
 _LARGEST_KEY, _MOST_KEYS, _MOST_KEY = 100, 10_000, 1 << 60
 """Parts of a tuple that is a key; keys that are not text, numbers or objects, which may all have the same hash; and the
 integers from which on Python gives several the same hash."""
-_PART, _FREE, _EXPANSION = 16, 1 << 18, 32
-"""A tree may take 256 KB, and 32 times the bytes of its pickle, where each part counts 16 and text its length. A pickle
-has at least one byte for a part; those of PyTorch, Lightning, DeepSpeed and Megatron take at most 3 times."""
+_PART, _FREE, _EXPANSION = 16, 1 << 18, 64
+"""A tree may take 256 KB, and 64 times the bytes of its pickle, where each part counts 16 and text its length. A pickle
+has at least one byte for a part. Those of PyTorch, Lightning, DeepSpeed and Megatron take 1 to 10 times."""
 _DEEPEST = 200
 """Parts inside each other: a walk takes three frames of Python's 1,000 for each."""
 
@@ -61,7 +61,8 @@ def read_pickle(
     """
     if len(data) > MOST_BYTES:
         raise InvalidModelError(f"the pickle in `{of}` is larger than any of a checkpoint")
-    machine = _Machine(_Counted(data), {**_MAKERS, **(makers or {})}, persistent, of)
+    file = io.BytesIO(data) if len(data) < _MOST_OPERATIONS else _Counted(data)
+    machine = _Machine(file, {**_MAKERS, **(makers or {})}, persistent, of)
     with blame_file(f"the pickle in `{of}` is damaged", *_MALFORMED):
         tree = _finish(machine.load(), {}, 0)
         _refuse_expansion(tree, _FREE + _EXPANSION * len(data))
@@ -97,28 +98,27 @@ def _in_short(arguments: tuple[Any, ...] | list[Any]) -> str:
 _Pure: Any = pickle._Unpickler  # the one written in C cannot be kept from making instances
 
 
-class _Counted(io.BytesIO):
-    """The bytes of a pickle, which count the operations that are read from them."""
+_TOO_MANY = "it takes more operations than any of a checkpoint"
 
-    operations = 0
+
+class _Counted(io.BytesIO):
+    """The bytes of a pickle that is long enough for too many operations, each of which reads at least once."""
+
+    reads = 0
 
     def read(self, size: int | None = -1) -> bytes:
-        self.count(1)
+        self.reads += 1
+        if self.reads > _MOST_OPERATIONS:
+            raise pickle.UnpicklingError(_TOO_MANY)
         return super().read(size)
-
-    def count(self, operations: int) -> None:
-        self.operations += operations
-        if self.operations > _MOST_OPERATIONS:
-            raise pickle.UnpicklingError("it takes more operations than any of a checkpoint")
 
 
 class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's declarations
     dispatch: ClassVar = dict(_Pure.dispatch)
 
-    def __init__(self, file: _Counted, makers: Mapping[tuple[str, str], Maker], persistent: Maker | None, of: str):
+    def __init__(self, file: io.BytesIO, makers: Mapping[tuple[str, str], Maker], persistent: Maker | None, of: str):
         super().__init__(file, encoding="latin-1")  # of numpy's arrays, as Python 2 wrote them
-        self._count = file.count
-        self._keys = 0
+        self._operations = self._keys = 0
         self._makers = makers
         self._persistent = persistent
         self._of = of
@@ -143,9 +143,12 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
     def _call(self, made_by: Maker, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
         if not isinstance(arguments, tuple | list):
             raise pickle.UnpicklingError("it calls something with other than a list of arguments")
-        self._note(made_by, f"({_in_short(arguments)})")
-        for each in (arguments, *arguments, keywords or {}):
-            self._count(_copied(each))
+        if isinstance(made_by, Name):
+            self._note(made_by, f"({_in_short(arguments)})")
+        self._operations += len(arguments) + sum(_copied(each) for each in arguments if type(each) in _COPIED)
+        self._operations += len(keywords or ())
+        if self._operations > _MOST_OPERATIONS:
+            raise pickle.UnpicklingError(_TOO_MANY)
         if made_by in (set, frozenset):
             self._check_keys(*arguments)
         elif made_by is Attributed:
@@ -253,11 +256,13 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
         self.append(self._call(made_by, arguments))
 
 
+_COPIED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
+
+
 def _copied(argument: Any) -> int:
     """Return how many operations count for an argument, which a call may copy."""
-    if isinstance(argument, str | bytes | bytearray):
-        return len(argument) // _BYTES_PER_OPERATION
-    return len(argument) if isinstance(argument, Sized) else 0
+    is_text = isinstance(argument, str | bytes | bytearray)
+    return len(argument) // _BYTES_PER_OPERATION if is_text else len(argument)
 
 
 def _is_small_key(key: Any) -> bool:
@@ -341,6 +346,9 @@ def _finish(tree: Any, seen: dict[int, Any], depth: int) -> Any:
     return tree
 
 
+_OPEN = -1
+
+
 def _refuse_expansion(tree: Any, most: int) -> None:
     """Raise a ValueError for a tree that is much larger written out, part by part, than as it was stored.
 
@@ -348,33 +356,38 @@ def _refuse_expansion(tree: Any, most: int) -> None:
     remembers them.
     """
     sizes: dict[int, int] = {}
-    roots, seen, total = [tree], {id(tree)}, 0
+    roots: list[Any] = [(tree,)]
+    seen: set[int] = set()
+    total = 0
     for root in roots:  # which grows meanwhile
-        open_parts = [[iter((root,) if root is tree else _parts(root)), 0, id(root)]]
+        open_parts, taken = [(root, iter(_parts(root)))], [0]
         while open_parts:
-            parts, _, key = here = open_parts[-1]
-            for part in parts:
+            here, rest = open_parts[-1]
+            for part in rest:
                 if not isinstance(part, dict | list | tuple | set | frozenset):
-                    here[1] += _leaf_size(part)
-                    if isinstance(part, Object) and id(part) not in seen:
+                    taken[-1] += _PART + (len(part) if isinstance(part, str | bytes | bytearray) else 0)
+                    if isinstance(part, np.ndarray):
+                        taken[-1] += part.nbytes
+                    elif isinstance(part, Object) and id(part) not in seen:
                         seen.add(id(part))
                         roots.append(part)
                 elif (known := sizes.get(id(part))) is None:
-                    sizes[id(part)] = -1
-                    open_parts.append([iter(_parts(part)), _PART, id(part)])
+                    sizes[id(part)] = _OPEN
+                    open_parts.append((part, iter(_parts(part))))
+                    taken.append(_PART)
                     break
-                elif known < 0:
+                elif known == _OPEN:
                     raise ValueError("a part of it holds itself")
                 else:
-                    here[1] += known
+                    taken[-1] += known
             else:
                 open_parts.pop()
-                sizes[key] = here[1]
-                if open_parts:
-                    open_parts[-1][1] += here[1]
+                sizes[id(here)] = size = taken.pop()
+                if taken:
+                    taken[-1] += size
                 else:
-                    total += here[1]
-                if max(total, here[1]) > most:
+                    total += size
+                if max(total, size) > most:
                     raise ValueError("it repeats its parts more often than any of a checkpoint")
 
 
@@ -384,15 +397,6 @@ def _parts(tree: Any) -> Iterable[Any]:
     if isinstance(tree, Attributed):
         return (*tree, *tree.values(), tree.arguments, tree.attributes)
     return (*tree, *tree.values()) if isinstance(tree, dict) else tree
-
-
-def _leaf_size(leaf: Any) -> int:
-    if isinstance(leaf, str | bytes | bytearray):
-        return _PART + len(leaf)
-    if isinstance(leaf, np.ndarray):
-        return _PART + leaf.nbytes
-    of = leaf.of if isinstance(leaf, Object) else leaf
-    return _PART + (len(of.module) + len(of.name) if isinstance(of, Name) else 0)
 
 
 def _scalar(kind: _Type, content: Any = b"") -> Any:
