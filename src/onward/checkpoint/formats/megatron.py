@@ -17,7 +17,7 @@ from onward.checkpoint.megatron.schedules import advance_state, scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.objects import Object
-from onward.checkpoint.pytorch.optimizers import spec_of
+from onward.checkpoint.pytorch.optimizers import optimizer_of, spec_of
 from onward.checkpoint.pytorch.states import refuse_unknown_class, settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
@@ -205,13 +205,16 @@ def _optimizer(
         for name, held in slots.items()
     }
     is_adam = all({"exp_avg", "exp_avg_sq"} <= held.keys() for held in kept.values())
-    is_known = is_adam and arguments.get("optimizer", "adam") == "adam"
-    groups = tuple(
+    if not is_adam:  # known by its slots, as those of PyTorch are
+        groups = [{**_settings(group), "params": list(names)} for group, names in zip(stored, members, strict=True)]
+        return optimizer_of({"state": kept, "param_groups": groups}), remarks
+    is_known = arguments.get("optimizer", "adam") == "adam"
+    adams = tuple(
         Group(_settings(group), tuple(names), _spec(group, common) if is_known else None)
         for group, names in zip(stored, members, strict=True)
         if names
     )
-    return Optimizer(("adamw",) if is_known else (), groups, kept), remarks
+    return Optimizer(("adamw",) if is_known else (), adams, kept), remarks
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
