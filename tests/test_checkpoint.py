@@ -10,6 +10,7 @@ import pickle
 import random
 import shutil
 import struct
+import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -475,3 +476,11 @@ def test_what_a_training_model_keeps_may_be_a_bomb(tree: str) -> None:
     model.step().algorithm.metadata_props[FACT] = tree
     with pytest.raises(onward.Error, match="keeps is damaged"):
         checkpoint_of_model(model)
+
+
+def test_parts_without_a_place_are_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="`megatron` does not hold: schedule, averages, loss scale, random states"):
+        onward.to_checkpoint(RECORDED / "plain.pt", tmp_path / "out", format="megatron")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        onward.to_checkpoint(RECORDED / "plain.pt", tmp_path / "out.pt", format="torch")

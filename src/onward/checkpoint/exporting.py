@@ -25,7 +25,7 @@ from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopt
-from onward.errors import UnknownNameError, advising, near
+from onward.errors import UnknownNameError, advising, near, warn
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -60,7 +60,9 @@ def to_checkpoint(
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
         written = folder if chosen.is_folder else folder / target.name
         chosen.write(checkpoint, written)
-        verify_written(checkpoint, written, chosen)
+        lost = verify_written(checkpoint, written, chosen)
+    if lost:
+        warn(f"`{chosen.name}` does not hold: {', '.join(lost)}")
     return target
 
 

@@ -21,8 +21,8 @@ Pairs = Iterable[tuple[str, Tensor, Tensor | None]]
 """Tensors by name: as they were, and as they were read back."""
 
 
-def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> None:
-    """Raise an UnsupportedError that names the first part of a checkpoint that its written form does not hold."""
+def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[str, ...]:
+    """Raise an UnsupportedError for a tensor, slot or step that does not survive; return other parts that do not."""
     try:
         again = format.read(path)
     except Error as error:
@@ -33,6 +33,15 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> None:
         _compare(format, "optimizer state", _slots(checkpoint, again, names))
     if checkpoint.step and again.step and again.step != checkpoint.step:
         raise UnsupportedError(f"`{format.name}` would hold step {again.step} in place of {checkpoint.step}")
+    survives = {
+        "optimizer": bool(again.optimizers or not checkpoint.optimizers),
+        "schedule": not any(each.words for each in checkpoint.schedules) or any(each.words for each in again.schedules),
+        "averages": bool(again.averages or not checkpoint.averages),
+        "loss scale": bool(again.scaler or not checkpoint.scaler),
+        "clipping": bool(again.clip or not checkpoint.clip),
+        "random states": bool(again.randomness or not checkpoint.randomness),
+    }
+    return tuple(part for part, is_there in survives.items() if not is_there)
 
 
 def _compare(format: Format, part: str, pairs: Pairs) -> None:
