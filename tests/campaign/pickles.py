@@ -48,7 +48,15 @@ class _Bomb:
 
     def value(self, depth: int = 3) -> bytes:
         kinds = (self._leaf, self._doubled, self._deep, self._endless, self._repeated, self._called, self._outside)
-        kinds += (self._held, self._held, self._optimizer, self._colliding, self._again, self._operations)
+        kinds += (
+            self._doubled,
+            self._doubled,
+            self._held,
+            self._optimizer,
+            self._colliding,
+            self._again,
+            self._operations,
+        )
         return self._rng.choice(kinds if depth else (self._leaf, self._doubled, self._again))(depth - 1)
 
     def _keep(self) -> tuple[bytes, bytes]:
@@ -69,24 +77,33 @@ class _Bomb:
             )
         )  # fmt: skip
 
-    def _pair(self, first: bytes, second: bytes) -> bytes:
+    def _pair(self, first: bytes, second: bytes, kind: int | None = None) -> bytes:
         named = _text("a") + first + _text("b") + second
+        forms = (
+            first + second + b"\x86", b"](" + first + second + b"e", b"}(" + named + b"u",
+            b"ccollections\nOrderedDict\n)R(" + named + b"u", b"ca\nNode\n" + first + second + b"\x86R",
+            b"ca\nNode\n)R" + first + second + b"\x86b", b"ccollections\nOrderedDict\n)R" + first + b"b",
+        )  # fmt: skip
+        return self._rng.choice(forms) if kind is None else forms[kind % len(forms)]
+
+    def _key(self, key: bytes) -> bytes:
+        """A value that Python hashes."""
         return self._rng.choice(
             (
-                first + second + b"\x86", b"](" + first + second + b"e", b"}(" + named + b"u",
-                b"(" + first + second + b"\x91", b"\x8f(" + first + second + b"\x90",
-                b"}(" + first + b"N" + second + b"Nu", b"(" + first + b"Nd",
-                b"ccollections\nOrderedDict\n)R(" + named + b"u", b"ccollections\nOrderedDict\n)R" + first + b"b",
-                b"ca\nNode\n)R" + first + b"b", b"ca\nNode\n" + first + second + b"\x86R",
+                b"}" + key + b"Ns", b"}(" + key + b"Nu", b"(" + key + b"Nd",
+                b"\x8f(" + key + b"\x90", b"(" + key + b"\x91",
+                b"cbuiltins\nset\n](" + key + b"e\x85R", b"ccollections\nOrderedDict\n](" + key + b"N\x86e\x85R",
             )
         )  # fmt: skip
 
     def _doubled(self, depth: int) -> bytes:
-        data = self._rng.choice((b")", b"]", b"}", b"N"))
+        """A value that holds the one before twice, so many times; or a key that does."""
+        kind = self._rng.randrange(14) if self._rng.random() < 0.7 else 0
+        data = self._rng.choice((b")", b"N", b"](K\x01e"))
         for _ in range(self._rng.choice(_TIMES)):
             put, get = self._keep()
-            data += put + b"0" + self._pair(get, get)
-        return data
+            data += put + b"0" + self._pair(get, get, kind)
+        return self._key(data) if kind == 0 and self._rng.random() < 0.5 else data
 
     def _deep(self, depth: int) -> bytes:
         times = self._rng.choice(_DEPTHS)

@@ -150,7 +150,8 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
         if self._operations > _MOST_OPERATIONS:
             raise pickle.UnpicklingError(_TOO_MANY)
         if made_by in (set, frozenset):
-            self._check_keys(*arguments)
+            for members in arguments:
+                self._check_keys(members)
         elif made_by is Attributed:
             self._check_keys(key for pairs in arguments for key, _ in pairs)
         return made_by(*arguments, **(keywords or {}))
