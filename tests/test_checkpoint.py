@@ -484,3 +484,20 @@ def test_parts_without_a_place_are_named(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         onward.to_checkpoint(RECORDED / "plain.pt", tmp_path / "out.pt", format="torch")
+
+
+@needs("torch")
+def test_parameters_are_numbered_in_the_order_of_the_module(tmp_path: Path) -> None:
+    """Other frameworks go by names: in a file of PyTorch, state and weights have one order."""
+    import torch
+
+    source = onward.open_checkpoint(RECORDED / "plain.pt")
+    (optimizer,) = source.optimizers
+    (group,) = optimizer.groups
+    turned = dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=str, reverse=True)))
+    named = dataclasses.replace(optimizer, groups=(turned,), variant="optax")
+    other = dataclasses.replace(source, format="orbax", optimizers=(named,), trees={})
+    onward.to_checkpoint(other, tmp_path / "out.pt", format="torch")
+    tree = torch.load(tmp_path / "out.pt", weights_only=True)
+    weights = [tensor.shape for name, tensor in tree["model"].items() if name in group.parameters]
+    assert [slots["exp_avg"].shape for slots in tree["optimizer"]["state"].values()] == weights

@@ -53,6 +53,8 @@ def to_checkpoint(
     checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
+    if checkpoint.format != chosen.name:
+        checkpoint = _in_order_of_tensors(checkpoint)
     target = Path(path)
     assert chosen.write is not None
     announce(_size(checkpoint, chosen))
@@ -64,6 +66,29 @@ def to_checkpoint(
     if lost:
         warn(f"`{chosen.name}` does not hold: {', '.join(lost)}")
     return target
+
+
+def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose optimizers have parameters in the order of its tensors.
+
+    PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by names, in any order.
+    """
+    order: dict[Any, int] = {name: at for at, name in enumerate(checkpoint.tensors)}
+    optimizers = tuple(
+        optimizer
+        if optimizer.variant == "torch" or not optimizer.has_names
+        else dataclasses.replace(
+            optimizer,
+            groups=tuple(
+                dataclasses.replace(
+                    group, parameters=tuple(sorted(group.parameters, key=lambda name: order.get(name, len(order))))
+                )
+                for group in optimizer.groups
+            ),
+        )
+        for optimizer in checkpoint.optimizers
+    )
+    return dataclasses.replace(checkpoint, optimizers=optimizers)
 
 
 def _size(checkpoint: Checkpoint, format: Format) -> int:
