@@ -246,7 +246,7 @@ _BOMBS = {
 def test_pickles_that_are_bombs(bomb: str) -> None:
     """Small files that take years or all memory: to hash, to print, to walk over, or to make."""
     with pytest.raises(onward.Error, match="damaged"):
-        read_pickle(b"\x80\x02" + _BOMBS[bomb], "x", makers={("torch", "Size"): tuple})
+        read_pickle(b"\x80\x02" + _BOMBS[bomb], "x", makers={("torch", "Size"): len})
 
 
 def test_pickles_in_archives_are_not_packed(tmp_path: Path) -> None:

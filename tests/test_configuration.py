@@ -144,15 +144,15 @@ def test_files_that_are_none(folder: Path) -> None:
 
 
 def test_many_keys_take_a_moment(tmp_path: Path) -> None:
-    """Each is compared with those before it by its hash, which takes a second for 60,000."""
-    lines = [f"k{n}: 1\n" for n in range(4_000)]
+    """Each is compared with those before it by its hash, not with each of them."""
+    lines = [f"k{n}: 1\n" for n in range(2_000)]
     (tmp_path / "many.yaml").write_text("".join(lines))
     begin = time.process_time()
-    assert len(read_configuration(tmp_path / "many.yaml")) == 4_000
+    assert len(read_configuration(tmp_path / "many.yaml")) == 2_000
     few = time.process_time() - begin
-    (tmp_path / "more.yaml").write_text("".join(lines) + "".join(f"m{n}: 1\n" for n in range(8_000)))
+    (tmp_path / "more.yaml").write_text("".join(lines) + "".join(f"m{n}: 1\n" for n in range(4_000)))
     begin = time.process_time()
-    assert len(read_configuration(tmp_path / "more.yaml")) == 12_000
+    assert len(read_configuration(tmp_path / "more.yaml")) == 6_000
     assert time.process_time() - begin < 6 * few
 
 
