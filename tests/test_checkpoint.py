@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pickle
 import random
 import shutil
+import struct
+import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,17 @@ from typer.testing import CliRunner
 import onward
 from campaign.checkpoints import pickled
 from conftest import needs
-from onward.checkpoint import ScatteredTensor, StoredTensor, is_checkpoint
+from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_checkpoint
+from onward.checkpoint.exporting import checkpoint_of_model
+from onward.checkpoint.formats.pytorch import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.objects import Attributed, Object
+from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
+from onward.checkpoint.pytorch.pickling import write_pickle
+from onward.checkpoint.source_checkpoint import FACT
+from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app
+from onward.recipe.spec import parse
 
 RECORDED = Path(__file__).parent / "checkpoints"
 
@@ -201,18 +210,62 @@ def test_pickles_that_make_no_sense(case: str) -> None:
         read_pickle(HOSTILE[case], "x.pt")
 
 
-def test_trees_that_share_and_circle() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    found = read_pickle(pickle.dumps(loop, 2), "x")
-    assert found[0] is found
-    tree: Any = ["x"]
-    for _ in range(60):
-        tree = [tree, tree]  # as a tree, more than any memory holds
-    assert read_pickle(pickle.dumps(tree, 2), "x")[0] is not None
-    nested = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+def _doubled(times: int, start: bytes, pair: Callable[[bytes], bytes]) -> bytes:
+    """A pickle of a part that holds the one before twice, so many times."""
+    for number in range(times):
+        start += b"r" + struct.pack("<I", number) + b"0" + pair(b"j" + struct.pack("<I", number))
+    return start
+
+
+_TUPLES = _doubled(60, b")", lambda part: part + part + b"\x86")
+_BOMBS = {
+    "tuples": b"]" + _TUPLES + b"a.",
+    "lists": _doubled(60, b"]", lambda part: b"](" + part + part + b"e") + b".",
+    "dicts": _doubled(60, b"}", lambda part: b"}(K\x01" + part + b"K\x02" + part + b"u") + b".",
+    "a key": b"}" + _TUPLES + b"Ns.",
+    "keys": b"}(" + _TUPLES + b"Nu.",
+    "a dict": b"(" + _TUPLES + b"Nd.",
+    "a set": b"\x8f(" + _TUPLES + b"\x90.",
+    "a frozen set": b"(" + _TUPLES + b"\x91.",
+    "a call of a set": b"cbuiltins\nset\n(](" + _TUPLES + b"etR.",
+    "an ordered dict": b"ccollections\nOrderedDict\n(](" + _TUPLES + b"N\x86etR.",
+    "attributes": b"ccollections\nOrderedDict\n)R" + _TUPLES + b"b.",
+    "a type": b"cnumpy\ndtype\n" + _TUPLES + b"\x85R.",
+    "a list that holds itself": b"]r\0\0\0\0j\0\0\0\0a.",
+    "a deep key": b"})" + b"\x85" * 100_000 + b"Ns.",
+    "deep lists": b"]" * 5000 + b"a" * 4999 + b".",
+    "a long text again and again": b"](X\x50\xc3\0\0" + b"x" * 50_000 + b"q\0" + b"h\0" * 10_000 + b"e.",
+    "characters": b"(X\x80\x96\x98\0" + b"x" * 10_000_000 + b"q\0" + b"ctorch\nSize\nh\0\x85R0" * 40 + b"N\x85.",
+    "an integer": b"\x8b\x10\x27\0\0" + b"\x7f" * 10_000 + b".",
+    "arguments": b"ca\nNode\n" + _TUPLES + b"\x85R.",
+    "equal hashes": b"}(" + b"".join(pickle.dumps(n << 61, 2)[2:-1] + b"N" for n in range(1, 99)) + b"u.",
+    "a long name": b"cx\n" + b"x" * 10_000 + b"\n.",
+}
+
+
+@pytest.mark.parametrize("bomb", _BOMBS)
+def test_pickles_that_are_bombs(bomb: str) -> None:
+    """Small files that take years or all memory: to hash, to print, to walk over, or to make."""
     with pytest.raises(onward.Error, match="damaged"):
-        read_pickle(nested, "x")
+        read_pickle(b"\x80\x02" + _BOMBS[bomb], "x", makers={("torch", "Size"): len})
+
+
+def test_pickles_in_archives_are_not_packed(tmp_path: Path) -> None:
+    """PyTorch packs nothing, and 65 KB would unpack to a list of 64 million."""
+    for main, order in ((zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED), (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)):
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            archive.writestr("x/data.pkl", b"\x80\x02].", main)
+            archive.writestr("x/byteorder", b"little", order)
+        with pytest.raises(onward.Error, match="is compressed"):
+            read_torch_file(tmp_path / "x.pt")
+
+
+def test_objects_that_know_each_other() -> None:
+    """As those of configurations do: each is there once, and a dict may name one often."""
+    one = Object(Name("a", "Node"))
+    one.state = {"parent": one, "others": [one] * 9}
+    found = read_pickle(write_pickle({"x": one, "y": [one, one]}), "x")
+    assert found["x"].state["parent"] is found["x"] is found["y"][1]
 
 
 @needs("torch")
@@ -301,7 +354,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert "checkpoint-3" in str(caught.value.hint)
     with pytest.raises(onward.Error, match="there is no"):
         onward.open_checkpoint(tmp_path / "nothing")
-    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("x/data.pkl", b"\x80\x02N.")
     assert onward.open_checkpoint(tmp_path / "x.pt").tensors == {}
 
@@ -338,3 +391,114 @@ def test_every_refusal_says_what_to_do(tmp_path: Path, name: str) -> None:
                 assert error.hint, f"{file}: {error}"
                 refused += 1
     assert refused
+
+
+def _without(part: str) -> Any:
+    """A writer that loses or changes something."""
+
+    def write(checkpoint: Checkpoint, path: Path) -> None:
+        tensors, (optimizer,) = dict(checkpoint.tensors), checkpoint.optimizers
+        slots = {name: dict(kept) for name, kept in optimizer.slots.items()}
+        if part == "tensor":
+            del tensors["0.bias"]
+        elif part == "value":
+            tensors["0.bias"] = ArrayTensor(tensors["0.bias"].array() + 1)
+        elif part == "shape":
+            tensors["0.bias"] = ArrayTensor(np.zeros(3, np.float32))
+        elif part == "slot":
+            del slots["0.bias"]["exp_avg"]
+        elif part == "all":
+            path.write_bytes(b"PK")
+            return
+        changed = dataclasses.replace(optimizer, slots=slots)
+        assert FORMAT.write is not None
+        step = 7 if part == "step" else checkpoint.step
+        progress = {"step": step}
+        FORMAT.write(
+            dataclasses.replace(
+                checkpoint, format="x", tensors=tensors, optimizers=(changed,), step=step, progress=progress, trees={}
+            ),
+            path,
+        )
+
+    return FORMAT._replace(write=write)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("tensor", "`torch` would lose the tensor `0.bias`"),
+        ("value", "`torch` would change the tensor `0.bias`"),
+        ("shape", "would give the tensor `0.bias` another shape"),
+        ("slot", "would lose the optimizer state `0.bias/exp_avg`"),
+        ("step", "would hold step 7 in place of 3"),
+        ("all", "`torch` could not be read back"),
+    ],
+)
+def test_what_is_written_is_read_back_first(
+    part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it stays if a part did not survive; what was there before does."""
+    target = tmp_path / "out.pt"
+    onward.to_checkpoint(RECORDED / "plain.pt", target, format="torch")
+    before = target.read_bytes()
+    monkeypatch.setattr("onward.checkpoint.exporting.format_named", lambda name: _without(part))
+    with pytest.raises(onward.Error, match=said) as caught:
+        onward.to_checkpoint(RECORDED / "plain.pt", target, format="torch")
+    assert caught.value.hint and target.read_bytes() == before and [*tmp_path.iterdir()] == [target]
+
+
+@pytest.mark.parametrize("format", ["torch", "hf", "dcp", "lightning", "accelerate", "megatron"])
+@pytest.mark.parametrize("source", ["tensorflow", "flax.msgpack"])
+def test_state_without_an_optimizer_is_not_written_for_pytorch(source: str, format: str, tmp_path: Path) -> None:
+    """Without settings and steps, `Adam.step()` would raise there."""
+    with pytest.raises(onward.Error, match="does not name its optimizer") as caught:
+        onward.to_checkpoint(RECORDED / source, tmp_path / "out", format=format)
+    assert "--like" in str(caught.value.hint) and not [*tmp_path.iterdir()]
+
+
+def test_coupled_decay_is_not_written_for_megatron(tmp_path: Path) -> None:
+    """Its Adam is AdamW, whatever the settings say."""
+    source = onward.open_checkpoint(RECORDED / "lightning.ckpt")
+    (optimizer,) = source.optimizers
+    spec = parse("adam:lr=0.1,weight_decay=0.1,variant=torch")
+    groups = tuple(dataclasses.replace(group, optimizer=spec) for group in optimizer.groups)
+    changed = dataclasses.replace(source, optimizers=(dataclasses.replace(optimizer, groups=groups),))
+    with pytest.raises(onward.Error, match="decouples weight decay"):
+        onward.to_checkpoint(changed, tmp_path / "out", format="megatron")
+    onward.to_checkpoint(source, tmp_path / "out", format="megatron")
+
+
+@pytest.mark.parametrize(
+    "tree", ["[" * 100_000, '{"checkpoint": {"$dict": [[2305843009213693951, 1]]}, "names": {}, "turned": []}']
+)
+def test_what_a_training_model_keeps_may_be_a_bomb(tree: str) -> None:
+    model = onward.from_checkpoint(RECORDED / "ort" / "entropy")
+    model.step().algorithm.metadata_props[FACT] = tree
+    with pytest.raises(onward.Error, match="keeps is damaged"):
+        checkpoint_of_model(model)
+
+
+def test_parts_without_a_place_are_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="`megatron` does not hold: schedule, averages, loss scale, random states"):
+        onward.to_checkpoint(RECORDED / "plain.pt", tmp_path / "out", format="megatron")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        onward.to_checkpoint(RECORDED / "plain.pt", tmp_path / "out.pt", format="torch")
+
+
+@needs("torch")
+def test_parameters_are_numbered_in_the_order_of_the_module(tmp_path: Path) -> None:
+    """Other frameworks go by names: in a file of PyTorch, state and weights have one order."""
+    import torch
+
+    source = onward.open_checkpoint(RECORDED / "plain.pt")
+    (optimizer,) = source.optimizers
+    (group,) = optimizer.groups
+    turned = dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=str, reverse=True)))
+    named = dataclasses.replace(optimizer, groups=(turned,), variant="optax")
+    other = dataclasses.replace(source, format="orbax", optimizers=(named,), trees={})
+    onward.to_checkpoint(other, tmp_path / "out.pt", format="torch")
+    tree = torch.load(tmp_path / "out.pt", weights_only=True)
+    weights = [tensor.shape for name, tensor in tree["model"].items() if name in group.parameters]
+    assert [slots["exp_avg"].shape for slots in tree["optimizer"]["state"].values()] == weights

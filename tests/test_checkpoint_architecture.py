@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,22 @@ def test_a_folder_of_the_trainer_alone(tmp_path: Path) -> None:
         ({"architectures": ["Trainer"]}, r"has no model `Trainer`"),
         ({"architectures": ["BertForPreTraining"]}, r"what a `BertForPreTraining` takes is not known"),
         ({"architectures": [3]}, r"names no architecture"),
-        ({"num_hidden_layers": 10**9}, r"`num_hidden_layers` is 1000000000, and there are 25 tensors"),
+        ({"num_hidden_layers": 10**9}, r"`num_hidden_layers` is 1,000,000,000, for 25 tensors"),
+        ({"hidden_size": 10**12}, r"`hidden_size` is 1,000,000,000,000, for 25 tensors"),
+        ({"text_config": {"vocab_size": 10**400}}, r"`vocab_size` is 10,000,000"),
         ({"num_attention_heads": 3}, r"transformers makes no `BertForSequenceClassification`"),
     ],
 )
-def test_configurations_that_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_configurations_that_are_refused(
+    change: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of unknown classes and giant sizes before torch and transformers are imported."""
     folder = tmp_path / "trainer"
     shutil.copytree(RECORDED / "trainer", folder)
     configuration = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(configuration))
+    if not said.startswith(("what", "transformers")):  # which are known once its class is made
+        monkeypatch.setitem(sys.modules, "onward.convert.torch.architecture", None)
     with pytest.raises(onward.Error, match=said):
         onward.from_checkpoint(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import onward
 from commands import failed, run
 from models import digits_mlp
+from onward.configuration import read_configuration
 from onward.options import StepOptions, TrainOptions, options_of
 from onward.training.config import read_settings
 from runs import QUIET
@@ -147,3 +149,33 @@ def test_deep_toml_is_refused(text: str, folder: Path) -> None:
     Path("deep.toml").write_text(text.format(".".join(["a"] * 3000)))
     error, _ = failed("train", "--config", "deep.toml")
     assert "is nested deeper than any configuration" in error
+
+
+def test_many_keys_take_a_moment(tmp_path: Path) -> None:
+    """Each is compared with those before it by its hash, not with each of them."""
+    lines = [f"k{n}: 1\n" for n in range(2_000)]
+    (tmp_path / "many.yaml").write_text("".join(lines))
+    begin = time.process_time()
+    assert len(read_configuration(tmp_path / "many.yaml")) == 2_000
+    few = time.process_time() - begin
+    (tmp_path / "more.yaml").write_text("".join(lines) + "".join(f"m{n}: 1\n" for n in range(4_000)))
+    begin = time.process_time()
+    assert len(read_configuration(tmp_path / "more.yaml")) == 6_000
+    assert time.process_time() - begin < 6 * few
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "`a` is there twice"),
+        ("? [1]\n: 2\n", "a key is a list"),
+        (f"{1 << 61}: 1\n", "giant number"),
+        ("a: " + "1:" * 400_000 + "1\n", "too many digits"),
+        ("a: " + "1:" * 99 + "1.5\n", "too many digits"),
+        ("a: 0x" + "f" * 9_000 + "\n", "too many digits"),
+    ],
+)
+def test_yaml_that_takes_long_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(onward.Error, match=said):
+        read_configuration(tmp_path / "x.yaml")

@@ -157,6 +157,18 @@ def test_operators_of_a_domain_that_is_not_imported() -> None:
         WORK["replace_head"](proto)
 
 
+def test_native_kernels_are_ours_alone(tmp_path: Path) -> None:
+    """They are handed places in memory, and trust the lowering that wrote the node."""
+    proto = onward.load(digits_mlp()).to_proto()
+    body = helper.make_graph([helper.make_node("Elementwise", ["x"], ["y"], domain="onward.kernels")], "body", [], [])
+    proto.graph.node.append(helper.make_node("If", ["image"], ["z"], then_branch=body, else_branch=body))
+    onnx.save(proto, tmp_path / "model.onnx")
+    for source in (proto, proto.SerializeToString(), tmp_path / "model.onnx"):
+        with pytest.raises(InvalidModelError, match="calls a native kernel") as caught:
+            onward.load(source)
+        assert caught.value.hint
+
+
 def test_a_value_of_a_type_that_the_library_cannot_hold() -> None:
     proto = prepared(digits_mlp()).to_proto()
     proto.graph.output[0].type.map_type.SetInParent()

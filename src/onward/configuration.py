@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from onward.errors import DataError, first_line
 from onward.model.storage.files import reason, regular
 
 _LARGEST, _DEEPEST = 1 << 20, 50
+_LARGEST_KEY, _LONGEST_NUMBER = 1 << 60, 100
+"""From this integer on, several have the same hash; and characters of a number."""
 _FORM = "write a line such as `epochs: 5` for each setting (in TOML, `epochs = 5`)"
 
 
@@ -22,12 +24,28 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML without tags that name classes, with numbers such as `1e-3`, and each key once."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1][:1]:
-            raise yaml.constructor.ConstructorError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
+        keys: set[Any] = set()
+        for part, _ in node.value:
+            key = self.construct_object(part, deep=True)
+            if not isinstance(key, Hashable) or (isinstance(key, int) and abs(key) >= _LARGEST_KEY):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is a list, a mapping or a giant number", node.start_mark
+                )
+            if key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
+def _read_number(loader: _Loader, node: Any) -> Any:
+    """Return a number. One such as `1:30:00` is multiplied out, in a time that grows with the square of its length."""
+    if len(str(node.value)) > _LONGEST_NUMBER:
+        raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
+    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _read_number)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -62,7 +80,7 @@ def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
                 what = "refers to parts of itself" if depth <= _DEEPEST else "is nested deeper than any configuration"
                 raise DataError(f"`{of}` {what}", hint="write it out")
         found = yaml.load(data, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}", hint=_FORM) from error

@@ -7,6 +7,9 @@ from typing import Protocol
 STANDARD = ("", "ai.onnx")
 """The two names of the standard's own domain."""
 
+KERNELS = "onward.kernels"
+"""The domain of native kernels. Lowering adds their operators in memory; no file may call them."""
+
 OLDEST_OPSET = 18
 """What is differentiated or trained is of this operator set or newer: reductions take their axes as inputs, the random
 generator has its bitwise operators, and Resize what preprocessing needs of it."""

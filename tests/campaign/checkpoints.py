@@ -149,7 +149,7 @@ _DAMAGES: dict[str, tuple[Damage, ...]] = {
 """By the names of files. Each format has some of them."""
 
 
-def _look(name: str) -> Any:
+def look(name: str) -> Any:
     """Look at all of it, and read every tensor."""
 
     def use() -> None:
@@ -160,7 +160,7 @@ def _look(name: str) -> Any:
     return use
 
 
-def _convert(name: str, format: str) -> Any:
+def convert(name: str, format: str) -> Any:
     """Write it as another format."""
     return lambda: onward.to_checkpoint(name, "out", format=format)
 
@@ -182,10 +182,10 @@ def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None, nee
 
     there = Path(name).name
     shown = (("show", there), ("show", there, "--json"), ("show", there, "--unsafe"))
-    return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses), no_file, needs)
+    return Kind(of or copy, _DAMAGES, (*shown, look(there), *uses), no_file, needs)
 
 
-def _with_its_model(folder: Path) -> None:
+def with_its_model(folder: Path) -> None:
     """A checkpoint of Lightning, and the model that it is of."""
     shutil.copy(_RECORDED / "lightning.ckpt", folder)
     node = onnx.helper.make_node("Gemm", ["x", "layer.weight", "layer.bias"], ["y"], transB=1)
@@ -222,38 +222,38 @@ def _changed_origin(rng: random.Random, data: bytes) -> bytes:
     return model.SerializeToString()
 
 
-def _go_on() -> None:
+def go_on() -> None:
     onward.from_checkpoint("lightning.ckpt", "model.onnx", loss="mse").save("out.onnx")
 
 
 KINDS = {
-    "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "hf")),
+    "checkpoints of a trainer": _kind("trainer", convert("trainer", "safetensors"), convert("trainer", "hf")),
     "checkpoints of Lightning": _kind(
-        "lightning.ckpt", ("show", "lightning.ckpt", "--params"), _convert("lightning.ckpt", "lightning")
+        "lightning.ckpt", ("show", "lightning.ckpt", "--params"), convert("lightning.ckpt", "lightning")
     ),
-    "checkpoints of Accelerate": _kind("accelerate", _convert("accelerate", "accelerate")),
-    "checkpoints of DeepSpeed": _kind("deepspeed/zero3", _convert("zero3", "deepspeed")),
-    "universal checkpoints of DeepSpeed": _kind("deepspeed/universal", _convert("universal", "deepspeed")),
+    "checkpoints of Accelerate": _kind("accelerate", convert("accelerate", "accelerate")),
+    "checkpoints of DeepSpeed": _kind("deepspeed/zero3", convert("zero3", "deepspeed")),
+    "universal checkpoints of DeepSpeed": _kind("deepspeed/universal", convert("universal", "deepspeed")),
     "models of NeMo": _kind(
-        "nemo/model.nemo", _convert("model.nemo", "safetensors"), _convert("model.nemo", "nemo"), needs=("yaml",)
+        "nemo/model.nemo", convert("model.nemo", "safetensors"), convert("model.nemo", "nemo"), needs=("yaml",)
     ),
-    "checkpoints of TensorFlow": _kind("tensorflow", _convert("tensorflow", "tensorflow")),
-    "checkpoints of TensorFlow in pieces": _kind("tensorflow_pieces", _convert("tensorflow_pieces", "torch")),
+    "checkpoints of TensorFlow": _kind("tensorflow", convert("tensorflow", "tensorflow")),
+    "checkpoints of TensorFlow in pieces": _kind("tensorflow_pieces", convert("tensorflow_pieces", "torch")),
     "checkpoints of onnxruntime-training": _kind(
-        "ort/entropy", _import("entropy"), _import("entropy"), _convert("entropy", "ort")
+        "ort/entropy", _import("entropy"), _import("entropy"), convert("entropy", "ort")
     ),
-    "checkpoints of PyTorch": _kind("plain.pt", _convert("plain.pt", "torch"), _convert("plain.pt", "dcp")),
-    "checkpoints to go on with": Kind(_with_its_model, {"*.ckpt": _TORCH}, (_go_on,)),
-    "checkpoints of Keras": _kind("keras/model.keras", _convert("model.keras", "keras"), needs=("h5py",)),
-    "checkpoints of Megatron": _kind("megatron", _convert("megatron", "megatron")),
-    "checkpoints of Ray Train": _kind("ray", _convert("ray", "ray")),
-    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), _convert("dcp", "dcp")),
+    "checkpoints of PyTorch": _kind("plain.pt", convert("plain.pt", "torch"), convert("plain.pt", "dcp")),
+    "checkpoints to go on with": Kind(with_its_model, {"*.ckpt": _TORCH}, (go_on,)),
+    "checkpoints of Keras": _kind("keras/model.keras", convert("model.keras", "keras"), needs=("h5py",)),
+    "checkpoints of Megatron": _kind("megatron", convert("megatron", "megatron")),
+    "checkpoints of Ray Train": _kind("ray", convert("ray", "ray")),
+    "distributed checkpoints": _kind("dcp", convert("dcp", "torch"), convert("dcp", "dcp")),
     "training models of checkpoints": Kind(
         _imported,
         {"run.onnx": (_changed_origin,)},
-        (("show", "run.onnx"), *(_convert("run.onnx", format) for format in ("ort", "safetensors", "orbax"))),
+        (("show", "run.onnx"), *(convert("run.onnx", format) for format in ("ort", "safetensors", "orbax"))),
     ),
-    "models in pieces": _kind("pieces", _convert("pieces", "safetensors"), of=_in_pieces),
-    "checkpoints of Flax": _kind("flax.msgpack", _convert("flax.msgpack", "flax")),
-    "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), _convert("orbax", "flax")),
+    "models in pieces": _kind("pieces", convert("pieces", "safetensors"), of=_in_pieces),
+    "checkpoints of Flax": _kind("flax.msgpack", convert("flax.msgpack", "flax")),
+    "checkpoints of Orbax": _kind("orbax", convert("orbax", "orbax"), convert("orbax", "flax")),
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from campaign.mutations import Damage
 from campaign.sandbox import SECRET, Outcome, Use, attempt
 
-FAMILIES = ("models", "data", "checkpoints", "runs", "conversions")
+FAMILIES = ("models", "data", "checkpoints", "pickles", "runs", "conversions")
 """The modules of this package that have a table `KINDS`."""
 
 

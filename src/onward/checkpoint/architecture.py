@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
+import math
 import os
+import re
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, missing_package
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.objects import Object
-from onward.errors import ArgumentError, DataError, UnsupportedError, first_line
+from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
     from onward.convert.torch.architecture import Architecture
 
+_LIKE = (
+    "give the ONNX model that it is of: `--like model.onnx`, which `torch.onnx.export` makes, or `onward.from_torch`"
+)
+_MOST_LAYERS, _LARGEST_SIZE, _DEEPEST = 1_000, 100_000, 8
+"""Layers, and the size of a layer, that a configuration may have in any case; mappings within each other."""
+_SIZE = re.compile(r"_(size|dim|labels|heads|experts)$|^(n_embd|n_inner|d_model|d_ff|dim)$")
 _TRAINER, _LIGHTNING = "hf", "lightning"
 """Formats of which more is known than that they are of PyTorch."""
 
@@ -46,6 +56,7 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
             f"the Trainer smooths labels by {checkpoint.arguments['label_smoothing_factor']}, in a loss of its own",
             hint="say the loss of its logits: `loss=...`; or give a training model: `--like training.onnx`",
         )
+    _refuse_configuration(checkpoint.configuration, checkpoint)
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
     try:
@@ -55,6 +66,52 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
     except ModuleNotFoundError as error:
         raise missing_package(error) from error
     return _capture_module(made, checkpoint)
+
+
+def _refuse_configuration(settings: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raise an Error for a configuration that no model can be made of, before torch and transformers are imported."""
+    names = settings["architectures"]
+    name = names[0] if isinstance(names, list) else None
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UnsupportedError("its configuration names no architecture", hint=_LIKE)
+    if settings.get("auto_map"):
+        raise UnsupportedError(f"`{name}` is code in the folder (`auto_map`), and is not executed", hint=_LIKE)
+    if not _is_in_transformers(name):
+        version = settings.get("transformers_version", "unknown")
+        raise UnsupportedError(
+            f"the installed transformers has no model `{name}`",
+            hint=f"install the version that it is of ({version}); or {_LIKE}",
+        )
+    _refuse_sizes(settings, checkpoint)
+
+
+def _refuse_sizes(settings: Mapping[str, Any], checkpoint: Checkpoint, depth: int = 0) -> None:
+    """A model of more layers, or of larger ones, than there are tensors would be made without end."""
+    tensors = len(checkpoint.tensors)
+    numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            _refuse_sizes(value, checkpoint, depth + 1)
+        elif isinstance(value, int) and (
+            ("layer" in key and value > max(tensors, _MOST_LAYERS))
+            or (_SIZE.search(key) and value > max(numbers, _LARGEST_SIZE))
+        ):
+            raise InvalidModelError(
+                f"its configuration says that `{key}` is {f'{value:,}'[:30]}, for {tensors} tensors",
+                hint="copy `config.json` again from where the model was saved",
+            )
+
+
+def _is_in_transformers(name: str) -> bool:
+    """True if a class is in the sources of transformers. To import it takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return True  # which is reported as a missing package
+    models = Path(spec.submodule_search_locations[0]) / "models"
+    listed = models / "auto" / "modeling_auto.py"
+    if listed.is_file() and f'"{name}"' in listed.read_text("utf-8"):
+        return True
+    return any(f"class {name}(" in path.read_text("utf-8") for path in models.glob("*/modeling_*.py"))
 
 
 def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: Any) -> Captured:

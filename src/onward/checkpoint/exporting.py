@@ -20,6 +20,7 @@ from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.schedules import advance_state, state_of
 from onward.checkpoint.pytorch.states import advance_counter
 from onward.checkpoint.pytorch.trees import UPDATES
+from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
@@ -39,6 +40,8 @@ def to_checkpoint(
 ) -> Path:
     """Write a checkpoint from which a framework goes on; where it was written.
 
+    It is read back and compared before it replaces anything. If that fails, nothing is written.
+
         onward.to_checkpoint("training.onnx", "checkpoint-500", format="hf")
 
     - `source`: a training model, or a checkpoint of any format
@@ -57,17 +60,46 @@ def to_checkpoint(
         checkpoint = with_own_names(checkpoint)
     if checkpoint.step is None and any(each.position for each in checkpoint.schedules) and format in _WITH_STEP:
         warn(f"`{checkpoint.path}` does not count its updates, and `{format}` gets step 0")
+    if checkpoint.format != chosen.name:
+        checkpoint = _in_order_of_tensors(checkpoint)
     target = Path(path)
     assert chosen.write is not None
     announce(_size(checkpoint, chosen))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
-        chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
+        written = folder if chosen.is_folder else folder / target.name
+        chosen.write(checkpoint, written)
+        lost = verify_written(checkpoint, written, chosen)
+    if lost:
+        warn(f"`{chosen.name}` does not hold: {', '.join(lost)}")
     return target
 
 
 _WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tensorflow")
 """Formats that continue from a counter of updates of their own."""
+
+
+def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose optimizers have parameters in the order of its tensors.
+
+    PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by names, in any order.
+    """
+    order: dict[Any, int] = {name: at for at, name in enumerate(checkpoint.tensors)}
+    optimizers = tuple(
+        optimizer
+        if optimizer.variant == "torch" or not optimizer.has_names
+        else dataclasses.replace(
+            optimizer,
+            groups=tuple(
+                dataclasses.replace(
+                    group, parameters=tuple(sorted(group.parameters, key=lambda name: order.get(name, len(order))))
+                )
+                for group in optimizer.groups
+            ),
+        )
+        for optimizer in checkpoint.optimizers
+    )
+    return dataclasses.replace(checkpoint, optimizers=optimizers)
 
 
 def _size(checkpoint: Checkpoint, format: Format) -> int:

@@ -25,6 +25,8 @@ from onward.recipe.spec import Spec
 
 _MOST = 2_000_000
 """Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
+_LARGEST_KEY = 1 << 60
+"""From here on, Python gives several integers the same hash, and a dict of them takes the square of its size."""
 _RECORDS = {kind.__name__: kind for kind in (Checkpoint, Group, Optimizer, RandomState, Schedule, Spec)}
 
 NameOf = Callable[[Tensor], Any]
@@ -185,7 +187,13 @@ class _Decoder:
         return _RECORDS[kind](**fields)
 
     def _entries(self, form: Any) -> dict[Any, Any]:
-        return {self.decode(key): self.decode(value) for key, value in form}
+        found: dict[Any, Any] = {}
+        for stored, value in form:
+            key = self.decode(stored)
+            if isinstance(key, int) and abs(key) >= _LARGEST_KEY:
+                raise ValueError("a key is a larger number than any of a checkpoint")
+            found[key] = self.decode(value)
+        return found
 
     def _decode_attributed(self, kind: str, form: Any) -> Attributed:
         arguments, attributes = self.decode(form[1:]) if len(form) > 1 else ((), None)

@@ -67,12 +67,15 @@ def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
 
     Of one that cannot be read to its end, what it names before that; and what is wrong with it.
     """
+    if not path.exists():
+        raise InvalidModelError(f"there is no `{path}`", hint="give a file or folder that is there")
     format = format_of(path)
     if format is None:
         raise UnsupportedError(f"`{path}` is no checkpoint", hint="models of ONNX name no code")
     with note_names() as named:
         try:
-            names, wrong = format.read(path).executes, None
+            with advising(_DAMAGED):
+                names, wrong = format.read(path).executes, None
         except Error as error:
             names, wrong = (), error
     code = _code(named, path)

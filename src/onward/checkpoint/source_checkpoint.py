@@ -129,7 +129,7 @@ def source_of(model: Model) -> Kept | None:
         return found[key]
 
     with advising("make the training model of the checkpoint again"):
-        with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS):
+        with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
             facts = json.loads(text)
             matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
             form = facts["checkpoint"]

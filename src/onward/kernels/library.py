@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onward.kernels.build import LIBRARY
+from onward.standard import KERNELS
 
-DOMAIN = "onward.kernels"
-"""Of its operators."""
+DOMAIN = KERNELS
 SWITCH = "ONWARD_KERNELS"
 """The variable of the environment that turns them off, `ONWARD_KERNELS=0`, or names another library."""
 

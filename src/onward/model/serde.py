@@ -20,9 +20,10 @@ from onward.model import legacy, preserved_fields, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.functions import callees_first
-from onward.model.protos import replace_entries
+from onward.model.protos import all_nodes, replace_entries
 from onward.model.tensors import check_tensors
 from onward.model.walk import graphs_in
+from onward.standard import KERNELS
 
 _ALGORITHMS = "onward.algorithms"
 
@@ -49,6 +50,7 @@ def load(source: Source) -> Model:
         return _from_nowhere(storage.parse_proto(bytes(source)))
     opened, path = storage.open_model(source), Path(source)
     model = from_proto(opened.proto)
+    _refuse_native_kernels(opened.proto)
     storage.hold_data(places_of(model), opened.folder, opened.files)
     model.path = path
     return model
@@ -93,7 +95,21 @@ def _stand_in(tensor: ir.TensorProtocol) -> ir.Tensor:
 def _from_nowhere(proto: ModelProto) -> Model:
     """A model without a folder cannot have data outside: a reference would be looked up wherever the process runs."""
     storage.check_external(proto, None)
-    return from_proto(proto)
+    model = from_proto(proto)
+    _refuse_native_kernels(proto)
+    return model
+
+
+def _refuse_native_kernels(proto: ModelProto) -> None:
+    """Refuse calls of our native kernels: they are handed the places of arrays, and trust who lowered the step."""
+    infos = [graph for info in proto.training_info for graph in (info.algorithm, info.initialization)]
+    parts: tuple[onnx.GraphProto | onnx.FunctionProto, ...] = (proto.graph, *infos, *proto.functions)
+    for node in (node for part in parts for node in all_nodes(part.node)):
+        if node.domain == KERNELS:
+            raise InvalidModelError(
+                f"node `{node.name or node.op_type}` calls a native kernel (`{KERNELS}`), which no file may",
+                hint="write the model with operators of the standard; `onward train` adds native kernels itself",
+            )
 
 
 def from_proto(proto: ModelProto) -> Model:

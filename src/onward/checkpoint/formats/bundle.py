@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.format import Format
 from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
@@ -175,13 +175,14 @@ def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
     """Variables by name. What optimizers keep has the names that Keras would give it."""
     made: dict[str, Any] = dict(checkpoint.tensors)
     for optimizer in checkpoint.optimizers:
+        made |= {str(name): slots[MASTER] for name, slots in optimizer.slots.items() if MASTER in slots}
         kind = next((kind for kind, row in KINDS.items() if optimizer.families == (row.name,)), "")
         owner = snake_case(kind) or "optimizer"
         words = {slot: WORDS[attribute] for slot, attribute in KINDS[kind].slots.items()} if kind else {}
         for name, slots in optimizer.slots.items():
             for slot, value in slots.items():
                 called = f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and slot not in (COUNT, MASTER):
                     made[called] = value
         if checkpoint.step is not None:
             made[f"{owner}/iteration"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))

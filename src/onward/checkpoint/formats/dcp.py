@@ -21,6 +21,7 @@ from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_t
 from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
 from onward.checkpoint.pytree.pytrees import nest
 from onward.checkpoint.tensors import ScatteredTensor, Tensor
+from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular
 
 METADATA = ".metadata"
@@ -109,6 +110,8 @@ def _with_lists(tree: Any) -> Any:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 _FILE = "__0_0.distcp"
+_MOST_OTHERS = 20_000
+"""Values beside tensors: each takes 0.5 ms, since it is a file of `torch.save`, and one of 100 KB can name 200,000."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
@@ -136,8 +139,15 @@ def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) ->
     kinds: dict[str, Object] = {}
     ways: dict[str, tuple[Any, ...]] = {}
     places: dict[Object, Object] = {}
+    others = 0
     with open(folder / _FILE, "wb") as file:
         for way, value in values:
+            others += not isinstance(value, Tensor)
+            if others > _MOST_OTHERS:
+                raise UnsupportedError(
+                    f"the checkpoint has more than {_MOST_OTHERS:,} values beside tensors",
+                    hint="write it with `--to torch`",
+                )
             name = ".".join(map(str, way))
             part = Appending(file)
             write_torch_archive(part, value)

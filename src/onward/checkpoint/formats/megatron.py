@@ -17,8 +17,8 @@ from onward.checkpoint.megatron.schedules import advance_state, scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.objects import Object
-from onward.checkpoint.pytorch.optimizers import spec_of
-from onward.checkpoint.pytorch.states import settings_now, without_copies
+from onward.checkpoint.pytorch.optimizers import optimizer_of, spec_of
+from onward.checkpoint.pytorch.states import refuse_unknown_class, settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
@@ -216,13 +216,16 @@ def _optimizer(
         for name, held in slots.items()
     }
     is_adam = all({"exp_avg", "exp_avg_sq"} <= held.keys() for held in kept.values())
-    is_known = is_adam and arguments.get("optimizer", "adam") == "adam"
-    groups = tuple(
+    if not is_adam:  # known by its slots, as those of PyTorch are
+        groups = [{**_settings(group), "params": list(names)} for group, names in zip(stored, members, strict=True)]
+        return optimizer_of({"state": kept, "param_groups": groups}), remarks
+    is_known = arguments.get("optimizer", "adam") == "adam"
+    adams = tuple(
         Group(_settings(group), tuple(names), _spec(group, common) if is_known else None)
         for group, names in zip(stored, members, strict=True)
         if names
     )
-    return Optimizer(("adamw",) if is_known else (), groups, kept), remarks
+    return Optimizer(("adamw",) if is_known else (), adams, kept), remarks
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +236,8 @@ def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
     """Megatron's Adam, whose decay is decoupled; the rate is the highest of the schedule."""
     schedule = mapping(common.get("opt_param_scheduler"))
     changes = schedule.get("start_wd") != schedule.get("end_wd")
-    if changes or group.get("decoupled_weight_decay") is False or group.get("bias_correction", True) is not True:
+    is_coupled = group.get("decoupled_weight_decay") is False and group.get("weight_decay")
+    if changes or is_coupled or group.get("bias_correction", True) is not True:
         return None
     highest = group.get("max_lr", schedule.get("max_lr", group.get("lr")))
     return spec_of("adamw", {**group, "max_lr": highest * group.get("lr_mult", 1.0)})
@@ -269,6 +273,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     """A `torch_dist` checkpoint, which Megatron loads for any sizes of its groups. Names stay as they are."""
     if len(checkpoint.optimizers) > 1:
         raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
+    for optimizer in checkpoint.optimizers:
+        refuse_unknown_class(optimizer)
+        _refuse_coupled_decay(optimizer)
     step = checkpoint.step or 0
     folder = path / f"iter_{step:07d}"
     folder.mkdir(parents=True)
@@ -289,6 +296,16 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{key}_version": 1 for key in backends}
     write_json(folder / _BACKEND, {**backends, **versions})
+
+
+def _refuse_coupled_decay(optimizer: Optimizer) -> None:
+    """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
+    for spec in (group.optimizer for group in optimizer.groups):
+        if spec is not None and spec.name == "adam" and spec.options.get("weight_decay"):
+            raise UnsupportedError(
+                "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
+                hint="write it with `--to dcp`",
+            )
 
 
 def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
-from onward.model.storage.zip_members import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, stored_range
+from onward.model.storage.zip_members import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, read_stored, stored_range
 
 _LONGEST_START = 1 << 10
 _MOST_REPEATED = 16 << 20
@@ -72,7 +72,7 @@ def mentions(path: Path, word: str) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             main = next((info for info in archive.infolist() if _is_main_pickle(info.filename)), None)
-            return main is not None and main.file_size <= MOST_BYTES and word.encode() in archive.read(main)
+            return main is not None and word.encode() in read_stored(archive, main, MOST_BYTES)
     except BAD_ZIP:
         return False
 
@@ -102,7 +102,7 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
         what = reason(error).replace("File is not a zip file", "it does not end as one does")
         raise InvalidModelError(
             f"`{path}` is not a whole file of `torch.save`: {what}",
-            hint="a download or copy may have been cut off: compare its size with the original's",
+            hint="compare its size with the original's: it may be cut off; if it was packed again, use `torch.save`",
         ) from error
 
 
@@ -166,15 +166,15 @@ def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
     if main is None:
         raise ValueError("it has no `data.pkl`")
     root = main.removesuffix("data.pkl")
-    if (order := f"{root}byteorder") in members and archive.read(order) != b"little":
+    order = members.get(f"{root}byteorder")
+    if order is not None and read_stored(archive, order, len(b"little")) != b"little":
         raise UnsupportedError(
             f"`{path}` was written by a machine with the other order of bytes",
             hint="save it on a machine like this one",
         )
-    if members[main].file_size > MOST_BYTES:
-        raise ValueError("its pickle is larger than any of a checkpoint")
     storages = _Storages(path, archive, members, f"{root}data/", start)
-    return read_pickle(archive.read(main), str(path), makers=_MAKERS, persistent=storages)
+    data = read_stored(archive, members[main], MOST_BYTES)
+    return read_pickle(data, str(path), makers=_MAKERS, persistent=storages)
 
 
 class _Storage(NamedTuple):
@@ -200,12 +200,13 @@ class _Storages:
 
     def __call__(self, key: Any) -> _Storage:
         kind, storage, name, _, size = key
-        if kind != "storage" or not isinstance(storage, Name) or storage.name not in _STORAGES or type(size) is not int:
-            raise ValueError(f"it refers to something unknown: {str(key)[:60]}")
+        is_known = kind == "storage" and isinstance(storage, Name) and storage.name in _STORAGES
+        if not is_known or not isinstance(name, str) or type(size) is not int:
+            raise ValueError("it refers to something other than the data of a tensor")
         dtype = np.dtype(TYPES[_STORAGES[storage.name]])
         info = self._members.get(f"{self._folder}{name}")
         if info is None:
-            raise ValueError(f"the data of a tensor, `{str(name)[:40]}`, is not there")
+            raise ValueError(f"the data of a tensor, `{name[:40]}`, is not there")
         start, length = stored_range(self._archive, info)
         if length < size * dtype.itemsize:
             raise ValueError(f"the data of a tensor, `{info.filename}`, is cut off")

@@ -26,6 +26,7 @@ def _aliases(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str, Any]:
     """`optimizer.state_dict()`: by numbers in the order of the groups, or by name, as distributed checkpoints are."""
+    refuse_unknown_class(optimizer)
     numbers: dict[Any, Any] = {}
     for group in optimizer.groups:
         for name in group.parameters:
@@ -48,9 +49,22 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
         elif step is not None:
             kept = {COUNT: as_tensor(step), **kept}
         state[numbers[name]] = kept
-    ordered = {number: state[number] for number in sorted(state, key=list(numbers.values()).index)}
+    ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
     groups = [{**settings_now(group), **_members(group, numbers, by_name)} for group in optimizer.groups]
     return {"state": ordered, "param_groups": groups}
+
+
+def refuse_unknown_class(optimizer: Optimizer) -> None:
+    """Raise an UnsupportedError for state of another framework that does not name its optimizer.
+
+    `Adam.step()` of PyTorch needs settings and a step for each parameter, which such state does not have.
+    """
+    if optimizer.variant != "torch" and any(group.optimizer is None for group in optimizer.groups):
+        raise UnsupportedError(
+            "the checkpoint does not name its optimizer, which PyTorch needs",
+            hint="name it in a training model: `onward convert CHECKPOINT --like model.onnx --optimizer adamw:lr=1e-3 "
+            "-o run.onnx`; to write weights alone: `--to safetensors`",
+        )
 
 
 def _members(group: Group, numbers: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from onward.model.storage.headers import npy_header
 from onward.model.storage.zip_members import BAD_ZIP, members_of
 
 _LONGEST_HEADER = 1 << 20
+_LARGEST = 1 << 30
+"""Bytes of an array. A packed file of 1 MB can hold one of 1 GB, and these are read into memory."""
 
 
 def read_npz(path: PathLike) -> dict[str, np.ndarray]:
@@ -33,6 +35,8 @@ def _array(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
             stored = npy_header(start)
             if stored.dtype.hasobject:
                 raise ValueError("it holds Python objects, which are not loaded")
+            if stored.size > _LARGEST:
+                raise ValueError("it is larger than 1 GB")
             end = stored.offset + stored.size
             data = start + packed.read(max(end - len(start), 0))  # and no more, which may be very much
         if end > len(data):

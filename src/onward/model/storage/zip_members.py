@@ -43,3 +43,11 @@ def stored_range(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, 
     if start + info.file_size > file.seek(0, os.SEEK_END):
         raise ValueError(f"`{info.filename}` lies outside of the file")
     return start, info.file_size
+
+
+def read_stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    """Return the bytes of a member that is not compressed, and of at most so many bytes."""
+    _, size = stored_range(archive, info)
+    if size > most:
+        raise ValueError(f"`{info.filename}` is larger than any of a checkpoint")
+    return archive.read(info)  # which verifies the checksum
