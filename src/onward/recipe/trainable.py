@@ -23,6 +23,7 @@ new head are trained, and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -36,7 +37,8 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import blocks, expose, is_uniform, normalizes_input, stored_shape
+from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
+from onward.recipe.exporter_notes import EXPORTER_CONSTANT, Origin, is_traced_constant, origin
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
 from onward.standard import is_standard
@@ -44,9 +46,6 @@ from onward.transform.linear import DOMAIN
 from onward.transform.quantised import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
-
-_TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-_TORCH_FOLDED = "pkg.onnxscript.optimizer.folded_from"
 
 # Operators that hand a tensor on: what reads their output decides.
 TRANSPARENT = {
@@ -97,6 +96,12 @@ _ARITHMETIC = {
 _PRODUCTS = {"MatMul", "Gemm"}
 
 _MASK = -1e4
+
+_BY_ORIGIN: dict[Origin, tuple[Role, str]] = {
+    "parameter": ("parameter", "a parameter of the PyTorch module"),
+    "buffer": ("constant", "a buffer of the PyTorch module"),
+    "constant": ("constant", EXPORTER_CONSTANT),
+}
 
 _UNREACHED = "no gradient reaches it from the loss"
 _INTEGERS = "integers that nothing is rounded to"
@@ -160,7 +165,9 @@ def select(
 def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     """What the rule says about every candidate, before any pattern. Nothing is changed."""
     edges = gradient_edges(targets)
-    return [_judge(value, hidden, edges) for value, hidden in dict(candidates(model.graph)).values()]
+    found = dict(candidates(model.graph)).values()
+    made_by_exporter = _made_by_exporter(model, [value for value, _ in found if value in edges])
+    return [_judge(value, hidden, edges, made_by_exporter) for value, hidden in found]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -238,7 +245,9 @@ def _is_hidden_constant(node: ir.Node) -> bool:
     return False
 
 
-def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Choice:
+def _judge(
+    value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]], made_by_exporter: Collection[ir.Value]
+) -> Choice:
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", _UNREACHED)
@@ -250,13 +259,10 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
-    kind = value.metadata_props.get(_TORCH_KIND, "")
-    if "PARAMETER" in kind:
-        return Choice(name, "parameter", "a parameter of the PyTorch module")
-    if "BUFFER" in kind:
-        return Choice(name, "constant", "a buffer of the PyTorch module")
-    if _is_folded(value):
-        return Choice(name, "constant", "equal numbers that the exporter computed")
+    if (known := origin(value)) is not None:
+        return Choice(name, *_BY_ORIGIN[known])
+    if value in made_by_exporter:
+        return Choice(name, "constant", EXPORTER_CONSTANT)
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_fixed_integers(value):
@@ -275,11 +281,14 @@ def _recorded_role(value: ir.Value) -> str:
     return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
 
 
-def _is_folded(value: ir.Value) -> bool:
-    """Whether the exporter computed it, of no parameter of a module, as it does with ones or zeros of some shape."""
-    origin = value.metadata_props.get(_TORCH_FOLDED, ".")
-    tensor = constant_tensor(value) if "." not in origin else None  # the names of parameters have dots
-    return tensor is not None and is_uniform(tensor.numpy())
+def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the tensors that PyTorch's exporters made: constants of theirs, in a model that has weights beside them.
+
+    In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
+    """
+    made = {value for value in values if is_traced_constant(value, model.ir.producer_name)}
+    others = (value for value in values if value not in made and math.prod(stored_shape(value) or ()) > 1)
+    return made if any(others) else set()
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:

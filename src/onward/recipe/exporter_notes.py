@@ -1,0 +1,338 @@
+"""Notes of PyTorch's exporters: what each tensor of a file was in the module.
+
+`torch.onnx.export(dynamo=True)` optimizes: it computes what depends on parameters alone, stores equal tensors of up to
+1024 elements once, and drops biases that are zero. What was there is in its notes: the graph has the signature of the
+exported program, and each node the call that it was made of, with the names of its arguments. The exporter that traces
+leaves no notes, but keeps parameters and buffers in initializers, and nothing else there under names of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Names
+from onward.constants import add_initializer, constant_tensor
+from onward.errors import list_names
+from onward.model import Model
+from onward.recipe.constants import expose, is_uniform, under_name
+
+Origin = Literal["parameter", "buffer", "constant"]
+
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_FOLDED = "pkg.onnxscript.optimizer.folded_from"
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+_CALL = "pkg.torch.onnx.fx_node"
+
+_HELD = re.compile(r"^(\w+): (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']*)'", re.MULTILINE)
+_NAME = re.compile(r"'([^']*)'")
+_ARGUMENT = re.compile(r"%(\w+)")
+_INTERNAL = re.compile(r"val_\d+")
+"""Names of what the exporter makes itself; parameters that are only transposed or reshaped get such names, too."""
+_TRACED_CONSTANT = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0")
+"""Names of tensors that were made while a module was traced, in Constant nodes or in initializers by later tools."""
+_TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
+"""Names of weights that the exporter that traces has transposed."""
+_MOVED = {
+    "alias", "clone", "contiguous", "detach", "flatten", "getitem", "permute", "reshape", "select", "slice", "split",
+    "squeeze", "t", "to", "_to_copy", "transpose", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+"""Calls that move the numbers of a parameter and leave them as they are."""
+_WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
+"""Layers from which the exporter drops a bias, and where they take it."""
+
+Use = tuple[ir.Node, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A tensor that the module holds."""
+
+    name: str
+    kind: str
+
+
+@dataclasses.dataclass
+class Restored:
+    """Changes that gave a model the parameters of its module again."""
+
+    separated: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Names of new tensors -> the tensor that the exporter had stored in their place."""
+    joined: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Copies that the exporter made of a parameter -> the parameter, which is used in their place."""
+    biases: list[str] = dataclasses.field(default_factory=list)
+    """Biases of zeros that the exporter had dropped."""
+
+    def remarks(self) -> Iterator[str]:
+        if self.separated:
+            stored = len({*self.separated.values()})
+            yield (
+                f"the exporter merged equal tensors of several layers: {len(self.separated) + stored} were stored as "
+                f"{stored}, and are trained separately: {list_names(list(self.separated), 4)}"
+            )
+        if self.biases:
+            yield f"{len(self.biases)} biases of zeros that the exporter dropped are trained: " + list_names(
+                self.biases, 4
+            )
+        for copy, parameter in self.joined.items():
+            yield f"`{copy}` is a copy of `{parameter}` that the exporter made: both are trained as one tensor"
+
+
+def origin(value: ir.Value) -> Origin | None:
+    """Return what a tensor was in the module; None where the file does not say."""
+    kind = value.metadata_props.get(_KIND, "")
+    if kind:
+        return "parameter" if "PARAMETER" in kind else "buffer" if "BUFFER" in kind else "constant"
+    held = _held_by_name(value.graph)
+    sources = _folded_from(value)
+    if held:
+        kinds = {held[name].kind for name in sources if name in held}
+        if "PARAMETER" in kinds:
+            return "parameter"
+        if sources or value.producer() is not None or _INTERNAL.fullmatch(value.name or ""):
+            return "buffer" if "BUFFER" in kinds else "constant"
+        return None
+    if sources and not any("." in name for name in sources):  # the names of parameters have dots
+        tensor = constant_tensor(value)
+        return "constant" if tensor is not None and is_uniform(tensor.numpy()) else None
+    return None
+
+
+def is_computed(value: ir.Value) -> bool:
+    """True if the exporter computed a tensor from parameters, and did not only move their numbers."""
+    call = re.sub(r"_\d+$", "", value.name or "")
+    return bool(_folded_from(value)) and not _INTERNAL.fullmatch(value.name or "") and call not in _MOVED
+
+
+def sources_of(value: ir.Value) -> list[str]:
+    """Names of the parameters that the exporter made a tensor of."""
+    held = _held_by_name(value.graph)
+    return [name for name in _folded_from(value) if name in held and held[name].kind == "PARAMETER"]
+
+
+def is_traced_constant(value: ir.Value, producer: str | None) -> bool:
+    """True if a tensor was made while a module ran, going by where PyTorch's exporters put such tensors."""
+    in_node = value.producer() is not None and value.producer().op_type in ("Constant", "ConstantOfShape")  # type: ignore[union-attr]
+    return (in_node and producer == "pytorch") or _TRACED_CONSTANT.fullmatch(value.name or "") is not None
+
+
+def restore(model: Model) -> Restored:
+    """Give each parameter of the module a tensor of its own again, in place, and return what was changed."""
+    restoration = _Restoration(model)
+    if model.ir.producer_name == "pytorch" and not model.steps:
+        if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
+            restoration.separate_by_calls()
+            restoration.join_copies()
+        else:
+            restoration.separate_behind_identities()
+            restoration.join_transposed()
+    return restoration.made
+
+
+def signature(graph: ir.Graph | None) -> Mapping[str, Held]:
+    """Return what calls name as arguments -> what the module holds."""
+    return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(text: str) -> dict[str, Held]:
+    return {argument: Held(name, kind) for argument, kind, name in _HELD.findall(text)}
+
+
+def _held_by_name(graph: ir.Graph | None) -> Mapping[str, Held]:
+    return {held.name: held for held in signature(graph).values()}
+
+
+def _folded_from(value: ir.Value) -> list[str]:
+    return _NAME.findall(value.metadata_props.get(_FOLDED, ""))
+
+
+# ---- what was changed ------------------------------------------------------------------------------------------------
+
+
+class _Restoration:
+    def __init__(self, model: Model):
+        self.made = Restored()
+        self._graph = model.graph
+        self._model_names = model.names
+        self._added: dict[tuple[str, str], ir.Value] = {}
+        """(stored tensor, name in the module) -> the new tensor, for modules that are called several times."""
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return self._model_names()
+
+    def separate_by_calls(self) -> None:
+        """Separate tensors that were stored once, by the arguments of the calls that nodes were made of."""
+        held = signature(self._graph)
+        calls: dict[str, list[ir.Node]] = {}
+        for node in self._graph:
+            if call := node.metadata_props.get(_CALL):
+                calls.setdefault(call, []).append(node)
+        for call, nodes in calls.items():
+            arguments = [held[name] for name in dict.fromkeys(_ARGUMENT.findall(call)) if name in held]
+            uses = [use for node in nodes for use in _uses(node, call)]
+            waiting = [one for one in arguments if not any(one.name in _names(*use) for use in uses)]
+            uses = [use for use in uses if not {one.name for one in arguments} & _names(*use)]
+            assigned = _assign(waiting, uses, held) if waiting else []
+            if assigned is None and (layer := _layer_without_bias(nodes, waiting, arguments)) is not None:
+                assigned = _assign(waiting[:-1], uses, held)
+                if assigned is not None:
+                    self._restore_bias(layer, waiting[-1])
+            for one, (node, index) in assigned or ():
+                stored = node.inputs[index]
+                assert stored is not None and stored.name is not None and stored.const_value is not None
+                separate = self._added.get((stored.name, one.name)) or self._add(stored.name, one, stored.const_value)
+                self.made.separated[separate.name or ""] = stored.name
+                node.replace_input_with(index, separate)
+
+    def _restore_bias(self, layer: ir.Node, one: Held) -> None:
+        weight = constant_tensor(layer.inputs[1])
+        if weight is None:
+            return
+        bias = self._added.get(("", one.name))
+        if bias is None:
+            bias = self._add("", one, ir.Tensor(np.zeros(_units(layer, weight), weight.dtype.numpy())))
+            self.made.biases.append(bias.name or "")
+        layer.resize_inputs(_BIAS + 1)
+        layer.replace_input_with(_BIAS, bias)
+
+    def _add(self, stored: str, one: Held, tensor: ir.TensorProtocol) -> ir.Value:
+        """Add a tensor under the name that it has in the module, with the exporter's note."""
+        name = self._names.fresh(one.name)
+        value = add_initializer(self._graph, name, under_name(name, tensor))
+        value.metadata_props[_KIND] = one.kind
+        self._added[stored, one.name] = value
+        return value
+
+    def separate_behind_identities(self) -> None:
+        """Separate what the exporter that traces stored once: it leaves an Identity, by the name of the tensor, for
+        each.
+
+        Weights that are tied look the same; but what holds a single number throughout is the bias, scale or statistics
+        of a fresh layer.
+        """
+        for node in list(self._graph):
+            stored = node.inputs[0] if node.op_type == "Identity" else None
+            tensor = constant_tensor(stored)
+            if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
+                self.made.separated[node.outputs[0].name or ""] = stored.name or ""  # type: ignore[union-attr]
+                expose(self._graph, node.outputs[0])
+
+    def join_copies(self) -> None:
+        """Join what the exporter made of one parameter: a table that is read by rows and, transposed, as a factor."""
+        first: dict[str, ir.Value] = {}
+        for value in list(self._graph.initializers.values()):
+            if len(_folded_from(value)) == 1 and (sources := sources_of(value)):
+                parameter = self._graph.initializers.get(sources[0]) or first.setdefault(sources[0], value)
+                if parameter is not value:
+                    self._join(value, parameter)
+
+    def join_transposed(self) -> None:
+        """Join matrices with the tensor that they are the transpose of, where there are no notes.
+
+        Equal numbers that are not one number throughout are of one tensor.
+        """
+        stored = [value for value in self._graph.initializers.values() if value.const_value is not None]
+        matrices = [value for value in stored if _TRACED_MATRIX.fullmatch(value.name or "")]
+        tables: dict[tuple[int, ...], list[ir.Value]] = {}
+        for value in stored:
+            if value not in matrices:
+                tables.setdefault(_sizes(value), []).append(value)
+        for value in matrices:
+            for table in tables.get(_sizes(value)[::-1], ()):
+                if self._join(value, table):
+                    break
+
+    def _join(self, value: ir.Value, parameter: ir.Value) -> bool:
+        """Use a parameter, transposed if need be, in place of a tensor with the same numbers; True if they are."""
+        here, there = value.const_value, parameter.const_value
+        assert here is not None and there is not None and value.name is not None
+        if here.dtype != there.dtype or value.is_graph_output() or is_uniform(here.numpy()):
+            return False
+        copy, array = here.numpy(), there.numpy()
+        if np.array_equal(copy, array):
+            value.replace_all_uses_with(parameter)
+        elif copy.ndim == 2 and np.array_equal(copy, array.T):
+            node = ir.node("Transpose", [parameter], {"perm": [1, 0]})
+            node.outputs[0].name = self._names.fresh(f"{parameter.name}/transposed")
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+            self._graph.insert_before(next(iter(self._graph)), node)
+            value.replace_all_uses_with(node.outputs[0])
+        else:
+            return False
+        self._graph.initializers.pop(value.name)
+        self.made.joined[value.name] = parameter.name or ""
+        return True
+
+
+def _uses(node: ir.Node, call: str) -> Iterator[Use]:
+    """Inputs of a node that are stored floating-point tensors and may be what the module holds."""
+    if node.op_type == "InstanceNormalization" and "aten.group_norm" in call:
+        return  # its scale and bias are ones and zeros: those of the module follow, as Mul and Add
+    for i, value in enumerate(node.inputs):
+        tensor = value.const_value if value is not None and value.is_initializer() else None
+        if tensor is not None and tensor.dtype.is_floating_point():
+            yield node, i
+
+
+def _names(node: ir.Node, index: int) -> set[str]:
+    """What the tensor that a node reads is called in the module."""
+    value = node.inputs[index]
+    return {value.name or "", *_folded_from(value)} if value is not None else set()
+
+
+def _assign(waiting: list[Held], uses: list[Use], held: Mapping[str, Held]) -> list[tuple[Held, Use]] | None:
+    """Pair arguments of a call with the tensors that its nodes read, in order; None where numbers differ.
+
+    A call may read constants of the exporter as well: tensors that are known to be of the module come first, then
+    those of more than one element.
+    """
+    known = {one.name for one in held.values()}
+    of_module = [use for use in uses if known & _names(*use)]
+    large = [(node, i) for node, i in uses if node.inputs[i].const_value.size > 1]  # type: ignore[union-attr]
+    for candidates in (of_module, large, uses):
+        if len(candidates) == len(waiting):
+            return list(zip(waiting, candidates, strict=True))
+    return None
+
+
+def _layer_without_bias(nodes: list[ir.Node], waiting: list[Held], arguments: list[Held]) -> ir.Node | None:
+    """Return the layer of a call that has no bias, though the last argument from the module is one."""
+    if len(arguments) < 2 or waiting[-1] is not arguments[-1] or arguments[-1].kind != "PARAMETER":
+        return None
+    return next((node for node in nodes if node.op_type in _WITH_BIAS and not any(node.inputs[_BIAS:])), None)
+
+
+def _units(node: ir.Node, weight: ir.TensorProtocol) -> int:
+    sizes = weight.shape.numpy()
+    if node.op_type == "ConvTranspose":
+        return int(sizes[1] * node.attributes.get_int("group", 1))
+    is_first = node.op_type == "Conv" or node.attributes.get_int("transB", 0)
+    return int(sizes[0 if is_first else 1])
+
+
+def _sizes(value: ir.Value) -> tuple[int, ...]:
+    assert value.const_value is not None
+    return tuple(value.const_value.shape.numpy())
+
+
+# ---- remarks ---------------------------------------------------------------------------------------------------------
+
+EXPORTER_CONSTANT = "a constant of the exporter"
+
+
+def left_out_remarks(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Say which tensors are not trained since an exporter made them; `reasons` are names with what was found."""
+    names = [name for name, reason in reasons if reason == EXPORTER_CONSTANT]
+    if names:
+        yield (
+            f"left out: {len(names)} constants of the exporter, such as {list_names(names, 2)}; they are trained only "
+            "if `trainable` (`--trainable`) names them"
+        )
