@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -39,6 +39,9 @@ _TRACED_CONSTANT = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0")
 """Names of tensors that were made while a module was traced, in Constant nodes or in initializers by later tools."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
 """Names of weights that the exporter that traces has transposed."""
+_TRACED_WEIGHT = re.compile(r"onnx::(Conv|ConvTranspose|Gemm|GRU|LSTM|MatMul|RNN)_\d+$")
+"""Names of weights that it has computed."""
+_USUAL_PARAMETER = re.compile(r"(weight|bias|gamma|beta)[^.]*$")
 _MOVED = {
     "alias", "clone", "contiguous", "detach", "flatten", "getitem", "permute", "reshape", "select", "slice", "split",
     "squeeze", "t", "to", "_to_copy", "transpose", "unflatten", "unsqueeze", "view",
@@ -46,6 +49,9 @@ _MOVED = {
 """Calls that move the numbers of a parameter and leave them as they are."""
 _WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
 """Layers from which the exporter drops a bias, and where they take it."""
+
+EXPORTER_CONSTANT = "a constant of the exporter"
+"""The reason why a tensor that the exporter made is not trained."""
 
 Use = tuple[ir.Node, int]
 
@@ -58,7 +64,7 @@ class Held:
     kind: str
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """Changes that gave a model the parameters of its module again."""
 
@@ -69,19 +75,28 @@ class Restored:
     biases: list[str] = dataclasses.field(default_factory=list)
     """Biases of zeros that the exporter had dropped."""
 
+    @classmethod
+    def from_fact(cls, fact: Any) -> Restored:
+        """Read what a training model records, which may be anything."""
+        recorded = fact if isinstance(fact, dict) else {}
+        separated, joined, biases = (recorded.get(name) for name in ("separated", "joined", "biases"))
+        return cls(
+            {str(new): str(old) for new, old in separated.items()} if isinstance(separated, dict) else {},
+            {str(new): str(old) for new, old in joined.items()} if isinstance(joined, dict) else {},
+            [str(name) for name in biases] if isinstance(biases, list) else [],
+        )
+
     def remarks(self) -> Iterator[str]:
         if self.separated:
             stored = len({*self.separated.values()})
             yield (
-                f"the exporter merged equal tensors of several layers: {len(self.separated) + stored} were stored as "
-                f"{stored}, and are trained separately: {list_names(list(self.separated), 4)}"
+                f"the exporter stored {len(self.separated) + stored} equal tensors of several layers as {stored}: they "
+                f"are trained separately, as {list_names(list(self.separated), 4)}"
             )
         if self.biases:
-            yield f"{len(self.biases)} biases of zeros that the exporter dropped are trained: " + list_names(
-                self.biases, 4
-            )
+            yield f"biases of zeros that the exporter dropped are trained: {list_names(self.biases, 4)}"
         for copy, parameter in self.joined.items():
-            yield f"`{copy}` is a copy of `{parameter}` that the exporter made: both are trained as one tensor"
+            yield f"`{copy}` is a copy of `{parameter}` that the exporter made: they are trained as one"
 
 
 def origin(value: ir.Value) -> Origin | None:
@@ -106,32 +121,65 @@ def origin(value: ir.Value) -> Origin | None:
 
 def is_computed(value: ir.Value) -> bool:
     """True if the exporter computed a tensor from parameters, and did not only move their numbers."""
-    call = re.sub(r"_\d+$", "", value.name or "")
-    return bool(_folded_from(value)) and not _INTERNAL.fullmatch(value.name or "") and call not in _MOVED
+    name = value.name or ""
+    held = [source for source in _folded_from(value) if source in _held_by_name(value.graph)]
+    is_moved = len(held) == 1 and re.sub(r"_\d+$", "", name) in _MOVED
+    return bool(sources_of(value)) and not is_moved and _INTERNAL.fullmatch(name) is None
 
 
 def sources_of(value: ir.Value) -> list[str]:
-    """Names of the parameters that the exporter made a tensor of."""
+    """Return names of the parameters that the exporter made a tensor of."""
     held = _held_by_name(value.graph)
     return [name for name in _folded_from(value) if name in held and held[name].kind == "PARAMETER"]
 
 
-def is_traced_constant(value: ir.Value, producer: str | None) -> bool:
+def is_traced_constant(value: ir.Value, model: Model) -> bool:
     """True if a tensor was made while a module ran, going by where PyTorch's exporters put such tensors."""
-    in_node = value.producer() is not None and value.producer().op_type in ("Constant", "ConstantOfShape")  # type: ignore[union-attr]
-    return (in_node and producer == "pytorch") or _TRACED_CONSTANT.fullmatch(value.name or "") is not None
+    node = value.producer()
+    in_node = node is not None and node.op_type in ("Constant", "ConstantOfShape")
+    return (in_node and model.ir.producer_name == "pytorch") or _TRACED_CONSTANT.fullmatch(value.name or "") is not None
 
 
-def restore(model: Model) -> Restored:
-    """Give each parameter of the module a tensor of its own again, in place, and return what was changed."""
+def is_traced(model: Model) -> bool:
+    """True if a file is of PyTorch's tracing exporter, which names nodes after the paths of modules."""
+    return (
+        model.ir.producer_name == "pytorch"
+        and any((node.name or "").startswith("/") for node in model.graph)
+        and not any(_KIND in value.metadata_props for value in model.graph.initializers.values())
+    )
+
+
+def is_held_in_trace(value: ir.Value) -> bool:
+    """True if an initializer of a traced module has a name of the module, as parameters and buffers have."""
+    name = value.name or ""
+    return value.is_initializer() and not name.startswith("onnx::") and not _TRACED_CONSTANT.fullmatch(name)
+
+
+def is_named_as_parameter(value: ir.Value) -> bool:
+    """True if a tensor of a traced module has a usual name of a parameter, or was computed for a layer."""
+    name = value.name or ""
+    return (_TRACED_WEIGHT if name.startswith("onnx::") else _USUAL_PARAMETER).search(name) is not None
+
+
+def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
+    """Give each parameter of the module a tensor of its own again, in place, and return what was changed.
+
+    Args:
+        join: use one tensor for copies of a parameter as well, which reads the numbers of large tensors.
+        unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
+    """
     restoration = _Restoration(model)
     if model.ir.producer_name == "pytorch" and not model.steps:
         if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
             restoration.separate_by_calls()
-            restoration.join_copies()
+            join_copies = restoration.join_copies
         else:
             restoration.separate_behind_identities()
-            restoration.join_transposed()
+            join_copies = restoration.join_transposed
+        if join:
+            join_copies()
+        if unfold:
+            restoration.unfold()
     return restoration.made
 
 
@@ -250,6 +298,41 @@ class _Restoration:
                 if self._join(value, table):
                     break
 
+    def unfold(self) -> None:
+        """Store weights of linear layers, and of GroupNormalization, as modules do."""
+        held = {one.name for one in signature(self._graph).values() if one.kind == "PARAMETER"}
+        for node in list(self._graph):
+            call = node.metadata_props.get(_CALL, "")
+            is_linear = node.op_type == "MatMul" and "aten.linear." in call
+            if not is_linear and not (node.op_type in ("Mul", "Add") and "aten.group_norm." in call):
+                continue
+            value = node.inputs[1]
+            tensor = value.const_value if value is not None and value.is_initializer() else None
+            if value is None or tensor is None or tensor.shape.rank() < 2:
+                continue
+            names = [name for name in dict.fromkeys([value.name or "", *_folded_from(value)]) if name in held]
+            if len(names) == 1:
+                self._unfold(value, names[0], tensor.numpy(), is_linear)
+
+    def _unfold(self, value: ir.Value, name: str, array: np.ndarray, is_linear: bool) -> None:
+        self._graph.initializers.pop(value.name or "")
+        stored = array.T.copy() if is_linear else array.reshape(-1)
+        parameter = add_initializer(self._graph, name, stored)
+        parameter.metadata_props[_KIND] = "PARAMETER"
+        if is_linear:
+            node = ir.node("Transpose", [parameter], {"perm": [1, 0]})
+        else:
+            shape = add_initializer(self._graph, self._names.fresh(f"{name}/shape"), np.array(array.shape, np.int64))
+            node = ir.node("Reshape", [parameter, shape])
+        self._put_first(node, f"{name}/folded", value)
+
+    def _put_first(self, node: ir.Node, name: str, value: ir.Value) -> None:
+        """Compute a value by a node at the beginning of the graph."""
+        node.outputs[0].name = self._names.fresh(name)
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        self._graph.insert_before(next(iter(self._graph)), node)
+        value.replace_all_uses_with(node.outputs[0])
+
     def _join(self, value: ir.Value, parameter: ir.Value) -> bool:
         """Use a parameter, transposed if need be, in place of a tensor with the same numbers; True if they are."""
         here, there = value.const_value, parameter.const_value
@@ -260,11 +343,8 @@ class _Restoration:
         if np.array_equal(copy, array):
             value.replace_all_uses_with(parameter)
         elif copy.ndim == 2 and np.array_equal(copy, array.T):
-            node = ir.node("Transpose", [parameter], {"perm": [1, 0]})
-            node.outputs[0].name = self._names.fresh(f"{parameter.name}/transposed")
-            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
-            self._graph.insert_before(next(iter(self._graph)), node)
-            value.replace_all_uses_with(node.outputs[0])
+            transpose = ir.node("Transpose", [parameter], {"perm": [1, 0]})
+            self._put_first(transpose, f"{parameter.name}/folded", value)
         else:
             return False
         self._graph.initializers.pop(value.name)
@@ -321,18 +401,3 @@ def _units(node: ir.Node, weight: ir.TensorProtocol) -> int:
 def _sizes(value: ir.Value) -> tuple[int, ...]:
     assert value.const_value is not None
     return tuple(value.const_value.shape.numpy())
-
-
-# ---- remarks ---------------------------------------------------------------------------------------------------------
-
-EXPORTER_CONSTANT = "a constant of the exporter"
-
-
-def left_out_remarks(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Say which tensors are not trained since an exporter made them; `reasons` are names with what was found."""
-    names = [name for name, reason in reasons if reason == EXPORTER_CONSTANT]
-    if names:
-        yield (
-            f"left out: {len(names)} constants of the exporter, such as {list_names(names, 2)}; they are trained only "
-            "if `trainable` (`--trainable`) names them"
-        )

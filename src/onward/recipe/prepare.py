@@ -110,6 +110,8 @@ class Recipe(StepOptions):
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
+        if any(vars(restored).values()):
+            assembly.fact("exporter", dataclasses.asdict(restored))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         if self.times > 1:
             assembly.fact("times", self.times)

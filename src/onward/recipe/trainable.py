@@ -38,7 +38,13 @@ from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
 from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
-from onward.recipe.exporter_notes import EXPORTER_CONSTANT, Origin, is_traced_constant, origin
+from onward.recipe.exporter_notes import (
+    EXPORTER_CONSTANT,
+    is_held_in_trace,
+    is_traced,
+    is_traced_constant,
+    origin,
+)
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
 from onward.standard import is_standard
@@ -96,12 +102,6 @@ _ARITHMETIC = {
 _PRODUCTS = {"MatMul", "Gemm"}
 
 _MASK = -1e4
-
-_BY_ORIGIN: dict[Origin, tuple[Role, str]] = {
-    "parameter": ("parameter", "a parameter of the PyTorch module"),
-    "buffer": ("constant", "a buffer of the PyTorch module"),
-    "constant": ("constant", EXPORTER_CONSTANT),
-}
 
 _UNREACHED = "no gradient reaches it from the loss"
 _INTEGERS = "integers that nothing is rounded to"
@@ -167,7 +167,8 @@ def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     edges = gradient_edges(targets)
     found = dict(candidates(model.graph)).values()
     made_by_exporter = _made_by_exporter(model, [value for value, _ in found if value in edges])
-    return [_judge(value, hidden, edges, made_by_exporter) for value, hidden in found]
+    held = {value for value, _ in found if is_held_in_trace(value)} if is_traced(model) else set()
+    return [_judge(value, hidden, edges, made_by_exporter, held) for value, hidden in found]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -246,7 +247,11 @@ def _is_hidden_constant(node: ir.Node) -> bool:
 
 
 def _judge(
-    value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]], made_by_exporter: Collection[ir.Value]
+    value: ir.Value,
+    hidden: str,
+    edges: dict[ir.Value, list[tuple[ir.Node, int]]],
+    made_by_exporter: Collection[ir.Value],
+    held_by_module: Collection[ir.Value],
 ) -> Choice:
     name = value.name or ""
     if value not in edges:
@@ -259,20 +264,23 @@ def _judge(
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
-    if (known := origin(value)) is not None:
-        return Choice(name, *_BY_ORIGIN[known])
-    if value in made_by_exporter:
-        return Choice(name, "constant", EXPORTER_CONSTANT)
+    known = origin(value)
+    if known == "parameter":
+        return Choice(name, "parameter", "a parameter of the PyTorch module")
+    if known == "buffer":
+        return Choice(name, "constant", "a buffer of the PyTorch module")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_fixed_integers(value):
         return Choice(name, "constant", _INTEGERS)
-    if _is_number(value, readers):
+    if value not in held_by_module and _is_number(value, readers):
         return Choice(name, "constant", "a single number")
     if readers and all(normalizes_input(node, i) for node, i in readers):
         return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
+    if known == "constant" or value in made_by_exporter:
+        return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
@@ -286,9 +294,9 @@ def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]
 
     In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
     """
-    made = {value for value in values if is_traced_constant(value, model.ir.producer_name)}
-    others = (value for value in values if value not in made and math.prod(stored_shape(value) or ()) > 1)
-    return made if any(others) else set()
+    made = {value for value in values if is_traced_constant(value, model)}
+    others = [value for value in values if value not in made and math.prod(stored_shape(value) or ()) > 1]
+    return made if others else set()
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -383,7 +391,7 @@ def _match(
     # whatever a pattern says.
     impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _INTEGERS, *_NEVER.values())
     if trainable is not None and not impossible:
-        if matching(trainable, [choice.name], roles):
+        if matching(trainable, [choice.name], {} if choice.reason == EXPORTER_CONSTANT else roles):
             choice = Choice(choice.name, "parameter", "named as trainable")
         elif choice.role == "parameter":
             choice = Choice(choice.name, "frozen", "not named as trainable")

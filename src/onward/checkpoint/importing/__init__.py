@@ -29,6 +29,7 @@ from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
 from onward.model import Model, load
+from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import parse
 from onward.transform.training import without_steps
 
@@ -110,6 +111,9 @@ def plan(
     given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
+    if base is None and like is not None:
+        model = model.copy()
+        restore(model, unfold=True)
     known = names if isinstance(names, Mapping) else None
     matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
     listed_names = None if isinstance(names, Mapping) else names
