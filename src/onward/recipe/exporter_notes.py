@@ -35,8 +35,8 @@ _NAME = re.compile(r"'([^']*)'")
 _ARGUMENT = re.compile(r"%(\w+)")
 _INTERNAL = re.compile(r"val_\d+")
 """Names of what the exporter makes itself; parameters that are only transposed or reshaped get such names, too."""
-_TRACED_CONSTANT = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0")
-"""Names of tensors that were made while a module was traced, in Constant nodes or in initializers by later tools."""
+_MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
+"""Names of tensors that were made while a module ran, in Constant nodes or in initializers by later tools."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
 """Names of weights that the exporter that traces has transposed."""
 _TRACED_WEIGHT = re.compile(r"onnx::(Conv|ConvTranspose|Gemm|GRU|LSTM|MatMul|RNN)_\d+$")
@@ -49,6 +49,15 @@ _MOVED = {
 """Calls that move the numbers of a parameter and leave them as they are."""
 _WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
 """Layers from which the exporter drops a bias, and where they take it."""
+
+_SCALES_AND_BIASES = {
+    "BatchNormalization": (1, 2, 3, 4), "BiasGelu": (1,), "FusedConv": (2,), "GroupNormalization": (1, 2),
+    "InstanceNormalization": (1, 2), "LayerNormalization": (1, 2), "RMSNormalization": (1,),
+    "SimplifiedLayerNormalization": (1,), "SkipLayerNormalization": (2, 3, 4),
+}  # fmt: skip
+"""Inputs of operators that are scales and biases, by the operator."""
+_ONLY_IN_OPTIMIZED = "com.microsoft.nchwc"
+"""A domain that a file imports if ONNX Runtime has optimized it, and that exporters do not know."""
 
 EXPORTER_CONSTANT = "a constant of the exporter"
 """The reason why a tensor that the exporter made is not trained."""
@@ -133,11 +142,26 @@ def sources_of(value: ir.Value) -> list[str]:
     return [name for name in _folded_from(value) if name in held and held[name].kind == "PARAMETER"]
 
 
-def is_traced_constant(value: ir.Value, model: Model) -> bool:
-    """True if a tensor was made while a module ran, going by where PyTorch's exporters put such tensors."""
-    node = value.producer()
-    in_node = node is not None and node.op_type in ("Constant", "ConstantOfShape")
-    return (in_node and model.ir.producer_name == "pytorch") or _TRACED_CONSTANT.fullmatch(value.name or "") is not None
+def is_exporter_constant(value: ir.Value, model: Model) -> bool:
+    """True if PyTorch's exporters made a tensor, going by where they put such tensors and what they call them."""
+    node, name = value.producer(), value.name or ""
+    if _MADE_BY_EXPORTER.fullmatch(name):
+        return True
+    if model.ir.producer_name != "pytorch":
+        return False
+    if node is not None:
+        return node.op_type in ("Constant", "ConstantOfShape")
+    is_unit = all(index in _SCALES_AND_BIASES.get(node.op_type, ()) for node, index in _readers(value))
+    tensor = value.const_value if is_unit and _INTERNAL.fullmatch(name) else None
+    return tensor is not None and is_uniform(tensor.numpy())
+
+
+def _readers(value: ir.Value) -> Iterator[Use]:
+    for use in value.uses():
+        if use.node.op_type in ("Cast", "CastLike", "Expand", "Identity") and use.idx == 0:
+            yield from _readers(use.node.outputs[0])
+        else:
+            yield use.node, use.idx
 
 
 def is_traced(model: Model) -> bool:
@@ -152,7 +176,7 @@ def is_traced(model: Model) -> bool:
 def is_held_in_trace(value: ir.Value) -> bool:
     """True if an initializer of a traced module has a name of the module, as parameters and buffers have."""
     name = value.name or ""
-    return value.is_initializer() and not name.startswith("onnx::") and not _TRACED_CONSTANT.fullmatch(name)
+    return value.is_initializer() and not name.startswith(("onnx::", "/")) and not _MADE_BY_EXPORTER.fullmatch(name)
 
 
 def is_named_as_parameter(value: ir.Value) -> bool:
@@ -169,12 +193,14 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
         unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
     """
     restoration = _Restoration(model)
-    if model.ir.producer_name == "pytorch" and not model.steps:
+    if (model.ir.producer_name == "pytorch" or _ONLY_IN_OPTIMIZED in model.ir.opset_imports) and not model.steps:
         if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
             restoration.separate_by_calls()
             join_copies = restoration.join_copies
         else:
             restoration.separate_behind_identities()
+            if _may_be_merged(model):
+                restoration.separate_by_layers()
             join_copies = restoration.join_transposed
         if join:
             join_copies()
@@ -207,14 +233,13 @@ def _folded_from(value: ir.Value) -> list[str]:
 class _Restoration:
     def __init__(self, model: Model):
         self.made = Restored()
-        self._graph = model.graph
-        self._model_names = model.names
+        self._model, self._graph = model, model.graph
         self._added: dict[tuple[str, str], ir.Value] = {}
         """(stored tensor, name in the module) -> the new tensor, for modules that are called several times."""
 
     @functools.cached_property
     def _names(self) -> Names:
-        return self._model_names()
+        return self._model.names()
 
     def separate_by_calls(self) -> None:
         """Separate tensors that were stored once, by the arguments of the calls that nodes were made of."""
@@ -272,6 +297,28 @@ class _Restoration:
             if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
                 self.made.separated[node.outputs[0].name or ""] = stored.name or ""  # type: ignore[union-attr]
                 expose(self._graph, node.outputs[0])
+
+    def separate_by_layers(self) -> None:
+        """Separate scales and biases that layers share and that are one number throughout, where there are no notes.
+
+        What is trained on is tied where it is not one number throughout, or where layers share their weight, too.
+        """
+        for stored in list(self._graph.initializers.values()):
+            tensor = stored.const_value
+            layers = [(use.node, use.idx, _layer_of(use.node, use.idx)) for use in stored.uses()]
+            if tensor is None or not tensor.dtype.is_floating_point() or len({id(layer) for *_, layer in layers}) < 2:
+                continue
+            if tensor.size < 2 or any(layer is None for *_, layer in layers) or not is_uniform(tensor.numpy()):
+                continue
+            if is_exporter_constant(stored, self._model):
+                continue
+            separate = {id(layers[0][2]): stored}
+            for node, index, layer in layers[1:]:
+                if id(layer) not in separate:
+                    name = self._names.fresh(f"{node.name or node.op_type}/{stored.name}")
+                    separate[id(layer)] = add_initializer(self._graph, name, under_name(name, tensor))
+                    self.made.separated[name] = stored.name or ""
+                node.replace_input_with(index, separate[id(layer)])
 
     def join_copies(self) -> None:
         """Join what the exporter made of one parameter: a table that is read by rows and, transposed, as a factor."""
@@ -350,6 +397,36 @@ class _Restoration:
         self._graph.initializers.pop(value.name)
         self.made.joined[value.name] = parameter.name or ""
         return True
+
+
+def _may_be_merged(model: Model) -> bool:
+    """True if equal tensors may be stored once: by PyTorch's exporter without its notes, or by ONNX Runtime.
+
+    The exporter that traces leaves an Identity for each, and without its optimizer none are merged.
+    """
+    if any(_KIND in value.metadata_props for value in model.graph.initializers.values()):
+        return False
+    return not is_traced(model) or _ONLY_IN_OPTIMIZED in model.ir.opset_imports
+
+
+def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
+    """Return what identifies the layer of which input `index` of a node is a scale or bias: its weight, or a node."""
+    if node.op_type in _WITH_BIAS and index == _BIAS:
+        return node.inputs[1]
+    if index in _SCALES_AND_BIASES.get(node.op_type, ()):
+        return node
+    if node.op_type not in ("Add", "Mul"):
+        return None
+    other = node.inputs[1 - index]
+    while other is not None and (before := other.producer()) is not None:
+        if before.op_type == "MatMul":
+            return before.inputs[1] if node.op_type == "Add" else None
+        if before.op_type.endswith("Normalization"):
+            return node
+        if before.op_type != "Reshape" and not (before.op_type == "Mul" and node.op_type == "Add"):
+            return None
+        other = before.inputs[0]
+    return None
 
 
 def _uses(node: ir.Node, call: str) -> Iterator[Use]:

@@ -40,9 +40,9 @@ from onward.model.walk import nested_graphs
 from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
 from onward.recipe.exporter_notes import (
     EXPORTER_CONSTANT,
+    is_exporter_constant,
     is_held_in_trace,
     is_traced,
-    is_traced_constant,
     origin,
 )
 from onward.rules.quantization import stands_for_floats
@@ -294,7 +294,7 @@ def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]
 
     In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
     """
-    made = {value for value in values if is_traced_constant(value, model)}
+    made = {value for value in values if is_exporter_constant(value, model)}
     others = [value for value in values if value not in made and math.prod(stored_shape(value) or ()) > 1]
     return made if others else set()
 
