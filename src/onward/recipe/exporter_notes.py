@@ -39,7 +39,7 @@ _MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_t
 """Names of tensors that were made while a module ran, in Constant nodes or in initializers by later tools."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
 """Names of weights that the exporter that traces has transposed."""
-_TRACED_WEIGHT = re.compile(r"onnx::(Conv|ConvTranspose|Gemm|GRU|LSTM|MatMul|RNN)_\d+$")
+_TRACED_WEIGHT = re.compile(r"onnx::(Gemm|GRU|LSTM|MatMul|RNN)_\d+$")
 """Names of weights that it has computed."""
 _USUAL_PARAMETER = re.compile(r"(weight|bias|gamma|beta)[^.]*$")
 _MOVED = {
@@ -182,6 +182,8 @@ def is_held_in_trace(value: ir.Value) -> bool:
 def is_named_as_parameter(value: ir.Value) -> bool:
     """True if a tensor of a traced module has a usual name of a parameter, or was computed for a layer."""
     name = value.name or ""
+    if name.startswith("onnx::Conv"):  # with BatchNormalization folded into it, it has a bias
+        return all(len(use.node.inputs) > _BIAS for use in value.uses())
     return (_TRACED_WEIGHT if name.startswith("onnx::") else _USUAL_PARAMETER).search(name) is not None
 
 
@@ -254,9 +256,11 @@ class _Restoration:
             waiting = [one for one in arguments if not any(one.name in _names(*use) for use in uses)]
             uses = [use for use in uses if not {one.name for one in arguments} & _names(*use)]
             assigned = _assign(waiting, uses, held) if waiting else []
-            if assigned is None and (layer := _layer_without_bias(nodes, waiting, arguments)) is not None:
-                assigned = _assign(waiting[:-1], uses, held)
-                if assigned is not None:
+            if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
+                if "batch_norm" in call:  # of BatchNormalization that was folded into it
+                    self._restore_bias(layer, Held(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
+                elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
+                    assigned = _assign(waiting[:-1], uses, held)
                     self._restore_bias(layer, waiting[-1])
             for one, (node, index) in assigned or ():
                 stored = node.inputs[index]
@@ -460,10 +464,7 @@ def _assign(waiting: list[Held], uses: list[Use], held: Mapping[str, Held]) -> l
     return None
 
 
-def _layer_without_bias(nodes: list[ir.Node], waiting: list[Held], arguments: list[Held]) -> ir.Node | None:
-    """Return the layer of a call that has no bias, though the last argument from the module is one."""
-    if len(arguments) < 2 or waiting[-1] is not arguments[-1] or arguments[-1].kind != "PARAMETER":
-        return None
+def _layer_without_bias(nodes: list[ir.Node]) -> ir.Node | None:
     return next((node for node in nodes if node.op_type in _WITH_BIAS and not any(node.inputs[_BIAS:])), None)
 
 
