@@ -207,10 +207,12 @@ def test_a_checkpoint_goes_on_in_the_file_that_was_exported_before(kind, exporte
 
 def test_weights_of_a_frozen_module_are_trained():
     """PyTorch makes constants of them, which is what they look like in the file, and there are no others."""
-    module = torch.jit.freeze(torch.jit.trace(fresh("linear")[0].eval(), torch.randn(3, 6)))
+    module, x = fresh("layer_norm")
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
     with quiet():
-        proto = traced(module, torch.randn(3, 6))
-    assert len(onward.prepare(proto, loss="mse").step().differentiated()) == 4
+        proto = traced(torch.jit.freeze(torch.jit.trace(module.eval(), x)), x)
+    assert len(onward.prepare(proto, loss="mse").step().differentiated()) == 8
 
 
 def test_scales_and_biases_are_separated_in_files_without_notes():
@@ -218,16 +220,16 @@ def test_scales_and_biases_are_separated_in_files_without_notes():
     first, second, bias = np.eye(4, dtype=np.float32), np.ones((4, 4), np.float32) / 3, np.zeros(4, np.float32)
     tensors = [numpy_helper.from_array(a, n) for n, a in {"w": first, "v": second, "b": bias}.items()]
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["p", "b"], ["q"], "first"),
-        helper.make_node("MatMul", ["q", "w"], ["r"]), helper.make_node("Add", ["r", "b"], ["s"], "again"),
-        helper.make_node("MatMul", ["s", "v"], ["t"]), helper.make_node("Add", ["t", "b"], ["y"], "second"),
+        helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["p", "b"], ["q"], "node_first"),
+        helper.make_node("MatMul", ["q", "w"], ["r"]), helper.make_node("Add", ["r", "b"], ["s"], "node_again"),
+        helper.make_node("MatMul", ["s", "v"], ["t"]), helper.make_node("Add", ["t", "b"], ["y"], "node_second"),
     ]  # fmt: skip
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "xy"]
     graph = helper.make_graph(nodes, "merged", ends[:1], ends[1:], tensors)
     proto = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 18)], producer_name="pytorch", ir_version=10
     )
-    assert onward.prepare(proto, loss="mse").step().differentiated() == ["w", "v", "b", "second/b"]
+    assert onward.prepare(proto, loss="mse").step().differentiated() == ["w", "v", "b", "node_second/b"]
     proto.graph.initializer[2].CopyFrom(numpy_helper.from_array(np.arange(4, dtype=np.float32), "b"))
     assert onward.prepare(proto, loss="mse").step().differentiated() == ["w", "v", "b"]
 

@@ -20,6 +20,7 @@ from onward.model.walk import read_by
 from onward.recipe.exporter_notes import (
     EXPORTER_CONSTANT,
     Restored,
+    can_restore,
     is_computed,
     is_named_as_parameter,
     is_traced,
@@ -183,6 +184,6 @@ def _may_be_buffer(value: ir.Value) -> bool:
 
 def _restored(model: Model) -> Restored:
     """Return what `prepare` restored, or would."""
-    if not model.steps:
-        return restore(_without_external_data(model).copy(), join=False)
-    return Restored.from_fact(model.steps[0].fact("train.exporter"))
+    if model.steps:
+        return Restored.from_fact(model.steps[0].fact("train.exporter"))
+    return restore(_without_external_data(model).copy(), join=False) if can_restore(model) else Restored()

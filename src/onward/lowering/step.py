@@ -233,7 +233,7 @@ _LOSS = "loss"
 
 
 def _minimizes_output(step: Step) -> bool:
-    """True if what is minimized is an output of the model that is called `loss`, so that its metric got another name."""
+    """True if the output `loss` of the model is minimized, so that the metric got another name."""
     terms = step.fact("train.loss")
     term = terms[0] if isinstance(terms, list) and len(terms) == 1 else None
     of_output = {"name": "value", "output": _LOSS, "scale": 1.0}

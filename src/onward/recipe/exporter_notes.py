@@ -39,7 +39,7 @@ _MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_t
 """Names of tensors that were made while a module ran, in Constant nodes or in initializers by later tools."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
 """Names of weights that the exporter that traces has transposed."""
-_TRACED_WEIGHT = re.compile(r"onnx::(Gemm|GRU|LSTM|MatMul|RNN)_\d+$")
+_TRACED_WEIGHT = re.compile(r"onnx::(Gemm|GRU|LSTM|MatMul|RNN)_\d+")
 """Names of weights that it has computed."""
 _USUAL_PARAMETER = re.compile(r"(weight|bias|gamma|beta)[^.]*$")
 _MOVED = {
@@ -47,6 +47,7 @@ _MOVED = {
     "squeeze", "t", "to", "_to_copy", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 """Calls that move the numbers of a parameter and leave them as they are."""
+_CONSTANTS = {"Constant", "ConstantOfShape"}
 _WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
 """Layers from which the exporter drops a bias, and where they take it."""
 
@@ -115,17 +116,30 @@ def origin(value: ir.Value) -> Origin | None:
         return "parameter" if "PARAMETER" in kind else "buffer" if "BUFFER" in kind else "constant"
     held = _held_by_name(value.graph)
     sources = _folded_from(value)
-    if held:
+    if held and sources:
         kinds = {held[name].kind for name in sources if name in held}
-        if "PARAMETER" in kinds:
-            return "parameter"
-        if sources or value.producer() is not None or _INTERNAL.fullmatch(value.name or ""):
-            return "buffer" if "BUFFER" in kinds else "constant"
-        return None
+        return "parameter" if "PARAMETER" in kinds else "buffer" if "BUFFER" in kinds else "constant"
+    if held:
+        node = value.producer()
+        in_node = node is not None and node.op_type in _CONSTANTS
+        is_internal = _INTERNAL.fullmatch(value.name or "") is not None and not _may_be_argument(value)
+        return "constant" if in_node or (node is None and is_internal) else None
     if sources and not any("." in name for name in sources):  # the names of parameters have dots
         tensor = constant_tensor(value)
         return "constant" if tensor is not None and is_uniform(tensor.numpy()) else None
     return None
+
+
+def _may_be_argument(value: ir.Value) -> bool:
+    """True if a tensor may be a parameter that a later tool has transposed: one that a call names is in no other."""
+    graph = value.graph
+    if graph is None or value.const_value is None or value.const_value.size < 2:
+        return False
+    held = signature(graph)
+    calls = {use.node.metadata_props.get(_CALL, "") for use in value.uses()}
+    names = {held[name].name for call in calls for name in _ARGUMENT.findall(call) if name in held}
+    known = {*graph.initializers, *(name for other in graph.initializers.values() for name in _folded_from(other))}
+    return "" in calls or not names <= known
 
 
 def is_computed(value: ir.Value) -> bool:
@@ -150,7 +164,7 @@ def is_exporter_constant(value: ir.Value, model: Model) -> bool:
     if model.ir.producer_name != "pytorch":
         return False
     if node is not None:
-        return node.op_type in ("Constant", "ConstantOfShape")
+        return node.op_type in _CONSTANTS
     is_unit = all(index in _SCALES_AND_BIASES.get(node.op_type, ()) for node, index in _readers(value))
     tensor = value.const_value if is_unit and _INTERNAL.fullmatch(name) else None
     return tensor is not None and is_uniform(tensor.numpy())
@@ -165,10 +179,10 @@ def _readers(value: ir.Value) -> Iterator[Use]:
 
 
 def is_traced(model: Model) -> bool:
-    """True if a file is of PyTorch's tracing exporter, which names nodes after the paths of modules."""
+    """True if a file is of PyTorch's tracing exporter: the other one calls nodes `node_...`, and notes kinds."""
     return (
         model.ir.producer_name == "pytorch"
-        and any((node.name or "").startswith("/") for node in model.graph)
+        and not any((node.name or "").startswith("node_") for node in model.graph)
         and not any(_KIND in value.metadata_props for value in model.graph.initializers.values())
     )
 
@@ -176,7 +190,8 @@ def is_traced(model: Model) -> bool:
 def is_held_in_trace(value: ir.Value) -> bool:
     """True if an initializer of a traced module has a name of the module, as parameters and buffers have."""
     name = value.name or ""
-    return value.is_initializer() and not name.startswith(("onnx::", "/")) and not _MADE_BY_EXPORTER.fullmatch(name)
+    is_own = name.isdigit() or name.startswith(("onnx::", "/")) or _MADE_BY_EXPORTER.fullmatch(name) is not None
+    return value.is_initializer() and not is_own
 
 
 def is_named_as_parameter(value: ir.Value) -> bool:
@@ -184,7 +199,9 @@ def is_named_as_parameter(value: ir.Value) -> bool:
     name = value.name or ""
     if name.startswith("onnx::Conv"):  # with BatchNormalization folded into it, it has a bias
         return all(len(use.node.inputs) > _BIAS for use in value.uses())
-    return (_TRACED_WEIGHT if name.startswith("onnx::") else _USUAL_PARAMETER).search(name) is not None
+    if name.startswith("onnx::"):
+        return _TRACED_WEIGHT.fullmatch(name) is not None
+    return name.isdigit() or _USUAL_PARAMETER.search(name) is not None
 
 
 def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
@@ -195,7 +212,7 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
         unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
     """
     restoration = _Restoration(model)
-    if (model.ir.producer_name == "pytorch" or _ONLY_IN_OPTIMIZED in model.ir.opset_imports) and not model.steps:
+    if can_restore(model):
         if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
             restoration.separate_by_calls()
             join_copies = restoration.join_copies
@@ -211,6 +228,12 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
     return restoration.made
 
 
+def can_restore(model: Model) -> bool:
+    """True if tools that merge tensors have written a model, which carries no training yet."""
+    is_written = model.ir.producer_name == "pytorch" or _ONLY_IN_OPTIMIZED in model.ir.opset_imports
+    return is_written and not model.steps
+
+
 def signature(graph: ir.Graph | None) -> Mapping[str, Held]:
     """Return what calls name as arguments -> what the module holds."""
     return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
@@ -222,7 +245,12 @@ def _parse(text: str) -> dict[str, Held]:
 
 
 def _held_by_name(graph: ir.Graph | None) -> Mapping[str, Held]:
-    return {held.name: held for held in signature(graph).values()}
+    return _parse_by_name(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_by_name(text: str) -> dict[str, Held]:
+    return {held.name: held for held in _parse(text).values()}
 
 
 def _folded_from(value: ir.Value) -> list[str]:
@@ -472,7 +500,7 @@ def _units(node: ir.Node, weight: ir.TensorProtocol) -> int:
     sizes = weight.shape.numpy()
     if node.op_type == "ConvTranspose":
         return int(sizes[1] * node.attributes.get_int("group", 1))
-    is_first = node.op_type == "Conv" or node.attributes.get_int("transB", 0)
+    is_first = node.op_type == "Conv" or int(node.attributes.get_int("transB", 0)) == 1
     return int(sizes[0 if is_first else 1])
 
 

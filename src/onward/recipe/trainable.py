@@ -295,7 +295,7 @@ def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]
     In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
     """
     made = {value for value in values if is_exporter_constant(value, model)}
-    others = [value for value in values if value not in made and math.prod(stored_shape(value) or ()) > 1]
+    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
     return made if others else set()
 
 
