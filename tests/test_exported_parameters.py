@@ -234,6 +234,35 @@ def test_scales_and_biases_are_separated_in_files_without_notes():
     assert onward.prepare(proto, loss="mse").step().differentiated() == ["w", "v", "b"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_lstm_of_keras_has_one_bias():
+    """Beside it tf2onnx stores zeros. PyTorch, which has two, is told to leave the second alone."""
+    module = torch.nn.LSTM(6, 4)
+    module.bias_hh_l0.requires_grad_(False).zero_()
+    with quiet():
+        proto = traced(module, torch.randn(5, 3, 6))
+    proto.producer_name = "tf2onnx"
+    training = onward.prepare(proto, loss=[f"{proto.graph.output[0].name}=mse:constant=0"], optimizer="sgd:lr=0.5")
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
+    with start(training, threads=1) as engine:
+        for _ in range(3):
+            x = torch.randn(5, 3, 6)
+            optimizer.zero_grad()
+            loss = (module(x)[0] ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            found = engine.step({training.inputs[0].name: x.numpy()})["loss"]
+            assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_biases_that_tf2onnx_may_have_dropped_are_said():
+    with quiet():
+        proto = traced(fresh("linear_without_bias")[0], torch.randn(3, 5, 6))
+    assert not any("tf2onnx" in said for said in onward.describe(proto).remarks)
+    proto.producer_name = "tf2onnx"
+    assert any("2 layers have no bias" in said for said in onward.describe(proto).remarks)
+
+
 # ---- a loss that the model puts out ----------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ _SCALES_AND_BIASES = {
     "SimplifiedLayerNormalization": (1,), "SkipLayerNormalization": (2, 3, 4),
 }  # fmt: skip
 """Inputs of operators that are scales and biases, by the operator."""
+_PADS_ARE_INPUTS = 11
+"""The version of the operator set since which Pad takes its sizes as an input."""
 _ONLY_IN_OPTIMIZED = "com.microsoft.nchwc"
 """A domain that a file imports if ONNX Runtime has optimized it, and that exporters do not know."""
 
@@ -212,7 +214,9 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
         unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
     """
     restoration = _Restoration(model)
-    if can_restore(model):
+    if model.ir.producer_name == "tf2onnx" and not model.steps:
+        restoration.leave_zeros_beside_biases()
+    elif can_restore(model):
         if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
             restoration.separate_by_calls()
             join_copies = restoration.join_copies
@@ -351,6 +355,25 @@ class _Restoration:
                     separate[id(layer)] = add_initializer(self._graph, name, under_name(name, tensor))
                     self.made.separated[name] = stored.name or ""
                 node.replace_input_with(index, separate[id(layer)])
+
+    def leave_zeros_beside_biases(self) -> None:
+        """Store the bias of an LSTM of Keras without the zeros that tf2onnx puts beside it, for a second bias.
+
+        With both trained, the bias would learn twice as fast.
+        """
+        for node in [node for node in self._graph if node.op_type == "LSTM" and len(node.inputs) > 3]:
+            both = node.inputs[3]
+            tensor = both.const_value if both is not None and both.is_initializer() else None
+            if both is None or tensor is None or len(both.uses()) > 1 or self._model.opset < _PADS_ARE_INPUTS:
+                continue
+            first, second = np.split(tensor.numpy(), 2, axis=1)
+            if second.any():
+                continue
+            self._graph.initializers.pop(both.name or "")
+            bias = add_initializer(self._graph, both.name or "", first.copy())
+            sizes = np.array([0, 0, 0, second.shape[1]], np.int64)
+            pads = add_initializer(self._graph, self._names.fresh(f"{both.name}/pads"), sizes)
+            self._put_first(ir.node("Pad", [bias, pads]), f"{both.name}/both", both)
 
     def join_copies(self) -> None:
         """Join what the exporter made of one parameter: a table that is read by rows and, transposed, as a factor."""

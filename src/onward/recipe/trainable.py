@@ -335,6 +335,8 @@ def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     if shape is None or np.prod(shape) > 1:
         return False
     usual = _ARITHMETIC if shape else _ARITHMETIC | _PRODUCTS
+    if not shape and any(node.op_type == "Expand" for node in value.consumers()):
+        usual = usual | {"Loop", "Scan"}  # a first state
     return all(node.op_type in usual and not _is_bias_of_one(node, i) for node, i in readers)
 
 
