@@ -5,18 +5,18 @@ the output of a `Constant` or `ConstantOfShape` node, or integers that `Dequanti
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
-3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
-   computed beforehand, and it is one number throughout -> constant
+3. the exporter wrote down that it is a parameter or a buffer, or was computed from one (PyTorch does) -> that
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
 6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
 7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
-   a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
-   -> constant
-8. everything else -> parameter
+   a factor of a matrix product or starts a loop (a first state), or it is a mask (it holds an infinity or a number below
+   -10000) -> constant; but for numbers that PyTorch's tracing exporter stores under a name of the module
+8. an exporter of PyTorch made it, going by its name and place -> constant
+9. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3, 4, 5 and 7 would leave out. Where it is not given and the model has adapters, these and a
+and may name what rules 3, 4, 5, 7 and 8 would leave out. Where it is not given and the model has adapters, these and a
 new head are trained, and nothing else.
 """
 
