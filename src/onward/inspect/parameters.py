@@ -172,14 +172,16 @@ def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[st
     unknown = [value.name or "" for value in stored if _may_be_buffer(value)] if is_traced(model) else []
     if unknown:
         yield (
-            f"trained, though PyTorch's tracing exporter does not say whether they are buffers: "
+            "trained, though PyTorch's tracing exporter does not say whether they are buffers: "
             f"{list_names(unknown, 4)}; `freeze` (`--freeze`) leaves them out"
         )
 
 
 def _may_be_buffer(value: ir.Value) -> bool:
     """True if neither the name of a tensor in a traced module nor its use says that it is a parameter."""
-    return not is_named_as_parameter(value) and not all(is_norm(use.node, use.idx) for use in value.uses())
+    uses = [use for use in value.uses() if use.node.graph is value.graph]  # training reads it as well
+    is_of_norm = all(use.node.op_type == "Identity" or is_norm(use.node, use.idx) for use in uses)
+    return not is_of_norm and not is_named_as_parameter(value)
 
 
 def _restored(model: Model) -> Restored:

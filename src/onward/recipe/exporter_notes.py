@@ -200,7 +200,7 @@ def is_named_as_parameter(value: ir.Value) -> bool:
     """True if a tensor of a traced module has a usual name of a parameter, or was computed for a layer."""
     name = value.name or ""
     if name.startswith("onnx::Conv"):  # with BatchNormalization folded into it, it has a bias
-        return all(len(use.node.inputs) > _BIAS for use in value.uses())
+        return all(len(use.node.inputs) > _BIAS for use in value.uses() if use.node.op_type.startswith("Conv"))
     if name.startswith("onnx::"):
         return _TRACED_WEIGHT.fullmatch(name) is not None
     return name.isdigit() or _USUAL_PARAMETER.search(name) is not None

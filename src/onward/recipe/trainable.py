@@ -10,8 +10,8 @@ the output of a `Constant` or `ConstantOfShape` node, or integers that `Dequanti
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
 6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
 7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
-   a factor of a matrix product or starts a loop (a first state), or it is a mask (it holds an infinity or a number below
-   -10000) -> constant; but for numbers that PyTorch's tracing exporter stores under a name of the module
+   a factor of a matrix product or starts a loop (a first state), or it is a mask (it holds an infinity or a number
+   below -10000) -> constant; but for numbers that PyTorch's tracing exporter stores under a name of the module
 8. an exporter of PyTorch made it, going by its name and place -> constant
 9. everything else -> parameter
 
