@@ -26,11 +26,19 @@ def test_a_step_is_what_the_algorithm_computes(case):
     assert set(step.contract["state"]) == set(state)
     for _ in range(5):
         results, expected = step({**batch, **state}), reference(batch)
-        assert_close({name: results[name] for name in step.contract["metrics"]}, {
-            name: np.asarray(expected[name]) for name in step.contract["metrics"]
-        })  # fmt: skip
+        metrics = dict(zip(step.contract["metrics"], own_metrics(model), strict=True))
+        assert_close(
+            {name: results[name] for name in metrics},
+            {name: np.asarray(expected[own]) for name, own in metrics.items()},
+        )
         state.update(step.new_state(results))
     assert_close(state, reference.state)
+
+
+def own_metrics(model):
+    """Their names in the file, in which two values cannot be called `loss`."""
+    step = model.step()
+    return [value.name for value in step.algorithm.outputs if value.name not in step.update.values()]
 
 
 def test_gradients_and_apply_make_a_step(case):

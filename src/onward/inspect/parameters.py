@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
+from onward.errors import list_names
+from onward.inspect.formatting import quantity
 from onward.inspect.optimizer import is_statistics, trained_parameters
 from onward.inspect.summary_fields import Role, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import dtype_name, number, texts
 from onward.model import Model
 from onward.model.walk import read_by
+from onward.recipe.exporter_notes import (
+    EXPORTER_CONSTANT,
+    Restored,
+    can_restore,
+    is_computed,
+    is_named_as_parameter,
+    is_traced,
+    restore,
+    sources_of,
+)
+from onward.recipe.roles import is_norm
 from onward.recipe.trainable import judge
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
@@ -23,9 +36,11 @@ _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statis
 Verdict = tuple[Role, str]
 
 
-def weights(model: Model) -> tuple[Weight, ...]:
-    """Every initializer, and every parameter that hides in a node, in the order in which the graph reads them."""
-    verdicts = _verdicts(model)
+def weights(model: Model, verdicts: dict[str, Verdict]) -> tuple[Weight, ...]:
+    """Return every initializer, and every parameter that hides in a node, in the order in which the graph reads them.
+
+    `verdicts` are the roles of constants, as the function of that name returns them.
+    """
     trained_by: dict[str, list[int]] = {}
     for i, step in enumerate(model.steps):
         for parameter in trained_parameters(model, step):
@@ -95,8 +110,8 @@ def _verdict_by_type(value: ir.Value) -> Verdict:
     return ("statistics", "running statistics") if is_statistics(value) else ("constant", "not a parameter of any step")
 
 
-def _verdicts(model: Model) -> dict[str, Verdict]:
-    """What the file records about each tensor; in files that record nothing, what the rule of `prepare` says."""
+def verdicts(model: Model) -> dict[str, Verdict]:
+    """Return what the file records about each tensor; in files that record nothing, what the rule of `prepare` says."""
     recorded: dict[str, Verdict] = {}
     for step in model.steps:
         selection = step.fact("train.selection")
@@ -131,3 +146,46 @@ def _without_external_data(model: Model) -> Model:
 def _empty_tensor(tensor: ir.ExternalTensor) -> ir.LazyTensor:
     nothing = ir.Tensor(np.zeros(0, tensor.dtype.numpy()), dtype=tensor.dtype)
     return ir.LazyTensor(lambda: nothing, dtype=tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name)
+
+
+# ---- what exporters did to parameters --------------------------------------------------------------------------------
+
+
+def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[str]:
+    """Yield a sentence for each way in which what is trained differs from the constants that an exporter stored."""
+    yield from _restored(model).remarks()
+    left_out = [name for name, (_, reason) in judged.items() if reason == EXPORTER_CONSTANT]
+    if left_out:
+        yield (
+            f"left out: {quantity(len(left_out), 'constant')} of the exporter, such as {list_names(left_out, 2)}; "
+            "`trainable` (`--trainable`) can name them"
+        )
+    trained = [name for name, (role, _) in judged.items() if role in ("trainable", "trained")]
+    stored = [model.graph.initializers[name] for name in trained if name in model.graph.initializers]
+    computed = {value.name or "": sources_of(value) for value in stored if is_computed(value)}
+    if computed:
+        sources = list(dict.fromkeys(name for names in computed.values() for name in names))
+        yield (
+            f"the exporter computed {list_names(list(computed), 3)} from {list_names(sources, 3)}: the results are "
+            "trained; to train what they were computed from, export with `optimize=False`"
+        )
+    unknown = [value.name or "" for value in stored if _may_be_buffer(value)] if is_traced(model) else []
+    if unknown:
+        yield (
+            "trained, though PyTorch's tracing exporter does not say whether they are buffers: "
+            f"{list_names(unknown, 4)}; `freeze` (`--freeze`) leaves them out"
+        )
+
+
+def _may_be_buffer(value: ir.Value) -> bool:
+    """True if neither the name of a tensor in a traced module nor its use says that it is a parameter."""
+    uses = [use for use in value.uses() if use.node.graph is value.graph]  # training reads it as well
+    is_of_norm = all(use.node.op_type == "Identity" or is_norm(use.node, use.idx) for use in uses)
+    return not is_of_norm and not is_named_as_parameter(value)
+
+
+def _restored(model: Model) -> Restored:
+    """Return what `prepare` restored, or would."""
+    if model.steps:
+        return Restored.from_fact(model.steps[0].fact("train.exporter"))
+    return restore(_without_external_data(model).copy(), join=False) if can_restore(model) else Restored()

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import Error, InvalidModelError
-from onward.inspect.parameters import weights
+from onward.inspect.parameters import exporter_remarks, verdicts, weights
 from onward.inspect.quantization import describe_quantization
 from onward.inspect.summary_fields import ROLES, Amount, File, Port, Quantization, Role, Training, Weight
 from onward.inspect.training import describe_step
@@ -33,7 +33,7 @@ class Summary:
     - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
-    - `remarks`: sentences about what an exporter seems to have folded away
+    - `remarks`: sentences about what an exporter seems to have folded away, merged or added
     - `quantization`: null, or weights (list of type, per, tensors, numbers), activations (numbers by type), ranges
     - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
     - `steps`: none for an inference model, else a list of
@@ -97,7 +97,8 @@ def blame_model() -> Iterator[None]:
 
 
 def _summary(model: Model) -> Summary:
-    found = weights(model)
+    judged = verdicts(model)
+    found = weights(model, judged)
     steps = tuple(describe_step(model, index, found) for index in range(len(model.steps)))
     group = {name: group.name for step in reversed(steps) for group in step.groups for name in group.parameters}
     found = tuple(dataclasses.replace(weight, group=group.get(weight.name)) for weight in found)
@@ -107,7 +108,7 @@ def _summary(model: Model) -> Summary:
         inputs=tuple(port(value) for value in model.inputs),
         outputs=tuple(port(value) for value in model.outputs),
         parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
-        remarks=tuple(folding_remarks(model)),
+        remarks=(*folding_remarks(model), *exporter_remarks(model, judged)),
         quantization=describe_quantization(model),
         weights=found,
         steps=steps,

@@ -25,7 +25,7 @@ from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
-from onward.model import Model, Source, load
+from onward.model import Model, Source, Step, load
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie
 from onward.model.signature import check_signatures
@@ -81,8 +81,11 @@ def lower_for_engine(
     for node in made.graph.all_nodes():
         node.device_configurations = ()  # they are the model's: a step is of one device
     loss = one.loss if one.loss in contract.metrics else contract.loss
+    contract = dataclasses.replace(contract, part=part, loss=loss)
+    if part != "inference" and loss in contract.metrics and _minimizes_output(one.model.step(one.index)):
+        contract = _call_loss(made, contract)
     made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
-    dataclasses.replace(contract, part=part, loss=loss).write_to(made)
+    contract.write_to(made)
     return made
 
 
@@ -222,6 +225,39 @@ RUN = "run"
 """The part that is entire training, made of others: see run/."""
 _OF_ENGINES = {**PARTS, "forward": _forward}
 """And what is of use to engines alone: `gradients` without them."""
+
+
+# ---- losses that the model computes ----------------------------------------------------------------------------------
+
+_LOSS = "loss"
+
+
+def _minimizes_output(step: Step) -> bool:
+    """True if the output `loss` of the model is minimized, so that the metric got another name."""
+    terms = step.fact("train.loss")
+    term = terms[0] if isinstance(terms, list) and len(terms) == 1 else None
+    of_output = {"name": "value", "output": _LOSS, "scale": 1.0}
+    return isinstance(term, dict) and of_output.items() <= term.items() and not step.fact("train.distill")
+
+
+def _call_loss(made: Model, contract: Contract) -> Contract:
+    """Give the metric that is minimized the name `loss`, in place, and return the contract with it."""
+    old, graph = contract.loss, made.graph
+    if old == _LOSS:
+        return contract
+    tie(graph)
+    metric = next(value for value in graph.outputs if value.name == old)
+    if _LOSS in contract.outputs:  # inference computes the same
+        graph.outputs.remove(metric)
+        remove_unused(graph)
+    else:
+        known = {value.name or "": value for value in values(graph)}
+        if _LOSS in known:
+            known[_LOSS].name = Names(known).fresh(f"{_LOSS}/computed")
+        metric.name = _LOSS
+    untie(graph)
+    metrics = [_LOSS if name == old else name for name in contract.metrics]
+    return dataclasses.replace(contract, metrics=metrics, loss=_LOSS)
 
 
 # ---- what the parts share --------------------------------------------------------------------------------------------

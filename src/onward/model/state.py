@@ -40,6 +40,7 @@ FACTS = {
     "train.progress": "step, epoch, samples",
     "train.times": "how often the step runs while others run once",
     "train.selection": "what is trained, frozen, constant, and why",
+    "train.exporter": "parameters that an exporter had merged, copied or dropped, and that are trained as they were",
     "train.recipe": "the recipe as it was given",
     "train.checkpoint": "the checkpoint that it was made of: facts, names of tensors, and all that was stored",
 }

@@ -75,23 +75,9 @@ def lift(model: Model, value: ir.Value) -> str:
     else:
         value.graph.initializers.pop(name)  # type: ignore[union-attr]
     lifted.name = model.names().fresh(name)
-    lifted.const_value = _under_name(lifted.name, tensor)
+    lifted.const_value = under_name(lifted.name, tensor)
     model.graph.register_initializer(lifted)
     return lifted.name
-
-
-def separate_merged(model: Model) -> None:
-    """Give each layer its own tensors where PyTorch's tracing exporter stored equal ones once.
-
-    It leaves an Identity, by the name of the tensor, in the place of each but the first. Weights that are tied look the
-    same; but what holds a single number throughout is the bias, scale or statistics of a fresh layer.
-    """
-    if model.ir.producer_name != "pytorch":
-        return
-    for node in list(model.graph):
-        tensor = constant_tensor(node.inputs[0]) if node.op_type == "Identity" else None
-        if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
-            expose(model.graph, node.outputs[0])
 
 
 def is_uniform(array: np.ndarray) -> bool:
@@ -110,11 +96,11 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
     tensor = stored_tensor(node.outputs[0])
-    return _run(node) if tensor is None else _under_name(node.outputs[0].name, tensor)
+    return _run(node) if tensor is None else under_name(node.outputs[0].name, tensor)
 
 
-def _under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same numbers, where they are, under another name."""
+def under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Return a tensor with the same numbers, where they are, under another name."""
     made = with_metadata(tensor, {})
     made.name = name
     return made

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
+from onward.errors import list_names
 from onward.model import Model
 from onward.recipe.constants import in_bodies, stored_shape
+from onward.recipe.layers import layers as find_layers
 
 _BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
 """A trace in the names of a layer, or in what an exporter has noted, of the BatchNormalization behind it."""
@@ -39,6 +41,13 @@ def folding_remarks(model: Model) -> Iterator[str]:
         )
     if "Dropout" not in operators and any(_was_dropout(node) for node in nodes):
         yield f"it looks as if Dropout was taken out: nothing is dropped in training; to have it again, {_AGAIN}"
+    if model.ir.producer_name == "tf2onnx":
+        without = [layer.names[0] for layer in find_layers(model.graph) if layer.bias() is None]
+        if without:
+            yield (
+                f"{len(without)} layers have no bias, such as {list_names(without, 1)}: tf2onnx drops biases of zeros "
+                "and scales of ones, as fresh models have them; if yours has them, convert it with `onward.from_keras`"
+            )
     bodies = [value.name for value in in_bodies(model.graph) if len(stored_shape(value) or ()) > 1]
     if bodies:
         yield (

@@ -20,8 +20,9 @@ from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
 from onward.recipe import lora, objective, preprocessing, prune, quantize
 from onward.recipe.assembly import Assembly
-from onward.recipe.constants import in_bodies, lift, separate_merged
+from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
+from onward.recipe.exporter_notes import restore
 from onward.recipe.forward import bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.linear import open_linear
@@ -59,6 +60,8 @@ class Recipe(StepOptions):
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
+        model = model.copy()
+        restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
         before = preprocessing.open_preprocessing(self.preprocess)
         optimizer = given_optimizer(self.optimizer)
@@ -66,8 +69,6 @@ class Recipe(StepOptions):
         model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
-        model = model.copy()
-        separate_merged(model)
         tie(model.graph)  # a loss of a gradient depends on what the gradient is of
         open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
@@ -109,6 +110,8 @@ class Recipe(StepOptions):
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
+        if any(vars(restored).values()):
+            assembly.fact("exporter", dataclasses.asdict(restored))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         if self.times > 1:
             assembly.fact("times", self.times)

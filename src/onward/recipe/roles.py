@@ -43,7 +43,7 @@ def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) ->
         if role == "head":
             found[role] = _head(model)
         else:
-            belongs = _is_bias if role == "biases" else _is_norm
+            belongs = _is_bias if role == "biases" else is_norm
             found[role] = {name for name, (value, _) in known.items() if _has(value, edges, belongs)}
     return found
 
@@ -95,10 +95,11 @@ def _is_bias(node: ir.Node, index: int) -> bool:
     if node.op_type == "Add":
         source = _source(node.inputs[1 - index])
         return source is not None and (source.op_type in _PRODUCTS or _scales_a_norm(source))
-    return _is_norm(node, index) and index == _norm_inputs(node)[-1]
+    return is_norm(node, index) and index == _norm_inputs(node)[-1]
 
 
-def _is_norm(node: ir.Node, index: int) -> bool:
+def is_norm(node: ir.Node, index: int) -> bool:
+    """True if input `index` of a node is the scale or the bias of a normalization."""
     if node.op_type.endswith(_NORMALIZATION):
         return index in _norm_inputs(node)
     if node.op_type == "Mul":

@@ -5,24 +5,25 @@ the output of a `Constant` or `ConstantOfShape` node, or integers that `Dequanti
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
-3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
-   computed beforehand, and it is one number throughout -> constant
+3. the exporter wrote down that it is a parameter or a buffer, or was computed from one (PyTorch does) -> that
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
 6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
 7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
-   a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
-   -> constant
-8. everything else -> parameter
+   a factor of a matrix product or starts a loop (a first state), or it is a mask (it holds an infinity or a number
+   below -10000) -> constant; but for numbers that PyTorch's tracing exporter stores under a name of the module
+8. an exporter of PyTorch made it, going by its name and place -> constant
+9. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3, 4, 5 and 7 would leave out. Where it is not given and the model has adapters, these and a
+and may name what rules 3, 4, 5, 7 and 8 would leave out. Where it is not given and the model has adapters, these and a
 new head are trained, and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -36,7 +37,14 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import blocks, expose, is_uniform, normalizes_input, stored_shape
+from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
+from onward.recipe.exporter_notes import (
+    EXPORTER_CONSTANT,
+    is_exporter_constant,
+    is_held_in_trace,
+    is_traced,
+    origin,
+)
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
 from onward.standard import is_standard
@@ -44,9 +52,6 @@ from onward.transform.linear import DOMAIN
 from onward.transform.quantised import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
-
-_TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-_TORCH_FOLDED = "pkg.onnxscript.optimizer.folded_from"
 
 # Operators that hand a tensor on: what reads their output decides.
 TRANSPARENT = {
@@ -160,7 +165,10 @@ def select(
 def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     """What the rule says about every candidate, before any pattern. Nothing is changed."""
     edges = gradient_edges(targets)
-    return [_judge(value, hidden, edges) for value, hidden in dict(candidates(model.graph)).values()]
+    found = dict(candidates(model.graph)).values()
+    made_by_exporter = _made_by_exporter(model, [value for value, _ in found if value in edges])
+    held = {value for value, _ in found if is_held_in_trace(value)} if is_traced(model) else set()
+    return [_judge(value, hidden, edges, made_by_exporter, held) for value, hidden in found]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -238,7 +246,13 @@ def _is_hidden_constant(node: ir.Node) -> bool:
     return False
 
 
-def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Choice:
+def _judge(
+    value: ir.Value,
+    hidden: str,
+    edges: dict[ir.Value, list[tuple[ir.Node, int]]],
+    made_by_exporter: Collection[ir.Value],
+    held_by_module: Collection[ir.Value],
+) -> Choice:
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", _UNREACHED)
@@ -250,23 +264,23 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
-    kind = value.metadata_props.get(_TORCH_KIND, "")
-    if "PARAMETER" in kind:
+    known = origin(value)
+    if known == "parameter":
         return Choice(name, "parameter", "a parameter of the PyTorch module")
-    if "BUFFER" in kind:
+    if known == "buffer":
         return Choice(name, "constant", "a buffer of the PyTorch module")
-    if _is_folded(value):
-        return Choice(name, "constant", "equal numbers that the exporter computed")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_fixed_integers(value):
         return Choice(name, "constant", _INTEGERS)
-    if _is_number(value, readers):
+    if value not in held_by_module and _is_number(value, readers):
         return Choice(name, "constant", "a single number")
     if readers and all(normalizes_input(node, i) for node, i in readers):
         return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
+    if known == "constant" or value in made_by_exporter:
+        return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
@@ -275,11 +289,14 @@ def _recorded_role(value: ir.Value) -> str:
     return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
 
 
-def _is_folded(value: ir.Value) -> bool:
-    """Whether the exporter computed it, of no parameter of a module, as it does with ones or zeros of some shape."""
-    origin = value.metadata_props.get(_TORCH_FOLDED, ".")
-    tensor = constant_tensor(value) if "." not in origin else None  # the names of parameters have dots
-    return tensor is not None and is_uniform(tensor.numpy())
+def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the tensors that PyTorch's exporters made: constants of theirs, in a model that has weights beside them.
+
+    In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
+    """
+    made = {value for value in values if is_exporter_constant(value, model)}
+    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
+    return made if others else set()
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -318,6 +335,8 @@ def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     if shape is None or np.prod(shape) > 1:
         return False
     usual = _ARITHMETIC if shape else _ARITHMETIC | _PRODUCTS
+    if not shape and any(node.op_type == "Expand" for node in value.consumers()):
+        usual = usual | {"Loop", "Scan"}  # a first state
     return all(node.op_type in usual and not _is_bias_of_one(node, i) for node, i in readers)
 
 
@@ -374,7 +393,7 @@ def _match(
     # whatever a pattern says.
     impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _INTEGERS, *_NEVER.values())
     if trainable is not None and not impossible:
-        if matching(trainable, [choice.name], roles):
+        if matching(trainable, [choice.name], {} if choice.reason == EXPORTER_CONSTANT else roles):
             choice = Choice(choice.name, "parameter", "named as trainable")
         elif choice.role == "parameter":
             choice = Choice(choice.name, "frozen", "not named as trainable")

@@ -9,6 +9,7 @@ from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import all_states, with_metadata
 from onward.recipe import lora
+from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
 from onward.transform.quantised import stored_as_integers, stored_biases
 from onward.transform.training import strip
@@ -21,6 +22,8 @@ def in_form_of(original: Model, training: Model) -> Model:
     is the graph that was trained.
     """
     trained = strip(_put_averages(training))
+    if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
+        return trained  # the graph that was given has copies of what is trained
     stored = stored_as_integers(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
     biases = stored_biases(training)

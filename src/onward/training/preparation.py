@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onward.engines.initialization import start_over
 from onward.errors import RecipeError, UnsupportedError
+from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.model import Model
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import open_preprocessing, pipelines
@@ -64,6 +65,7 @@ def prepare_training(
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
+    notes = [*notes, *exporter_remarks(training, verdicts(training))]
     begun = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(begun(training), size, notes, preprocess=preprocess)

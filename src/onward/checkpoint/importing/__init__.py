@@ -30,6 +30,7 @@ from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
+from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.transform.training import without_steps
 
@@ -103,6 +104,9 @@ def plan(
     given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
+    if base is None and like is not None:
+        given = model = model.copy()
+        restore(model, unfold=True)
     known = said.names if isinstance(said.names, Mapping) else None
     matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
     listed_names = None if isinstance(said.names, Mapping) else said.names

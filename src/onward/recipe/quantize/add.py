@@ -15,7 +15,8 @@ from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import check_signatures
 from onward.model.state import with_tags
-from onward.recipe.constants import expose, separate_merged
+from onward.recipe.constants import expose
+from onward.recipe.exporter_notes import restore
 from onward.recipe.head import refuse_training
 from onward.recipe.lora.adapters import adapters
 from onward.recipe.quantize.fold import fold_normalizations
@@ -45,7 +46,7 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
     changed = of_one_opset(source, OLDEST_OPSET)
     changed = (changed if changed.opset >= settings.opset else convert_opset(changed, settings.opset)).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
-    separate_merged(changed)
+    restore(changed)
     if any(node.op_type == "DequantizeLinear" for node in changed.graph):
         take_over(changed, settings)
         return changed

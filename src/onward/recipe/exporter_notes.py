@@ -1,0 +1,532 @@
+"""Notes of PyTorch's exporters: what each tensor of a file was in the module.
+
+`torch.onnx.export(dynamo=True)` optimizes: it computes what depends on parameters alone, stores equal tensors of up to
+1024 elements once, and drops biases that are zero. What was there is in its notes: the graph has the signature of the
+exported program, and each node the call that it was made of, with the names of its arguments. The exporter that traces
+leaves no notes, but keeps parameters and buffers in initializers, and nothing else there under names of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Names
+from onward.constants import add_initializer, constant_tensor
+from onward.errors import list_names
+from onward.model import Model
+from onward.recipe.constants import expose, is_uniform, under_name
+
+Origin = Literal["parameter", "buffer", "constant"]
+
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_FOLDED = "pkg.onnxscript.optimizer.folded_from"
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+_CALL = "pkg.torch.onnx.fx_node"
+
+_HELD = re.compile(r"^(\w+): (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']*)'", re.MULTILINE)
+_NAME = re.compile(r"'([^']*)'")
+_ARGUMENT = re.compile(r"%(\w+)")
+_INTERNAL = re.compile(r"val_\d+")
+"""Names of what the exporter makes itself; parameters that are only transposed or reshaped get such names, too."""
+_MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
+"""Names of tensors that were made while a module ran, in Constant nodes or in initializers by later tools."""
+_TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
+"""Names of weights that the exporter that traces has transposed."""
+_TRACED_WEIGHT = re.compile(r"onnx::(Gemm|GRU|LSTM|MatMul|RNN)_\d+")
+"""Names of weights that it has computed."""
+_USUAL_PARAMETER = re.compile(r"(weight|bias|gamma|beta)[^.]*$")
+_MOVED = {
+    "alias", "clone", "contiguous", "detach", "flatten", "getitem", "permute", "reshape", "select", "slice", "split",
+    "squeeze", "t", "to", "_to_copy", "transpose", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+"""Calls that move the numbers of a parameter and leave them as they are."""
+_CONSTANTS = {"Constant", "ConstantOfShape"}
+_WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
+"""Layers from which the exporter drops a bias, and where they take it."""
+
+_SCALES_AND_BIASES = {
+    "BatchNormalization": (1, 2, 3, 4), "BiasGelu": (1,), "FusedConv": (2,), "GroupNormalization": (1, 2),
+    "InstanceNormalization": (1, 2), "LayerNormalization": (1, 2), "RMSNormalization": (1,),
+    "SimplifiedLayerNormalization": (1,), "SkipLayerNormalization": (2, 3, 4),
+}  # fmt: skip
+"""Inputs of operators that are scales and biases, by the operator."""
+_PADS_ARE_INPUTS = 11
+"""The version of the operator set since which Pad takes its sizes as an input."""
+_ONLY_IN_OPTIMIZED = "com.microsoft.nchwc"
+"""A domain that a file imports if ONNX Runtime has optimized it, and that exporters do not know."""
+
+EXPORTER_CONSTANT = "a constant of the exporter"
+"""The reason why a tensor that the exporter made is not trained."""
+
+Use = tuple[ir.Node, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A tensor that the module holds."""
+
+    name: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """Changes that gave a model the parameters of its module again."""
+
+    separated: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Names of new tensors -> the tensor that the exporter had stored in their place."""
+    joined: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Copies that the exporter made of a parameter -> the parameter, which is used in their place."""
+    biases: list[str] = dataclasses.field(default_factory=list)
+    """Biases of zeros that the exporter had dropped."""
+
+    @classmethod
+    def from_fact(cls, fact: Any) -> Restored:
+        """Read what a training model records, which may be anything."""
+        recorded = fact if isinstance(fact, dict) else {}
+        separated, joined, biases = (recorded.get(name) for name in ("separated", "joined", "biases"))
+        return cls(
+            {str(new): str(old) for new, old in separated.items()} if isinstance(separated, dict) else {},
+            {str(new): str(old) for new, old in joined.items()} if isinstance(joined, dict) else {},
+            [str(name) for name in biases] if isinstance(biases, list) else [],
+        )
+
+    def remarks(self) -> Iterator[str]:
+        if self.separated:
+            stored = len({*self.separated.values()})
+            yield (
+                f"the exporter stored {len(self.separated) + stored} equal tensors of several layers as {stored}: they "
+                f"are trained separately, as {list_names(list(self.separated), 4)}"
+            )
+        if self.biases:
+            yield f"biases of zeros that the exporter dropped are trained: {list_names(self.biases, 4)}"
+        for copy, parameter in self.joined.items():
+            yield f"`{copy}` is a copy of `{parameter}` that the exporter made: they are trained as one"
+
+
+def origin(value: ir.Value) -> Origin | None:
+    """Return what a tensor was in the module; None where the file does not say."""
+    kind = value.metadata_props.get(_KIND, "")
+    if kind:
+        return "parameter" if "PARAMETER" in kind else "buffer" if "BUFFER" in kind else "constant"
+    held = _held_by_name(value.graph)
+    sources = _folded_from(value)
+    if held and sources:
+        kinds = {held[name].kind for name in sources if name in held}
+        return "parameter" if "PARAMETER" in kinds else "buffer" if "BUFFER" in kinds else "constant"
+    if held:
+        node = value.producer()
+        in_node = node is not None and node.op_type in _CONSTANTS
+        is_internal = _INTERNAL.fullmatch(value.name or "") is not None and not _may_be_argument(value)
+        return "constant" if in_node or (node is None and is_internal) else None
+    if sources and not any("." in name for name in sources):  # the names of parameters have dots
+        tensor = constant_tensor(value)
+        return "constant" if tensor is not None and is_uniform(tensor.numpy()) else None
+    return None
+
+
+def _may_be_argument(value: ir.Value) -> bool:
+    """True if a tensor may be a parameter that a later tool has transposed: one that a call names is in no other."""
+    graph = value.graph
+    if graph is None or value.const_value is None or value.const_value.size < 2:
+        return False
+    held = signature(graph)
+    calls = {use.node.metadata_props.get(_CALL, "") for use in value.uses()}
+    names = {held[name].name for call in calls for name in _ARGUMENT.findall(call) if name in held}
+    known = {*graph.initializers, *(name for other in graph.initializers.values() for name in _folded_from(other))}
+    return "" in calls or not names <= known
+
+
+def is_computed(value: ir.Value) -> bool:
+    """True if the exporter computed a tensor from parameters, and did not only move their numbers."""
+    name = value.name or ""
+    held = [source for source in _folded_from(value) if source in _held_by_name(value.graph)]
+    is_moved = len(held) == 1 and re.sub(r"_\d+$", "", name) in _MOVED
+    return bool(sources_of(value)) and not is_moved and _INTERNAL.fullmatch(name) is None
+
+
+def sources_of(value: ir.Value) -> list[str]:
+    """Return names of the parameters that the exporter made a tensor of."""
+    held = _held_by_name(value.graph)
+    return [name for name in _folded_from(value) if name in held and held[name].kind == "PARAMETER"]
+
+
+def is_exporter_constant(value: ir.Value, model: Model) -> bool:
+    """True if PyTorch's exporters made a tensor, going by where they put such tensors and what they call them."""
+    node, name = value.producer(), value.name or ""
+    if _MADE_BY_EXPORTER.fullmatch(name):
+        return True
+    if model.ir.producer_name != "pytorch":
+        return False
+    if node is not None:
+        return node.op_type in _CONSTANTS
+    is_unit = all(index in _SCALES_AND_BIASES.get(node.op_type, ()) for node, index in _readers(value))
+    tensor = value.const_value if is_unit and _INTERNAL.fullmatch(name) else None
+    return tensor is not None and is_uniform(tensor.numpy())
+
+
+def _readers(value: ir.Value) -> Iterator[Use]:
+    for use in value.uses():
+        if use.node.op_type in ("Cast", "CastLike", "Expand", "Identity") and use.idx == 0:
+            yield from _readers(use.node.outputs[0])
+        else:
+            yield use.node, use.idx
+
+
+def is_traced(model: Model) -> bool:
+    """True if a file is of PyTorch's tracing exporter: the other one calls nodes `node_...`, and notes kinds."""
+    return (
+        model.ir.producer_name == "pytorch"
+        and not any((node.name or "").startswith("node_") for node in model.graph)
+        and not any(_KIND in value.metadata_props for value in model.graph.initializers.values())
+    )
+
+
+def is_held_in_trace(value: ir.Value) -> bool:
+    """True if an initializer of a traced module has a name of the module, as parameters and buffers have."""
+    name = value.name or ""
+    is_own = name.isdigit() or name.startswith(("onnx::", "/")) or _MADE_BY_EXPORTER.fullmatch(name) is not None
+    return value.is_initializer() and not is_own
+
+
+def is_named_as_parameter(value: ir.Value) -> bool:
+    """True if a tensor of a traced module has a usual name of a parameter, or was computed for a layer."""
+    name = value.name or ""
+    if name.startswith("onnx::Conv"):  # with BatchNormalization folded into it, it has a bias
+        return all(len(use.node.inputs) > _BIAS for use in value.uses() if use.node.op_type.startswith("Conv"))
+    if name.startswith("onnx::"):
+        return _TRACED_WEIGHT.fullmatch(name) is not None
+    return name.isdigit() or _USUAL_PARAMETER.search(name) is not None
+
+
+def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
+    """Give each parameter of the module a tensor of its own again, in place, and return what was changed.
+
+    Args:
+        join: use one tensor for copies of a parameter as well, which reads the numbers of large tensors.
+        unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
+    """
+    restoration = _Restoration(model)
+    if model.ir.producer_name == "tf2onnx" and not model.steps:
+        restoration.leave_zeros_beside_biases()
+    elif can_restore(model):
+        if signature(model.graph) and any(_CALL in node.metadata_props for node in model.graph):
+            restoration.separate_by_calls()
+            join_copies = restoration.join_copies
+        else:
+            restoration.separate_behind_identities()
+            if _may_be_merged(model):
+                restoration.separate_by_layers()
+            join_copies = restoration.join_transposed
+        if join:
+            join_copies()
+        if unfold:
+            restoration.unfold()
+    return restoration.made
+
+
+def can_restore(model: Model) -> bool:
+    """True if tools that merge tensors have written a model, which carries no training yet."""
+    is_written = model.ir.producer_name == "pytorch" or _ONLY_IN_OPTIMIZED in model.ir.opset_imports
+    return is_written and not model.steps
+
+
+def signature(graph: ir.Graph | None) -> Mapping[str, Held]:
+    """Return what calls name as arguments -> what the module holds."""
+    return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(text: str) -> dict[str, Held]:
+    return {argument: Held(name, kind) for argument, kind, name in _HELD.findall(text)}
+
+
+def _held_by_name(graph: ir.Graph | None) -> Mapping[str, Held]:
+    return _parse_by_name(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_by_name(text: str) -> dict[str, Held]:
+    return {held.name: held for held in _parse(text).values()}
+
+
+def _folded_from(value: ir.Value) -> list[str]:
+    return _NAME.findall(value.metadata_props.get(_FOLDED, ""))
+
+
+# ---- what was changed ------------------------------------------------------------------------------------------------
+
+
+class _Restoration:
+    def __init__(self, model: Model):
+        self.made = Restored()
+        self._model, self._graph = model, model.graph
+        self._added: dict[tuple[str, str], ir.Value] = {}
+        """(stored tensor, name in the module) -> the new tensor, for modules that are called several times."""
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return self._model.names()
+
+    def separate_by_calls(self) -> None:
+        """Separate tensors that were stored once, by the arguments of the calls that nodes were made of."""
+        held = signature(self._graph)
+        calls: dict[str, list[ir.Node]] = {}
+        for node in self._graph:
+            if call := node.metadata_props.get(_CALL):
+                calls.setdefault(call, []).append(node)
+        for call, nodes in calls.items():
+            arguments = [held[name] for name in dict.fromkeys(_ARGUMENT.findall(call)) if name in held]
+            uses = [use for node in nodes for use in _uses(node, call)]
+            waiting = [one for one in arguments if not any(one.name in _names(*use) for use in uses)]
+            uses = [use for use in uses if not {one.name for one in arguments} & _names(*use)]
+            assigned = _assign(waiting, uses, held) if waiting else []
+            if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
+                if "batch_norm" in call:  # of BatchNormalization that was folded into it
+                    self._restore_bias(layer, Held(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
+                elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
+                    assigned = _assign(waiting[:-1], uses, held)
+                    self._restore_bias(layer, waiting[-1])
+            for one, (node, index) in assigned or ():
+                stored = node.inputs[index]
+                assert stored is not None and stored.name is not None and stored.const_value is not None
+                separate = self._added.get((stored.name, one.name)) or self._add(stored.name, one, stored.const_value)
+                self.made.separated[separate.name or ""] = stored.name
+                node.replace_input_with(index, separate)
+
+    def _restore_bias(self, layer: ir.Node, one: Held) -> None:
+        weight = constant_tensor(layer.inputs[1])
+        if weight is None:
+            return
+        bias = self._added.get(("", one.name))
+        if bias is None:
+            bias = self._add("", one, ir.Tensor(np.zeros(_units(layer, weight), weight.dtype.numpy())))
+            self.made.biases.append(bias.name or "")
+        layer.resize_inputs(_BIAS + 1)
+        layer.replace_input_with(_BIAS, bias)
+
+    def _add(self, stored: str, one: Held, tensor: ir.TensorProtocol) -> ir.Value:
+        """Add a tensor under the name that it has in the module, with the exporter's note."""
+        name = self._names.fresh(one.name)
+        value = add_initializer(self._graph, name, under_name(name, tensor))
+        value.metadata_props[_KIND] = one.kind
+        self._added[stored, one.name] = value
+        return value
+
+    def separate_behind_identities(self) -> None:
+        """Separate what the exporter that traces stored once: it leaves an Identity, by the name of the tensor, for
+        each.
+
+        Weights that are tied look the same; but what holds a single number throughout is the bias, scale or statistics
+        of a fresh layer.
+        """
+        for node in list(self._graph):
+            stored = node.inputs[0] if node.op_type == "Identity" else None
+            tensor = constant_tensor(stored)
+            if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
+                self.made.separated[node.outputs[0].name or ""] = stored.name or ""  # type: ignore[union-attr]
+                expose(self._graph, node.outputs[0])
+
+    def separate_by_layers(self) -> None:
+        """Separate scales and biases that layers share and that are one number throughout, where there are no notes.
+
+        What is trained on is tied where it is not one number throughout, or where layers share their weight, too.
+        """
+        for stored in list(self._graph.initializers.values()):
+            tensor = stored.const_value
+            layers = [(use.node, use.idx, _layer_of(use.node, use.idx)) for use in stored.uses()]
+            if tensor is None or not tensor.dtype.is_floating_point() or len({id(layer) for *_, layer in layers}) < 2:
+                continue
+            if tensor.size < 2 or any(layer is None for *_, layer in layers) or not is_uniform(tensor.numpy()):
+                continue
+            if is_exporter_constant(stored, self._model):
+                continue
+            separate = {id(layers[0][2]): stored}
+            for node, index, layer in layers[1:]:
+                if id(layer) not in separate:
+                    name = self._names.fresh(f"{node.name or node.op_type}/{stored.name}")
+                    separate[id(layer)] = add_initializer(self._graph, name, under_name(name, tensor))
+                    self.made.separated[name] = stored.name or ""
+                node.replace_input_with(index, separate[id(layer)])
+
+    def leave_zeros_beside_biases(self) -> None:
+        """Store the bias of an LSTM of Keras without the zeros that tf2onnx puts beside it, for a second bias.
+
+        With both trained, the bias would learn twice as fast.
+        """
+        for node in [node for node in self._graph if node.op_type == "LSTM" and len(node.inputs) > 3]:
+            both = node.inputs[3]
+            tensor = both.const_value if both is not None and both.is_initializer() else None
+            if both is None or tensor is None or len(both.uses()) > 1 or self._model.opset < _PADS_ARE_INPUTS:
+                continue
+            first, second = np.split(tensor.numpy(), 2, axis=1)
+            if second.any():
+                continue
+            self._graph.initializers.pop(both.name or "")
+            bias = add_initializer(self._graph, both.name or "", first.copy())
+            sizes = np.array([0, 0, 0, second.shape[1]], np.int64)
+            pads = add_initializer(self._graph, self._names.fresh(f"{both.name}/pads"), sizes)
+            self._put_first(ir.node("Pad", [bias, pads]), f"{both.name}/both", both)
+
+    def join_copies(self) -> None:
+        """Join what the exporter made of one parameter: a table that is read by rows and, transposed, as a factor."""
+        first: dict[str, ir.Value] = {}
+        for value in list(self._graph.initializers.values()):
+            if len(_folded_from(value)) == 1 and (sources := sources_of(value)):
+                parameter = self._graph.initializers.get(sources[0]) or first.setdefault(sources[0], value)
+                if parameter is not value:
+                    self._join(value, parameter)
+
+    def join_transposed(self) -> None:
+        """Join matrices with the tensor that they are the transpose of, where there are no notes.
+
+        Equal numbers that are not one number throughout are of one tensor.
+        """
+        stored = [value for value in self._graph.initializers.values() if value.const_value is not None]
+        matrices = [value for value in stored if _TRACED_MATRIX.fullmatch(value.name or "")]
+        tables: dict[tuple[int, ...], list[ir.Value]] = {}
+        for value in stored:
+            if value not in matrices:
+                tables.setdefault(_sizes(value), []).append(value)
+        for value in matrices:
+            for table in tables.get(_sizes(value)[::-1], ()):
+                if self._join(value, table):
+                    break
+
+    def unfold(self) -> None:
+        """Store weights of linear layers, and of GroupNormalization, as modules do."""
+        held = {one.name for one in signature(self._graph).values() if one.kind == "PARAMETER"}
+        for node in list(self._graph):
+            call = node.metadata_props.get(_CALL, "")
+            is_linear = node.op_type == "MatMul" and "aten.linear." in call
+            if not is_linear and not (node.op_type in ("Mul", "Add") and "aten.group_norm." in call):
+                continue
+            value = node.inputs[1]
+            tensor = value.const_value if value is not None and value.is_initializer() else None
+            if value is None or tensor is None or tensor.shape.rank() < 2:
+                continue
+            names = [name for name in dict.fromkeys([value.name or "", *_folded_from(value)]) if name in held]
+            if len(names) == 1:
+                self._unfold(value, names[0], tensor.numpy(), is_linear)
+
+    def _unfold(self, value: ir.Value, name: str, array: np.ndarray, is_linear: bool) -> None:
+        self._graph.initializers.pop(value.name or "")
+        stored = array.T.copy() if is_linear else array.reshape(-1)
+        parameter = add_initializer(self._graph, name, stored)
+        parameter.metadata_props[_KIND] = "PARAMETER"
+        if is_linear:
+            node = ir.node("Transpose", [parameter], {"perm": [1, 0]})
+        else:
+            shape = add_initializer(self._graph, self._names.fresh(f"{name}/shape"), np.array(array.shape, np.int64))
+            node = ir.node("Reshape", [parameter, shape])
+        self._put_first(node, f"{name}/folded", value)
+
+    def _put_first(self, node: ir.Node, name: str, value: ir.Value) -> None:
+        """Compute a value by a node at the beginning of the graph."""
+        node.outputs[0].name = self._names.fresh(name)
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        self._graph.insert_before(next(iter(self._graph)), node)
+        value.replace_all_uses_with(node.outputs[0])
+
+    def _join(self, value: ir.Value, parameter: ir.Value) -> bool:
+        """Use a parameter, transposed if need be, in place of a tensor with the same numbers; True if they are."""
+        here, there = value.const_value, parameter.const_value
+        assert here is not None and there is not None and value.name is not None
+        if here.dtype != there.dtype or value.is_graph_output() or is_uniform(here.numpy()):
+            return False
+        copy, array = here.numpy(), there.numpy()
+        if np.array_equal(copy, array):
+            value.replace_all_uses_with(parameter)
+        elif copy.ndim == 2 and np.array_equal(copy, array.T):
+            transpose = ir.node("Transpose", [parameter], {"perm": [1, 0]})
+            self._put_first(transpose, f"{parameter.name}/folded", value)
+        else:
+            return False
+        self._graph.initializers.pop(value.name)
+        self.made.joined[value.name] = parameter.name or ""
+        return True
+
+
+def _may_be_merged(model: Model) -> bool:
+    """True if equal tensors may be stored once: by PyTorch's exporter without its notes, or by ONNX Runtime.
+
+    The exporter that traces leaves an Identity for each, and without its optimizer none are merged.
+    """
+    if any(_KIND in value.metadata_props for value in model.graph.initializers.values()):
+        return False
+    return not is_traced(model) or _ONLY_IN_OPTIMIZED in model.ir.opset_imports
+
+
+def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
+    """Return what identifies the layer of which input `index` of a node is a scale or bias: its weight, or a node."""
+    if node.op_type in _WITH_BIAS and index == _BIAS:
+        return node.inputs[1]
+    if index in _SCALES_AND_BIASES.get(node.op_type, ()):
+        return node
+    if node.op_type not in ("Add", "Mul"):
+        return None
+    other = node.inputs[1 - index]
+    while other is not None and (before := other.producer()) is not None:
+        if before.op_type == "MatMul":
+            return before.inputs[1] if node.op_type == "Add" else None
+        if before.op_type.endswith("Normalization"):
+            return node
+        if before.op_type != "Reshape" and not (before.op_type == "Mul" and node.op_type == "Add"):
+            return None
+        other = before.inputs[0]
+    return None
+
+
+def _uses(node: ir.Node, call: str) -> Iterator[Use]:
+    """Inputs of a node that are stored floating-point tensors and may be what the module holds."""
+    if node.op_type == "InstanceNormalization" and "aten.group_norm" in call:
+        return  # its scale and bias are ones and zeros: those of the module follow, as Mul and Add
+    for i, value in enumerate(node.inputs):
+        tensor = value.const_value if value is not None and value.is_initializer() else None
+        if tensor is not None and tensor.dtype.is_floating_point():
+            yield node, i
+
+
+def _names(node: ir.Node, index: int) -> set[str]:
+    """What the tensor that a node reads is called in the module."""
+    value = node.inputs[index]
+    return {value.name or "", *_folded_from(value)} if value is not None else set()
+
+
+def _assign(waiting: list[Held], uses: list[Use], held: Mapping[str, Held]) -> list[tuple[Held, Use]] | None:
+    """Pair arguments of a call with the tensors that its nodes read, in order; None where numbers differ.
+
+    A call may read constants of the exporter as well: tensors that are known to be of the module come first, then
+    those of more than one element.
+    """
+    known = {one.name for one in held.values()}
+    of_module = [use for use in uses if known & _names(*use)]
+    large = [(node, i) for node, i in uses if node.inputs[i].const_value.size > 1]  # type: ignore[union-attr]
+    for candidates in (of_module, large, uses):
+        if len(candidates) == len(waiting):
+            return list(zip(waiting, candidates, strict=True))
+    return None
+
+
+def _layer_without_bias(nodes: list[ir.Node]) -> ir.Node | None:
+    return next((node for node in nodes if node.op_type in _WITH_BIAS and not any(node.inputs[_BIAS:])), None)
+
+
+def _units(node: ir.Node, weight: ir.TensorProtocol) -> int:
+    sizes = weight.shape.numpy()
+    if node.op_type == "ConvTranspose":
+        return int(sizes[1] * node.attributes.get_int("group", 1))
+    is_first = node.op_type == "Conv" or int(node.attributes.get_int("transB", 0)) == 1
+    return int(sizes[0 if is_first else 1])
+
+
+def _sizes(value: ir.Value) -> tuple[int, ...]:
+    assert value.const_value is not None
+    return tuple(value.const_value.shape.numpy())
