@@ -85,16 +85,18 @@ class Recipe(StepOptions):
         learned = scales.learned_scales(model, selection.parameters)
         masks = self._prune(model, selection.parameters)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
+        inputs = [value.name or "" for value in model.inputs]
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
-        changed = preprocessing.append_augmentation(assembly, entries, varied)
-        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
+        augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
+        trained = training_forward(assembly, watched, selection.choices, self.variance, augmentation.changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
         if teaching:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
+        trained |= augmentation.move_targets()
         loss = assembly.metric("loss", loss)
         init = cast(str | Mapping[str, Any], self.init)
         check_patterns(init, selection.parameters)

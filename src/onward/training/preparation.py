@@ -12,7 +12,7 @@ from onward.engines.initialization import start_over
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare, replace_head
-from onward.recipe.preprocessing import open_preprocessing, pipelines
+from onward.recipe.preprocessing import notes_on_moves, open_preprocessing, pipelines
 from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, with_data
@@ -54,7 +54,8 @@ def prepare_training(
                 f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
                 hint="leave it out, or strip the model first (`onward.transform.strip`)",
             )
-        return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH)
+        notes = [note for step in original.steps for note in notes_on_moves(step)]
+        return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH, notes)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "to train a model one must know its loss",
@@ -64,6 +65,7 @@ def prepare_training(
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
+    notes += notes_on_moves(training.step())
     begun = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(begun(training), size, notes, preprocess=preprocess)

@@ -182,6 +182,10 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
+SIZES = ("resize", "center_crop")
+"""Operations that give images of different sizes one size."""
+
+
 def size_of(name: str, given: Any) -> tuple[int, int]:
     """Height and width of `32`, `32x48` or `[32, 48]`."""
     parts = given.split("x") if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given] * 2

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS
+from onward.recipe.preprocessing.operations import OPERATIONS, SIZES
 from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
 
@@ -84,6 +84,13 @@ class Pipeline:
     @property
     def is_text(self) -> bool:
         return any(spec.name == TEXT for spec in self.specs)
+
+    @property
+    def resized_late_by(self) -> str | None:
+        """The operation that changes the size of images behind the point of augmentation, if there is one."""
+        names = [spec.name for spec in self.specs]
+        after = names[names.index("normalize") :] if "normalize" in names else []
+        return next((name for name in after if name in SIZES), None)
 
     @property
     def all_specs(self) -> list[Spec]:
