@@ -43,6 +43,32 @@ def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: 
     return ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, {"image": images})[0]
 
 
+def seen_by_step(training: Model, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a step makes of its inputs before it uses them, by input."""
+    combined = Model(training.combined())
+    graph = combined.graph
+    made = [v for node in graph for v in node.outputs if (v.name or "").endswith(("/augmented", "/moved"))]
+    graph.outputs[:] = made
+    remove_unused(graph)
+    inputs = {value.name: batch[value.name] for value in graph.inputs if value.name in batch}
+    graph.inputs[:] = [value for value in graph.inputs if value.name in batch]
+    found = ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, inputs)
+    return {(value.name or "").rpartition("/")[0]: array for value, array in zip(made, found, strict=True)}
+
+
+def read_by_step(training: Model, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What augmentation makes of the inputs of a step, by input."""
+    combined = Model(training.combined())
+    graph = combined.graph
+    made = [v for node in graph for v in node.outputs if (v.name or "").endswith(("/augmented", "/moved"))]
+    graph.outputs[:] = made
+    remove_unused(graph)
+    graph.inputs[:] = [value for value in graph.inputs if value.name in batch]
+    session = ort.InferenceSession(combined.to_proto().SerializeToString())
+    found = session.run(None, {value.name or "": batch[value.name or ""] for value in graph.inputs})
+    return {(value.name or "").rpartition("/")[0]: array for value, array in zip(made, found, strict=True)}
+
+
 def assert_share(happened: np.ndarray, p: float) -> None:
     """That something happened as often as its probability says, to one in a million."""
     assert stats.binomtest(int(happened.sum()), happened.size, p).pvalue > 1e-6
@@ -192,6 +218,182 @@ def test_engines_draw_the_same(engine: str) -> None:
             assert float(other.step(batch)["loss"]) == pytest.approx(float(ours.step(batch)["loss"]), rel=1e-5)
 
 
+# ---- masks and further images ----------------------------------------------------------------------------------------
+
+CODES = np.arange(64 * 64, dtype=np.int64).reshape(64, 8, 8) + 1  # no two pixels are alike, and none is 0
+PLACED = [codes[y : y + 8, x : x + 8] for codes in (CODES[0], CODES[0, :, ::-1])
+          for codes in (np.pad(codes, 2),) for y, x in itertools.product(range(5), repeat=2)]  # fmt: skip
+"""All that `flip crop:padding=2` can make of the first of them, but for the codes that the others add."""
+
+
+def segmenter(image: str = "N, 1, 8, 8", logits: str = "N, 1, 8, 8", more: str = "", body: str = "") -> onnx.ModelProto:
+    """A model with a number for each pixel."""
+    return onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        segmenter (float[{image}] image{more}) => (float[{logits}] logits) <float[1] weight = {{1.0}}>
+        {{ logits = Mul (image, weight) {body} }}"""
+    )
+
+
+def pixelwise(model: onnx.ModelProto, augment: Any = "flip crop:padding=2", loss: str = "mse", **recipe: Any) -> Model:
+    settings = {"optimizer": "sgd:lr=0.05", "trainable": "weight", **recipe}
+    return onward.prepare(model, loss=loss, augment=augment, **settings)
+
+
+def assert_alike(*moved: np.ndarray) -> None:
+    """That all are moved by the same draw for each sample, and as numpy would."""
+    masks = [array.astype(np.int64).reshape(64, 8, 8) for array in moved]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+    first = np.where(masks[0] > 0, (masks[0] - 1) % 64 + 1, 0)
+    found = np.array([[np.array_equal(mask, placed) for placed in PLACED] for mask in first])
+    assert (found.sum(1) == 1).all() and found.any(0).sum() > 20
+    np.testing.assert_array_equal((masks[0].max((1, 2)) - 1) // 64, np.arange(64))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "shape"),
+    [
+        (segmenter(), {"loss": "mse"}, (64, 1, 8, 8)),
+        (segmenter("N, 1, H, W", "N, 1, H, W"), {"loss": "bce_with_logits"}, (64, 1, 8, 8)),
+        (
+            segmenter("N, 1, H, W", "N, 1, H, W"),
+            {"loss": "ce", "preprocess": "input:dtype=float32 resize:size=8"},
+            (64, 8, 8),
+        ),
+        (segmenter("N, 8, 8, 1", "N, 8, 8, 1"), {"loss": "ce:axis=-1"}, (64, 8, 8)),
+        (
+            segmenter("N, 8, 8, 1", "N, 8, 8, 1"),
+            {"preprocess": "input:dtype=float32 normalize:std=2 channels_last"},
+            (64, 8, 8, 1),
+        ),
+        (segmenter(), {"augment": "noise:std=0.01 flip brightness crop:padding=2"}, (64, 1, 8, 8)),
+    ],
+)
+def test_a_target_moves_with_its_image(model: onnx.ModelProto, settings: dict, shape: tuple[int, ...]) -> None:
+    training = pixelwise(model, **settings)
+    (target,) = training.step().algorithm.inputs
+    size = [
+        dim if isinstance(dim, int) else 64 if axis == 0 else 8 for axis, dim in enumerate(training.inputs[0].shape)
+    ]
+    batch = {"image": CODES.reshape(size).astype("f"), target.name: CODES.reshape(shape).astype(target.dtype.numpy())}
+    seen = read_by_step(training, batch)
+    assert_alike(*([seen[target.name]] if "noise" in settings.get("augment", "") else seen.values()))
+    assert onward.check(training) == []
+
+
+def test_inputs_move_with_their_image() -> None:
+    """A second image and masks of all types, that the model takes; the loss is a value of the model."""
+    kinds = ("float", "double", "float16", "bool", "int8", "uint16", "int32", "int64", "uint8", "uint32")
+    more = "".join(f", {kind}[N, 8, 8] {kind}_mask" for kind in kinds) + ", float[N, 8, 8, 3] other, float[N, 5] age"
+    model = segmenter(more=more, body="loss = ReduceMean<keepdims=0>(logits)")
+    batch = {"image": CODES[:, None].astype(np.float32), "other": np.repeat(CODES[..., None], 3, -1).astype(np.float32)}
+    types = {
+        value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        for value in model.graph.input
+    }
+    batch |= {f"{kind}_mask": (CODES % 90).astype(types[f"{kind}_mask"]) for kind in kinds}
+    training = pixelwise(model, "image=flip crop:padding=2", loss="value:loss")
+    seen = read_by_step(training, batch)
+    assert training.step().fact("train.augmentation") == {"moved": [n for n in types if n != "age"], "kept": ["age"]}
+    assert_alike(seen["image"], seen["other"][..., 2])
+    for name, mask in batch.items():
+        codes = seen["image"][:, 0].astype(np.int64)
+        expected = np.where(
+            codes > 0,
+            mask.reshape(-1, *mask.shape[3:])[codes.ravel() - 1].reshape(seen[name].shape) if mask.ndim == 3 else 0,
+            0,
+        )
+        assert mask.ndim != 3 or np.array_equal(seen[name], expected.astype(mask.dtype))
+
+
+def test_pairs_of_images() -> None:
+    model = segmenter(more=", float[N, 1, 8, 8] other")
+    image = CODES[:, None].astype(np.float32)
+    batch = {"image": image, "other": image, "target": image}
+    both = ["image=flip crop:padding=2", "other=brightness flip crop:padding=2"]
+    seen = read_by_step(pixelwise(model, ["image=flip crop:padding=2", "other=flip crop:padding=2"]), batch)
+    assert_alike(*seen.values())
+    seen = read_by_step(pixelwise(model, both), batch)
+    assert_alike(seen["image"], seen["target"])
+    np.testing.assert_array_equal(seen["other"] == 0, seen["image"] == 0)
+    seen = read_by_step(pixelwise(model, both, move_with_image="none"), batch)
+    assert "target" not in seen and ((seen["other"] == 0) != (seen["image"] == 0)).any()
+
+
+def test_what_a_crop_lays_open_is_ignored_where_the_loss_ignores_something() -> None:
+    training = pixelwise(segmenter(), loss="ce:ignore_index=-1")
+    seen = read_by_step(training, {"image": CODES[:, None].astype(np.float32), "labels": CODES})
+    assert_alike(seen["image"], np.where(seen["labels"] == -1, 0, seen["labels"]))
+    assert (seen["labels"] == -1).any() and not (seen["labels"] == 0).any()
+
+
+def detector(shape: str) -> onnx.ModelProto:
+    """A model of images that gives numbers of a shape."""
+    sizes = [int(size) for size in shape.split(",")]
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        detector (float[N, 1, 8, 8] image) => (float[N, {shape}] found) <float[1] weight = {{1.0}},
+            int64[1] start = {{0}}, int64[1] end = {{{np.prod(sizes)}}}, int64[1] axis = {{1}},
+            int64[{len(sizes) + 1}] shape = {{-1, {shape}}}>
+        {{ scaled = Mul (image, weight) flat = Flatten (scaled) part = Slice (flat, start, end, axis)
+          found = Reshape (part, shape) }}"""
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "why"),
+    [
+        (detector("10, 4"), {}, "`target` [N, 10, 4] may have to move with `image` under `flip` and `crop`"),
+        (detector("5, 2"), {"augment": "flip"}, "if it holds coordinates, leave `flip` out"),
+        (detector("10, 4"), {}, 'if it stays as it is: `move_with_image="none"` (`--move-with-image none`)'),
+        (detector("64"), {}, "give it the height and width of the image"),
+        (detector("4, 4"), {"augment": "flip"}, 'a mask or image: `move_with_image=["target"]`'),
+        (detector("4, 4"), {"move_with_image": "target"}, "`crop` moves by pixels, and `target` is 4 x 4, not 8 x 8"),
+        (detector("10, 4"), {"move_with_image": "target"}, "`target` is 10 x 4 and the image 8 x 8"),
+        (detector("4"), {"move_with_image": "target"}, "`target` has no height and width that could move"),
+        (segmenter(), {"move_with_image": ["targte"]}, "no input or target `targte` to move | did you mean `target`?"),
+        (segmenter(), {"augment": "noise", "move_with_image": "target"}, "has no effect without `flip` or `crop`"),
+        (segmenter(more=", float[N, 4, 4] low"), {}, "`low` [N, 4, 4] may have to move with `image`"),
+        (
+            segmenter(more=", float[N, 1, 8, 8] other"),
+            {"augment": {"image": "flip", "other": "crop:padding=1"}},
+            "`augment` moves `image` and `other` in different ways",
+        ),
+        (
+            segmenter("N, 1, 8, 8", "N, 1, 8, 8"),
+            {"preprocess": "input:shape=[1,12,12] normalize:mean=9 center_crop:size=8"},
+            "put `center_crop` before `normalize`",
+        ),
+    ],
+)
+def test_what_may_have_to_move_is_refused(model: onnx.ModelProto, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(Error) as caught:
+        pixelwise(model, **settings)
+    assert why in f"{caught.value} | {caught.value.hint}"
+
+
+def test_what_stays_is_said() -> None:
+    kept = {"moved": ["image"], "kept": ["target"]}
+    for shape, settings in (("4", {}), ("10, 4", {"move_with_image": "none"}), ("10, 4", {"move_with_image": []})):
+        training = pixelwise(detector(shape), **settings)
+        assert training.step().fact("train.augmentation") == kept
+        assert onward.describe(training).remarks == ("augmentation moves `image` alike; `target` stays as it is",)
+    small = pixelwise(detector("4, 4"), "flip", move_with_image="target")
+    target = np.arange(64 * 16, dtype=np.float32).reshape(64, 4, 4)
+    seen = read_by_step(small, {"image": CODES[:, None].astype(np.float32), "target": target})
+    flipped = same(seen["image"], CODES[:, None, :, ::-1])
+    np.testing.assert_array_equal(seen["target"], np.where(flipped[:, None, None], target[..., ::-1], target))
+
+
+def test_a_mask_of_another_size_fails_in_the_step() -> None:
+    """Symbols say that sizes are the same, and data may say otherwise."""
+    training = pixelwise(segmenter("N, 1, H, W", "N, 1, H, W"), "crop:padding=2")
+    image = CODES[:, None].astype(np.float32)
+    with start(training) as engine, pytest.raises(Error):
+        engine.step({"image": image, "target": np.repeat(image, 2, -1)})
+
+
 # ---- in runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -253,3 +455,25 @@ def test_the_model_that_comes_out_takes_what_it_took(folder: Path) -> None:
 
 def _accuracies(run: Run) -> list[float]:
     return [event["accuracy"] for event in run.log if event["event"] == "validation"]
+
+
+def test_masks_are_learned_from_mirrored_pictures(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    masks = np.zeros((96, 16, 16), np.int64)
+    for mask, (top, left), (height, width) in zip(
+        masks, rng.integers(0, 8, (96, 2)), rng.integers(3, 7, (96, 2)), strict=True
+    ):
+        mask[top : top + height, left : left + width] = 1  # most of them on the left
+    images = (rng.uniform(0, 0.3, masks.shape) + 0.5 * masks).astype(np.float32)[:, None]
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]>
+        segmenter (float[N, 1, 16, 16] image) => (float[N, 2, 16, 16] logits)
+        <float[2, 1, 1, 1] kernel = {0.1, -0.1}, float[2] bias = {0.0, 0.0}> { logits = Conv (image, kernel, bias) }"""
+    )
+    settings = {**QUIET, "loss": "ce", "optimizer": "adam:lr=2", "epochs": 8}
+    data = {"image": images, "labels": masks}
+    for augment in (None, "flip:p=1"):
+        run = train(model, data, validation=data, augment=augment, run=f"run {augment}", **settings)
+        assert run.results["accuracy"] > 0.99, augment
+    moved = [event.get("augmentation") for event in run.log if event["event"] == "start"]
+    assert moved == [{"moved": ["image", "labels"], "kept": []}]

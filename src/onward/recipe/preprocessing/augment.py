@@ -30,7 +30,8 @@ _FACT = "train.augmentation"
 _COMPUTED = {
     **dict.fromkeys((ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT16), ir.DataType.INT32),
     ir.DataType.BOOL: ir.DataType.UINT8,
-    ir.DataType.UINT32: ir.DataType.INT64,
+    **dict.fromkeys((ir.DataType.UINT32, ir.DataType.UINT64), ir.DataType.INT64),
+    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
 }
 """Types for which ONNX Runtime has no Where or Pad -> one that holds the same values."""
 
@@ -222,8 +223,8 @@ class Augmentation:
                 f"`{self._image.resized_by}` changes the size of images after they are moved",
                 hint=f"put it before `normalize`, so that `{name}` can move with them",
             )
-        if all(n is None for n in (*numbers[0], *numbers[1])):
-            return form  # the loss refuses what has another size than the image
+        if numbers[0] == [None, None]:
+            return form  # a size that does not fit is refused as the step runs
         ratios = {math.nan if not a or not b else b / a for a, b in zip(*numbers, strict=True)}
         if len(ratios) > 1 or not ratios.pop() > 0:
             raise RecipeError(
@@ -239,17 +240,25 @@ class Augmentation:
     def _undecided(self, name: str, value: ir.Value) -> RecipeError:
         assert self._image is not None
         image = self._moved[0]
-        moves = " and ".join(dict.fromkeys(spec.name for spec in self._moves_of(image)))
+        moves = " and ".join(dict.fromkeys(f"`{spec.name}`" for spec in self._moves_of(image)))
         others = [other for other in self._moved if other not in self._specs]
 
         def say(names: Sequence[str]) -> str:
             flags = " ".join(f"--move-with-image {each}" for each in names or [_NONE])
             return f"`move_with_image={[*names] or _NONE!r}` (`{flags}`)".replace("'", '"')
 
+        ways = [f"if it holds coordinates, leave {moves} out", f"if it stays as it is: {say(others)}"]
+        if self._image.resized_by is not None:
+            ways.insert(0, f"put `{self._image.resized_by}` before `normalize`, if this is what makes its size differ")
+        else:
+            try:
+                self._named_form(name, _sizes(value))
+                way = say([*others, name])
+            except RecipeError:
+                way = "give it the height and width of the image"
+            ways.insert(1, f"if it is a mask or image: {way}")
         return RecipeError(
-            f"`{name}` {_show(value.shape)} may have to move with `{image}` under `{moves}`",
-            hint=f"coordinates cannot move: leave `{moves}` out. Else say what it does: a mask or image that moves is "
-            f"{say([*others, name])}, and what stays {say(others)}",
+            f"`{name}` {_show(value.shape)} may have to move with `{image}` under {moves}", hint="; ".join(ways)
         )
 
     def _ignored(self, value: ir.Value) -> float:

@@ -61,7 +61,7 @@ class Chance(Picture):
     draws: Draws = dataclasses.field(kw_only=True)
     fill: float = 0.0
     """What a move lays open."""
-    size: tuple[Expr, Expr] | None = None
+    size: Sequence[Expr] | None = None
     """Height and width of the images that this moves along with."""
 
     def clipped(self, x: Expr) -> Expr:
@@ -99,7 +99,6 @@ def crop(chance: Chance, padding: int) -> Expr:
     last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
     places: Expr | None = None
     for axis in range(last):
-        # The size of the image, also for a mask: where that differs, the loss refuses the shape.
         is_given = chance.size is not None and axis in axes
         count = chance.size[axes.index(axis)] if is_given else op.Gather(shape, np.int64(axis))
         along = _along(op, count, axis, last)
@@ -111,7 +110,8 @@ def crop(chance: Chance, padding: int) -> Expr:
         places = along if places is None else places + along
     pixels = op.Reshape(padded, op.Concat([-1], op.Slice(shape, [last], [4]), axis=0))
     window: Expr = op.Gather(pixels, places)
-    return window
+    # A mask must have as many pixels as the image: what is declared with symbols may differ in the data.
+    return window if chance.size is None else op.Reshape(window, shape)
 
 
 def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) -> Expr:
