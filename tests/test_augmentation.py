@@ -22,6 +22,7 @@ from onward.training.api import resume, train
 from onward.training.run import Run
 from onward.transform.unused import remove_unused
 from runs import QUIET, accuracy, interrupted_after, state
+from whole_runs import WholeRun, check_same, trained
 
 RECIPE: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
 PICTURES = np.random.default_rng(0).random((512, 1, 8, 8), np.float32)  # no two pixels are alike
@@ -457,23 +458,48 @@ def _accuracies(run: Run) -> list[float]:
     return [event["accuracy"] for event in run.log if event["event"] == "validation"]
 
 
-def test_masks_are_learned_from_mirrored_pictures(folder: Path) -> None:
+def shapes(count: int = 96) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Bright rectangles, most of them on the left, and a model that can tell which pixels they have."""
     rng = np.random.default_rng(0)
-    masks = np.zeros((96, 16, 16), np.int64)
+    masks = np.zeros((count, 16, 16), np.int64)
     for mask, (top, left), (height, width) in zip(
-        masks, rng.integers(0, 8, (96, 2)), rng.integers(3, 7, (96, 2)), strict=True
+        masks, rng.integers(0, 8, (count, 2)), rng.integers(3, 7, (count, 2)), strict=True
     ):
-        mask[top : top + height, left : left + width] = 1  # most of them on the left
+        mask[top : top + height, left : left + width] = 1
     images = (rng.uniform(0, 0.3, masks.shape) + 0.5 * masks).astype(np.float32)[:, None]
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 20]>
         segmenter (float[N, 1, 16, 16] image) => (float[N, 2, 16, 16] logits)
         <float[2, 1, 1, 1] kernel = {0.1, -0.1}, float[2] bias = {0.0, 0.0}> { logits = Conv (image, kernel, bias) }"""
     )
+    return model, {"image": images, "labels": masks}
+
+
+def test_masks_are_learned_from_mirrored_pictures(folder: Path) -> None:
+    model, data = shapes()
     settings = {**QUIET, "loss": "ce", "optimizer": "adam:lr=2", "epochs": 8}
-    data = {"image": images, "labels": masks}
     for augment in (None, "flip:p=1"):
         run = train(model, data, validation=data, augment=augment, run=f"run {augment}", **settings)
         assert run.results["accuracy"] > 0.99, augment
     moved = [event.get("augmentation") for event in run.log if event["event"] == "start"]
     assert moved == [{"moved": ["image", "labels"], "kept": []}]
+
+
+def test_whole_runs_move_masks(folder: Path) -> None:
+    model, data = shapes(40)
+    training = onward.prepare(model, loss="ce", optimizer="adam:lr=0.1", augment="flip crop:padding=2")
+    whole = WholeRun(training, batch_size=16)
+    check_same(whole, whole(data, 2), trained(training, data, folder, epochs=2, batch_size=16))
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_masks_that_preprocessing_leaves_in_their_size_are_refused(folder: Path, symbolic: bool) -> None:
+    model, data = shapes(8)
+    for value in (*model.graph.input, *model.graph.output) if symbolic else ():
+        for axis, name in ((2, "H"), (3, "W")):
+            value.type.tensor_type.shape.dim[axis].dim_param = name
+    large = {name: np.kron(array, np.ones((2, 2), array.dtype)) for name, array in data.items()}
+    with pytest.raises(Error, match="`labels` is 32 x 32, and preprocessing makes the images of `image` 16 x 16"):
+        train(model, large, loss="ce", preprocess="resize:size=16", run="large", **QUIET)
+    assert not (folder / "large").exists()
+    train(model, large | {"labels": data["labels"]}, loss="ce", preprocess="resize:size=16", run="small", **QUIET)

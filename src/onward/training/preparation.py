@@ -15,7 +15,7 @@ from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import notes_on_moves, open_preprocessing, pipelines
 from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
-from onward.training.raw_inputs import as_bytes, with_data
+from onward.training.raw_inputs import as_bytes, check_masks, with_data
 from onward.training.vocabularies import in_kinds, with_vocabularies
 from onward.transform.rebatch import fixed_batch, rebatch
 
@@ -75,6 +75,7 @@ def prepare_training(
         return Prepared(begun(training), size, notes, opened, preprocess)
     singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
     source = open_data(data, images=format_for(inputs, singles), window=window)
+    check_masks(given, model, inputs, source.columns, columns)
     told = with_data(given, inputs, source.columns, columns)
     of_text = {name: pipeline.all_specs for name, pipeline in texts.items()}
     preprocess = {name: pipeline.all_specs for name, pipeline in told.items()} | of_text

@@ -6,7 +6,7 @@ Both are ONNX, made of operators of the standard. Preprocessing is the first par
 graph, so that training and evaluation share it. Augmentation is part of the training step alone: see augment.py.
 """
 
-from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves
+from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import (
     Entry,
     open_preprocessing,
@@ -29,5 +29,6 @@ __all__ = [
     "opset_of",
     "pipelines",
     "put_before",
+    "shared_axes",
     "with_preprocessing",
 ]

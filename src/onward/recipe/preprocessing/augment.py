@@ -191,9 +191,10 @@ class Augmentation:
                 form = self._named_form(name, sizes)
             if form is None and not self._has_none(sizes):
                 raise self._undecided(name, value)
-        is_told = form is None and (value.dtype is None or value.dtype.is_floating_point()) and len(value.shape or ()) > 1
-        self._moved += [name] if form is not None else []
-        self._kept += [name] if is_told else []
+        if form is not None:
+            self._moved.append(name)
+        elif value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ()) > 1:
+            self._kept.append(name)  # it may hold coordinates
         return form
 
     def _has_none(self, sizes: _Sizes | None) -> bool:
@@ -316,6 +317,15 @@ def _height_and_width(image: Entry) -> _Sizes:
 
 def _is_same(a: _Sizes, b: _Sizes) -> bool:
     return all(one & other for one, other in zip(a, b, strict=True))
+
+
+def shared_axes(value: ir.Value, image: ir.Value) -> tuple[int, ...] | None:
+    """Return the axes of a mask that are height and width of the images of an input; None if it has none."""
+    entry, sizes = Entry(image, image, form_of(image)), _sizes(value)
+    if sizes is None or not entry.form.is_picture:
+        return None
+    forms = (form for form in _forms(sizes, entry) if _is_same(_at(sizes, form), _height_and_width(entry)))
+    return next((tuple(axis - (len(sizes) == 3) for axis in form.axes) for form in forms), None)
 
 
 def _may_be_same_batch(a: ir.Value, b: ir.Value) -> bool:

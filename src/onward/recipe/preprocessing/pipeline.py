@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS, SIZES
+from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
 from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
 
@@ -84,6 +84,12 @@ class Pipeline:
     @property
     def is_text(self) -> bool:
         return any(spec.name == TEXT for spec in self.specs)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """The height and width of what comes out, where an operation fixes them."""
+        spec = next((spec for spec in reversed(self.specs) if spec.name in SIZES), None)
+        return None if spec is None else size_of(spec.name, spec.options["size"])
 
     @property
     def resized_late_by(self) -> str | None:
