@@ -18,6 +18,7 @@ from onward.training.data import Batches, Binding, Dataset, Noise, Stream, fold,
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
+from onward.transform.rebatch import check_batch_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class _Part:
 def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
     """Open the data of a run, unless they are `opened`, and match them with the model."""
     labels = labels_of(engine.model)
+    fixed = check_batch_axis(engine.of_a_batch, engine.model.inputs, processes=engine.group.size)
     noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
     part, held_out = _parts(engine.model, inputs, config, opened, labels)
@@ -67,12 +69,8 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             group=engine.group,
         )
 
-    fixed = _fixed_size(engine)
-    if fixed is not None and fixed != config.batch_size and isinstance(part.data, Dataset | SizedStream):
-        raise DataError(
-            f"the model takes batches of {fixed}, not of {config.batch_size}",
-            hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
-        )
+    if isinstance(part.data, Dataset | SizedStream):
+        check_batch_axis(engine.of_a_batch, engine.model.inputs, config.batch_size, engine.group.size)
     last: Last = "drop" if fixed is not None and config.last == "keep" else config.last
     training = batches(part, config.shuffle, last)
     if training.per_epoch is not None and training.per_epoch < engine.batches:
@@ -92,13 +90,6 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     validation = batches(held_out, False, "keep" if fixed is None else "pad") if held_out is not None else None
     classes = part.way[labels.name].classes if labels is not None else None
     return Feed(training, validation, list(notes), fixed, classes)
-
-
-def _fixed_size(engine: Engine) -> int | None:
-    """The only size of batch that a model takes, in all processes together."""
-    shapes = [value.shape for value in engine.inputs.values()]
-    sizes = [shape[0] for shape in shapes if shape is not None and len(shape) and isinstance(shape[0], int)]
-    return sizes[0] * engine.group.size if sizes else None
 
 
 def _parts(

@@ -17,9 +17,7 @@ from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, check_masks, with_data
 from onward.training.vocabularies import in_kinds, with_vocabularies
-from onward.transform.rebatch import fixed_batch, rebatch
-
-_USUAL_BATCH = 32
+from onward.transform.rebatch import USUAL_BATCH, fixed_batch, rebatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,7 @@ def prepare_training(
                 hint="leave it out, or strip the model first (`onward.transform.strip`)",
             )
         notes = [note for step in original.steps for note in notes_on_moves(step)]
-        return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH, notes)
+        return Prepared(original, batch_size or fixed_batch(original) or USUAL_BATCH, notes)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "to train a model one must know its loss",
@@ -96,7 +94,7 @@ def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str
     """The model in a form that takes batches as large as wanted, that size, and what the user should know."""
     size = fixed_batch(model)
     if size is None or size == wanted or (size > 1 and wanted is None):
-        return model, wanted or size or _USUAL_BATCH, []
+        return model, wanted or size or USUAL_BATCH, []
     try:
         freed = rebatch(model)
     except UnsupportedError as error:
@@ -104,4 +102,4 @@ def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str
             raise
         return model, size, [f"{error}; so it is trained with those"]
     note = f"the model is for batches of {size}; for training it was made to take any size"
-    return freed, wanted or _USUAL_BATCH, [note]
+    return freed, wanted or USUAL_BATCH, [note]
