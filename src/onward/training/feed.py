@@ -102,7 +102,9 @@ def _parts(
     """What is trained on, and what is validated with, if anything."""
     images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
-    way = match(data.columns, inputs, config.columns)
+    own = {value.name for value in training.inputs if value.dtype is not None and value.dtype.is_floating_point()}
+    may_be_noise = own & inputs.keys() if len(training.steps) > 1 else ()  # that of a generator, beside the real data
+    way = match(data.columns, inputs, config.columns, may_be_noise)
     if labels is not None:
         if config.classes is not None:  # as they were when the run was started, for example
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
