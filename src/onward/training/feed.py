@@ -106,7 +106,7 @@ def _parts(
     may_be_noise = own & inputs.keys() if len(training.steps) > 1 else ()  # that of a generator, beside the real data
     way = match(data.columns, inputs, config.columns, may_be_noise)
     if labels is not None:
-        if config.classes is not None:  # as they were when the run was started, for example
+        if config.classes:  # as they were when the run was started, for example
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
             way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)

@@ -89,7 +89,8 @@ def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "verti
 def crop(chance: Chance, padding: int) -> Expr:
     """Moves a picture by up to `padding` pixels in each direction; what is laid open is 0."""
     chance.check("crop")
-    _check("padding", padding, isinstance(padding, int) and padding is not True and padding > 0, "a number of pixels")
+    is_count = is_number(padding) and isinstance(padding, int) and 0 < padding < 2**31
+    _check("padding", padding, is_count, "a number of pixels")
     op, axes = chance.op, chance.form.axes
     around = [padding if axis in axes else 0 for axis in range(4)]
     fill = [op.scalar(chance.fill, chance.x)] if chance.fill else []

@@ -184,6 +184,8 @@ def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTION
         return [parse(word, functions) for word in words(given.replace("|", " "))]
     if isinstance(given, Mapping | Spec):
         return [parse(given)]
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise RecipeError(f"{given!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
     return [spec for item in given for spec in specs_of(item, functions)]
 
 
