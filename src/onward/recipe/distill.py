@@ -59,7 +59,7 @@ class Distillation:
     def __init__(self, teacher: Source, distill: Any, alone: bool):
         """`alone`: there is no other loss, so that the weight is 1 unless it is given."""
         if isinstance(teacher, int | float | Mapping | list | tuple):
-            raise RecipeError(f"`teacher` is `{teacher}`, not a model", hint="give the path of an `.onnx` file")
+            raise RecipeError(f"`teacher` is `{teacher!r}`, not a model", hint="give the path of an `.onnx` file")
         given = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
         self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in given]
         if not alone and sum(term.weight for term in self.terms) > 1:

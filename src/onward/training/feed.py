@@ -102,9 +102,9 @@ def _parts(
     """What is trained on, and what is validated with, if anything."""
     images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
-    own = {value.name for value in training.inputs if value.dtype is not None and value.dtype.is_floating_point()}
-    may_be_noise = own & inputs.keys() if len(training.steps) > 1 else ()  # that of a generator, beside the real data
-    way = match(data.columns, inputs, config.columns, may_be_noise)
+    # A float input of the model that no column fits, beside several steps: the noise of a generator.
+    floats = [v.name or "" for v in training.inputs if v.dtype is not None and v.dtype.is_floating_point()]
+    way = match(data.columns, inputs, config.columns, floats if len(training.steps) > 1 else ())
     if labels is not None:
         if config.classes:  # as they were when the run was started, for example
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")

@@ -186,7 +186,7 @@ class Augmentation:
             sizes, image = _sizes(value, entry), self._image
             whole = _height_and_width(image)
             forms = _forms(sizes, image) if _may_be_same_batch(value, image.point) else []
-            form = next((f for f in forms if _is_same(_at(sizes, f), whole)), None)
+            form = next((each for each in forms if _is_same(_at(sizes or (), each), whole)), None)
             if form is None and self._along is not None:
                 form = self._named_form(name, sizes)
             if form is None and not self._has_none(sizes):

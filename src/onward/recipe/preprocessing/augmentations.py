@@ -100,8 +100,9 @@ def crop(chance: Chance, padding: int) -> Expr:
     last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
     places: Expr | None = None
     for axis in range(last):
-        is_given = chance.size is not None and axis in axes
-        count = chance.size[axes.index(axis)] if is_given else op.Gather(shape, np.int64(axis))
+        count = op.Gather(shape, np.int64(axis))
+        if chance.size is not None and axis in axes:
+            count = chance.size[axes.index(axis)]
         along = _along(op, count, axis, last)
         if axis in axes:
             offset = offsets[axes.index(axis)]
