@@ -100,7 +100,7 @@ def told(function: Any, *arguments: Any, **named: Any) -> str:
         ("groups", 3, "`groups` is `3`"),
         ("init", None, "`init` is `None`"),
         ("preprocess", 3, "3 is no text"),
-        ("teacher", 3, "a `int` is no ONNX model"),
+        ("teacher", 3, "`teacher` is `3`, not a model | give the path of an `.onnx` file"),
         ("optimizer", {"name": "adam", "learning_rate": 1}, "no option `learning_rate` | did you mean `lr`?"),
     ],
 )

@@ -35,26 +35,7 @@ def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: 
         for _ in range(steps - 1):
             engine.step({"image": images[:2], "labels": np.zeros(2, np.int64)})
         model = engine.updated()
-    combined = Model(model.combined())
-    graph = combined.graph
-    seen = next(value for node in graph for value in node.outputs if value.name == "image/augmented")
-    graph.outputs[:] = [seen]
-    remove_unused(graph)
-    graph.inputs[:] = [value for value in graph.inputs if value.name == "image"]
-    return ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, {"image": images})[0]
-
-
-def seen_by_step(training: Model, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a step makes of its inputs before it uses them, by input."""
-    combined = Model(training.combined())
-    graph = combined.graph
-    made = [v for node in graph for v in node.outputs if (v.name or "").endswith(("/augmented", "/moved"))]
-    graph.outputs[:] = made
-    remove_unused(graph)
-    inputs = {value.name: batch[value.name] for value in graph.inputs if value.name in batch}
-    graph.inputs[:] = [value for value in graph.inputs if value.name in batch]
-    found = ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, inputs)
-    return {(value.name or "").rpartition("/")[0]: array for value, array in zip(made, found, strict=True)}
+    return read_by_step(model, {"image": images})["image"]
 
 
 def read_by_step(training: Model, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
