@@ -324,6 +324,12 @@ def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str
     [
         ("image", np.nan, "column `image` is NaN (not a number) in row 90 of bad.npz", "fill in what is missing"),
         ("labels", -1, "label -1 in row 90 of bad.npz", "if -1 means no class: `cross_entropy:ignore_index=-1`"),
+        (
+            "labels",
+            -100,
+            "label -100 in row 90 of bad.npz",
+            "if -100 means no class: `cross_entropy:ignore_index=-100`",
+        ),
         ("labels", 255, "label 255 in row 90 of bad.npz", "if 255 means no class: `cross_entropy:ignore_index=255`"),
         ("labels", 10, "label 10 in row 90 of bad.npz", "or give the model more classes: `--new-head 11`"),
     ],
