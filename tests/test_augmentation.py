@@ -343,6 +343,11 @@ def detector(shape: str) -> onnx.ModelProto:
             "`augment` moves `image` and `other` in different ways",
         ),
         (
+            segmenter(more=", float[N, 1, 8, 8] second, float[N, 1, 8, 8] third"),
+            {"augment": {"image": "flip", "second": "flip", "third": "flip:p=1"}},
+            "`augment` moves `image` and `third` in different ways",
+        ),
+        (
             segmenter("N, 1, 8, 8", "N, 1, 8, 8"),
             {"preprocess": "input:shape=[1,12,12] normalize:mean=9 center_crop:size=8"},
             "put `center_crop` before `normalize`",

@@ -84,8 +84,8 @@ class Augmentation:
         """The flips and crops of the image, in order."""
         self._size: list[Expr] = []
         self._moved, self._kept = [*moving], list[str]()
-        if len(moving) > 1 and self._along != []:
-            self._check_pair(*moving[:2])
+        for other in moving[1:] if self._along != [] else ():
+            self._check_pair(moving[0], other)
         self.changed: dict[ir.Value, ir.Value] = {}
         """What is augmented -> what training has in its place."""
         for name in [*moving, *(name for name in inputs if name not in moving)]:
