@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 import onward
 from conftest import needs
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 from onward.arguments import Range
+from onward.cli.app import BUG
+from onward.cli.commands import app
 from onward.errors import ArgumentError
+from onward.options import StepOptions, TrainOptions, options_of
+from onward.recipe.initialize import INITIALIZERS
+from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
+from onward.recipe.preprocessing.operations import OPERATIONS
+from onward.recipe.spec import options_of as options_within
 
 DATA = {"image": np.zeros((8, 64), np.float32), "labels": np.zeros(8, np.int64)}
 NAN, INFINITY = float("nan"), float("inf")
@@ -89,7 +100,7 @@ def told(function: Any, *arguments: Any, **named: Any) -> str:
         ("groups", 3, "`groups` is `3`"),
         ("init", None, "`init` is `None`"),
         ("preprocess", 3, "3 is no text"),
-        ("teacher", 3, "a `int` is no ONNX model"),
+        ("teacher", 3, "`teacher` is `3`, not a model | give the path of an `.onnx` file"),
         ("optimizer", {"name": "adam", "learning_rate": 1}, "no option `learning_rate` | did you mean `lr`?"),
     ],
 )
@@ -148,6 +159,106 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
 )
 def test_calls_that_cannot_be(call: Any, said: str) -> None:
     assert said in told(call)
+
+
+# ---- every option with every kind of wrong value ---------------------------------------------------------------------
+
+WRONG: list[Any] = [
+    0, 1, 1.5, True, 10**30, "", "x:y=1", [], [1], [None], [[]], ["x", 1], [{}], {}, {"a": None}, {"a": [1]},
+    {"name": 1}, {"name": None}, {"name": "x", "y": [1]}, {1: 2}, b"x", object(), np.zeros(2),
+]  # fmt: skip
+NEEDED = {"move_with_image": {"augment": "flip"}, "distill": {"teacher": "digits.onnx"}}
+"""What else must be given, so that an option counts."""
+RECIPES = {one.name for one in options_of(StepOptions)}
+RUNS = {one.name for one in options_of(TrainOptions)}
+
+
+@pytest.fixture
+def elsewhere(_inside: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of its own, for what is accepted."""
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        onnx.save(digits_mlp(8), "digits.onnx")
+        onnx.save(small_cnn(2), "pictures.onnx")
+        np.savez("d.npz", **DATA)
+        yield
+
+
+def accepted_or_refused(function: Any, *arguments: Any, **named: Any) -> None:
+    """Anything but an error of ours is one."""
+    with contextlib.suppress(onward.Error):
+        function(*arguments, **named)
+
+
+def model_for(name: str) -> str:
+    return "pictures.onnx" if name in ("preprocess", "augment", "move_with_image") else "digits.onnx"
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_options_of_recipes_with_wrong_values(name: str) -> None:
+    for value in WRONG:
+        given = {"loss": "ce", **NEEDED.get(name, {}), name: value}
+        accepted_or_refused(onward.prepare, model_for(name), **given)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", sorted(RUNS - RECIPES))
+def test_options_of_runs_with_wrong_values(name: str) -> None:
+    for value in WRONG:
+        given = {"model": "digits.onnx", "data": DATA, "loss": "ce", "epochs": 0, "quiet": True, name: value}
+        if name != "epochs" or not isinstance(value, int):
+            accepted_or_refused(onward.train, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", sorted(RUNS - {"epochs"}))
+def test_options_in_files_with_wrong_values(name: str) -> None:
+    for value in WRONG:
+        settings = {"model": model_for(name), "data": "d.npz", "loss": "ce", "epochs": 0, **NEEDED.get(name, {})}
+        with contextlib.suppress(yaml.YAMLError):  # some values cannot be written to a file
+            Path("run.yaml").write_text(yaml.safe_dump({**settings, name: value}))
+            accepted_or_refused(onward.train, config="run.yaml", quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("one", list(options_of(StepOptions)), ids=lambda one: one.name)
+def test_options_of_commands_with_wrong_values(one: Any) -> None:
+    for word in ("", "x", "1", "-1.5", "nan", "x=1", "a=b:c=1", ":", "=", "[]", "{}", "none", "x=", "[1,[2]]", "é"):
+        loss = ["--loss", "ce"] if one.name != "loss" else []
+        arguments = ["prepare", model_for(one.name), "--force", *loss, f"{one.flags[0]}={word}"]
+        assert BUG not in CliRunner().invoke(app, arguments).output, arguments
+
+
+def suboptions() -> Iterator[tuple[str, str, list[str]]]:
+    """An option, a name that it can have, and the options of that."""
+    known: dict[str, dict[str, Any]] = {
+        "augment": dict(AUGMENTATIONS),
+        "preprocess": {name: operation.build for name, operation in OPERATIONS.items()},
+    }
+    for option, entries in known.items():
+        yield from ((option, name, list(options_within(function)[0])) for name, function in entries.items())
+    yield from (("init", name, list(entry.options)) for name, entry in INITIALIZERS.items())
+    yield "quantize", "int8", ["weights", "block", "keep", "targets", "operators", "ranges", "activations"]
+    yield "prune", "magnitude", ["sparsity"]
+    yield "clip", "norm", ["norm", "variant"]
+    yield "distill", "kl", ["temperature", "weight", "axis", "student", "teacher"]
+    yield "sample_weight", "w", ["by"]
+    yield "loss_scale", "dynamic", ["growth_interval"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("option", "name", "names"), list(suboptions()))
+def test_options_within_options_with_wrong_values(option: str, name: str, names: list[str]) -> None:
+    for key in names:
+        for value in WRONG:
+            spec = {"name": name, key: value}
+            given = {**NEEDED.get(option, {}), option: {"*": spec} if option == "init" else spec}
+            accepted_or_refused(onward.prepare, model_for(option), loss="ce", **given)
 
 
 def test_modules_of_frameworks_are_told_the_way_in() -> None:

@@ -33,7 +33,8 @@ USUAL = [
     "a loss that is drawn", "several losses", "several losses, one inside", "a loss of the model's own beside",
     "optimizer adamw", "an optimizer that is drawn", "groups", "clipped by norm", "accumulation", "averages",
     "a scale of the loss", "schedule cosine:steps=8,min=0.01,warmup=4", "augmentation", "preprocessing", "dropout",
-    "batch normalization", "a function", "quantisation", "initialization", "a teacher", "two steps",
+    "masks under augmentation", "batch normalization", "a function", "quantisation", "initialization", "a teacher",
+    "two steps",
 ]  # fmt: skip
 """One of each kind."""
 FEWER = ["cross_entropy on an inner value", "a scale of the loss", "augmentation", "a teacher", "two steps"]

@@ -21,7 +21,8 @@ from onward.model import Model
 from onward.training.api import resume, train
 from onward.training.run import Run
 from onward.transform.unused import remove_unused
-from runs import QUIET, accuracy, interrupted_after, state
+from runs import QUIET, accuracy, interrupted_after, outputs, state
+from whole_runs import WholeRun, check_same, trained
 
 RECIPE: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
 PICTURES = np.random.default_rng(0).random((512, 1, 8, 8), np.float32)  # no two pixels are alike
@@ -34,13 +35,20 @@ def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: 
         for _ in range(steps - 1):
             engine.step({"image": images[:2], "labels": np.zeros(2, np.int64)})
         model = engine.updated()
-    combined = Model(model.combined())
+    return read_by_step(model, {"image": images})["image"]
+
+
+def read_by_step(training: Model, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What augmentation makes of the inputs of a step, by input."""
+    combined = Model(training.combined())
     graph = combined.graph
-    seen = next(value for node in graph for value in node.outputs if value.name == "image/augmented")
-    graph.outputs[:] = [seen]
+    made = [v for node in graph for v in node.outputs if (v.name or "").endswith(("/augmented", "/moved"))]
+    graph.outputs[:] = made
     remove_unused(graph)
-    graph.inputs[:] = [value for value in graph.inputs if value.name == "image"]
-    return ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, {"image": images})[0]
+    graph.inputs[:] = [value for value in graph.inputs if value.name in batch]
+    session = ort.InferenceSession(combined.to_proto().SerializeToString())
+    found = session.run(None, {value.name or "": batch[value.name or ""] for value in graph.inputs})
+    return {(value.name or "").rpartition("/")[0]: array for value, array in zip(made, found, strict=True)}
 
 
 def assert_share(happened: np.ndarray, p: float) -> None:
@@ -192,6 +200,187 @@ def test_engines_draw_the_same(engine: str) -> None:
             assert float(other.step(batch)["loss"]) == pytest.approx(float(ours.step(batch)["loss"]), rel=1e-5)
 
 
+# ---- masks and further images ----------------------------------------------------------------------------------------
+
+CODES = np.arange(64 * 64, dtype=np.int64).reshape(64, 8, 8) + 1  # no two pixels are alike, and none is 0
+PLACED = [codes[y : y + 8, x : x + 8] for codes in (CODES[0], CODES[0, :, ::-1])
+          for codes in (np.pad(codes, 2),) for y, x in itertools.product(range(5), repeat=2)]  # fmt: skip
+"""All that `flip crop:padding=2` can make of the first of them, but for the codes that the others add."""
+
+
+def segmenter(image: str = "N, 1, 8, 8", logits: str = "N, 1, 8, 8", more: str = "", body: str = "") -> onnx.ModelProto:
+    """A model with a number for each pixel."""
+    return onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        segmenter (float[{image}] image{more}) => (float[{logits}] logits) <float[1] weight = {{1.0}}>
+        {{ logits = Mul (image, weight) {body} }}"""
+    )
+
+
+def pixelwise(model: onnx.ModelProto, augment: Any = "flip crop:padding=2", loss: str = "mse", **recipe: Any) -> Model:
+    settings = {"optimizer": "sgd:lr=0.05", "trainable": "weight", **recipe}
+    return onward.prepare(model, loss=loss, augment=augment, **settings)
+
+
+def assert_alike(*moved: np.ndarray) -> None:
+    """That all are moved by the same draw for each sample, and as numpy would."""
+    masks = [array.astype(np.int64).reshape(64, 8, 8) for array in moved]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+    first = np.where(masks[0] > 0, (masks[0] - 1) % 64 + 1, 0)
+    found = np.array([[np.array_equal(mask, placed) for placed in PLACED] for mask in first])
+    assert (found.sum(1) == 1).all() and found.any(0).sum() > 20
+    np.testing.assert_array_equal((masks[0].max((1, 2)) - 1) // 64, np.arange(64))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "shape"),
+    [
+        (segmenter(), {"loss": "mse"}, (64, 1, 8, 8)),
+        (segmenter("N, 1, H, W", "N, 1, H, W"), {"loss": "bce_with_logits"}, (64, 1, 8, 8)),
+        (
+            segmenter("N, 1, H, W", "N, 1, H, W"),
+            {"loss": "ce", "preprocess": "input:dtype=float32 resize:size=8"},
+            (64, 8, 8),
+        ),
+        (segmenter("N, 8, 8, 1", "N, 8, 8, 1"), {"loss": "ce:axis=-1"}, (64, 8, 8)),
+        (
+            segmenter("N, 8, 8, 1", "N, 8, 8, 1"),
+            {"preprocess": "input:dtype=float32 normalize:std=2 channels_last"},
+            (64, 8, 8, 1),
+        ),
+        (segmenter(), {"augment": "noise:std=0.01 flip brightness crop:padding=2"}, (64, 1, 8, 8)),
+    ],
+)
+def test_a_target_moves_with_its_image(model: onnx.ModelProto, settings: dict, shape: tuple[int, ...]) -> None:
+    training = pixelwise(model, **settings)
+    (target,) = training.step().algorithm.inputs
+    size = [
+        dim if isinstance(dim, int) else 64 if axis == 0 else 8 for axis, dim in enumerate(training.inputs[0].shape)
+    ]
+    batch = {"image": CODES.reshape(size).astype("f"), target.name: CODES.reshape(shape).astype(target.dtype.numpy())}
+    seen = read_by_step(training, batch)
+    assert_alike(*([seen[target.name]] if "noise" in settings.get("augment", "") else seen.values()))
+    assert onward.check(training) == []
+
+
+def test_inputs_move_with_their_image() -> None:
+    """A second image and masks of all types, that the model takes; the loss is a value of the model."""
+    kinds = ("float", "double", "float16", "bool", "int8", "uint16", "int32", "int64", "uint8", "uint32")
+    more = "".join(f", {kind}[N, 8, 8] {kind}_mask" for kind in kinds) + ", float[N, 8, 8, 3] other, float[N, 5] age"
+    model = segmenter(more=more, body="loss = ReduceMean<keepdims=0>(logits)")
+    batch = {"image": CODES[:, None].astype(np.float32), "other": np.repeat(CODES[..., None], 3, -1).astype(np.float32)}
+    types = {
+        value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        for value in model.graph.input
+    }
+    batch |= {f"{kind}_mask": (CODES % 90).astype(types[f"{kind}_mask"]) for kind in kinds}
+    training = pixelwise(model, "image=flip crop:padding=2", loss="value:loss")
+    seen = read_by_step(training, batch)
+    assert training.step().fact("train.augmentation") == {"moved": [n for n in types if n != "age"], "kept": ["age"]}
+    assert_alike(seen["image"], seen["other"][..., 2])
+    for name, mask in batch.items():
+        codes = seen["image"][:, 0].astype(np.int64)
+        expected = np.where(
+            codes > 0,
+            mask.reshape(-1, *mask.shape[3:])[codes.ravel() - 1].reshape(seen[name].shape) if mask.ndim == 3 else 0,
+            0,
+        )
+        assert mask.ndim != 3 or np.array_equal(seen[name], expected.astype(mask.dtype))
+
+
+def test_pairs_of_images() -> None:
+    model = segmenter(more=", float[N, 1, 8, 8] other")
+    image = CODES[:, None].astype(np.float32)
+    batch = {"image": image, "other": image, "target": image}
+    both = ["image=flip crop:padding=2", "other=brightness flip crop:padding=2"]
+    seen = read_by_step(pixelwise(model, ["image=flip crop:padding=2", "other=flip crop:padding=2"]), batch)
+    assert_alike(*seen.values())
+    seen = read_by_step(pixelwise(model, both), batch)
+    assert_alike(seen["image"], seen["target"])
+    np.testing.assert_array_equal(seen["other"] == 0, seen["image"] == 0)
+    seen = read_by_step(pixelwise(model, both, move_with_image="none"), batch)
+    assert "target" not in seen and ((seen["other"] == 0) != (seen["image"] == 0)).any()
+
+
+def test_what_a_crop_lays_open_is_ignored_where_the_loss_ignores_something() -> None:
+    training = pixelwise(segmenter(), loss="ce:ignore_index=-1")
+    seen = read_by_step(training, {"image": CODES[:, None].astype(np.float32), "labels": CODES})
+    assert_alike(seen["image"], np.where(seen["labels"] == -1, 0, seen["labels"]))
+    assert (seen["labels"] == -1).any() and not (seen["labels"] == 0).any()
+
+
+def detector(shape: str) -> onnx.ModelProto:
+    """A model of images that gives numbers of a shape."""
+    sizes = [int(size) for size in shape.split(",")]
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        detector (float[N, 1, 8, 8] image) => (float[N, {shape}] found) <float[1] weight = {{1.0}},
+            int64[1] start = {{0}}, int64[1] end = {{{np.prod(sizes)}}}, int64[1] axis = {{1}},
+            int64[{len(sizes) + 1}] shape = {{-1, {shape}}}>
+        {{ scaled = Mul (image, weight) flat = Flatten (scaled) part = Slice (flat, start, end, axis)
+          found = Reshape (part, shape) }}"""
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "why"),
+    [
+        (detector("10, 4"), {}, "`target` [N, 10, 4] may have to move with `image` under `flip` and `crop`"),
+        (detector("5, 2"), {"augment": "flip"}, "if it holds coordinates, leave `flip` out"),
+        (detector("10, 4"), {}, 'if it stays as it is: `move_with_image="none"` (`--move-with-image none`)'),
+        (detector("64"), {}, "give it the height and width of the image"),
+        (detector("4, 4"), {"augment": "flip"}, 'a mask or image: `move_with_image=["target"]`'),
+        (detector("4, 4"), {"move_with_image": "target"}, "`crop` moves by pixels, and `target` is 4 x 4, not 8 x 8"),
+        (detector("10, 4"), {"move_with_image": "target"}, "`target` is 10 x 4 and the image 8 x 8"),
+        (detector("4"), {"move_with_image": "target"}, "`target` has no height and width that could move"),
+        (segmenter(), {"move_with_image": ["targte"]}, "no input or target `targte` to move | did you mean `target`?"),
+        (segmenter(), {"augment": "noise", "move_with_image": "target"}, "has no effect without `flip` or `crop`"),
+        (segmenter(more=", float[N, 4, 4] low"), {}, "`low` [N, 4, 4] may have to move with `image`"),
+        (
+            segmenter(more=", float[N, 1, 8, 8] other"),
+            {"augment": {"image": "flip", "other": "crop:padding=1"}},
+            "`augment` moves `image` and `other` in different ways",
+        ),
+        (
+            segmenter(more=", float[N, 1, 8, 8] second, float[N, 1, 8, 8] third"),
+            {"augment": {"image": "flip", "second": "flip", "third": "flip:p=1"}},
+            "`augment` moves `image` and `third` in different ways",
+        ),
+        (
+            segmenter("N, 1, 8, 8", "N, 1, 8, 8"),
+            {"preprocess": "input:shape=[1,12,12] normalize:mean=9 center_crop:size=8"},
+            "put `center_crop` before `normalize`",
+        ),
+    ],
+)
+def test_what_may_have_to_move_is_refused(model: onnx.ModelProto, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(Error) as caught:
+        pixelwise(model, **settings)
+    assert why in f"{caught.value} | {caught.value.hint}"
+
+
+def test_what_stays_is_said() -> None:
+    kept = {"moved": ["image"], "kept": ["target"]}
+    for shape, settings in (("4", {}), ("10, 4", {"move_with_image": "none"}), ("10, 4", {"move_with_image": []})):
+        training = pixelwise(detector(shape), **settings)
+        assert training.step().fact("train.augmentation") == kept
+        assert onward.describe(training).remarks == ("augmentation moves `image` alike; `target` stays as it is",)
+    small = pixelwise(detector("4, 4"), "flip", move_with_image="target")
+    target = np.arange(64 * 16, dtype=np.float32).reshape(64, 4, 4)
+    seen = read_by_step(small, {"image": CODES[:, None].astype(np.float32), "target": target})
+    flipped = same(seen["image"], CODES[:, None, :, ::-1])
+    np.testing.assert_array_equal(seen["target"], np.where(flipped[:, None, None], target[..., ::-1], target))
+
+
+def test_a_mask_of_another_size_fails_in_the_step() -> None:
+    """Symbols say that sizes are the same, and data may say otherwise."""
+    training = pixelwise(segmenter("N, 1, H, W", "N, 1, H, W"), "crop:padding=2")
+    image = CODES[:, None].astype(np.float32)
+    with start(training) as engine, pytest.raises(Error):
+        engine.step({"image": image, "target": np.repeat(image, 2, -1)})
+
+
 # ---- in runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -253,3 +442,54 @@ def test_the_model_that_comes_out_takes_what_it_took(folder: Path) -> None:
 
 def _accuracies(run: Run) -> list[float]:
     return [event["accuracy"] for event in run.log if event["event"] == "validation"]
+
+
+def shapes(count: int = 256) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Bright rectangles, and a model that sees all pixels at once: it could learn to mirror masks, too."""
+    rng = np.random.default_rng(0)
+    masks = np.zeros((count, 8, 8), np.int64)
+    for mask, (top, left), (height, width) in zip(
+        masks, rng.integers(0, 6, (count, 2)), rng.integers(2, 5, (count, 2)), strict=True
+    ):
+        mask[top : top + height, left : left + width] = 1
+    images = (rng.uniform(0, 0.3, masks.shape) + masks).astype(np.float32)[:, None]
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]>
+        segmenter (float[N, 1, 8, 8] image) => (float[N, 2, 8, 8] logits) <int64[4] shape = {-1, 2, 8, 8}>
+        { flat = Flatten (image) scores = MatMul (flat, weight) logits = Reshape (scores, shape) }"""
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((64, 128), np.float32), "weight"))
+    return model, {"image": images, "labels": masks}
+
+
+def test_masks_are_learned_from_mirrored_pictures(folder: Path) -> None:
+    model, data = shapes()
+    settings = {**QUIET, "loss": "ce", "optimizer": "adam:lr=0.05", "epochs": 8, "validation": data}
+    plain = train(model, data, run="plain", **settings)
+    run = train(model, data, augment="flip:p=1", run="mirrored", **settings)
+    covered = data["labels"] == 1
+    for each in (plain, run):
+        found = outputs(each.last, data["image"]).argmax(1)
+        assert (found == data["labels"]).mean() > 0.97 and found[covered].mean() > 0.9
+    moved = [event.get("augmentation") for event in run.log if event["event"] == "start"]
+    assert moved == [{"moved": ["image", "labels"], "kept": []}]
+
+
+def test_whole_runs_move_masks(folder: Path) -> None:
+    model, data = shapes(40)
+    training = onward.prepare(model, loss="ce", optimizer="adam:lr=0.1", augment="flip crop:padding=2")
+    whole = WholeRun(training, batch_size=16)
+    check_same(whole, whole(data, 2), trained(training, data, folder, epochs=2, batch_size=16))
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_masks_that_preprocessing_leaves_in_their_size_are_refused(folder: Path, symbolic: bool) -> None:
+    model, data = shapes(8)
+    for value in (*model.graph.input, *model.graph.output) if symbolic else ():
+        for axis, name in ((2, "H"), (3, "W")):
+            value.type.tensor_type.shape.dim[axis].dim_param = name
+    large = {name: np.kron(array, np.ones((2, 2), array.dtype)) for name, array in data.items()}
+    with pytest.raises(Error, match="`labels` is 16 x 16, and preprocessing makes the images of `image` 8 x 8"):
+        train(model, large, loss="ce", preprocess="resize:size=8", run="large", **QUIET)
+    assert not (folder / "large").exists()
+    train(model, large | {"labels": data["labels"]}, loss="ce", preprocess="resize:size=8", run="small", **QUIET)

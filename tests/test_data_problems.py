@@ -133,6 +133,30 @@ def test_an_ambiguous_match_says_how_to_map() -> None:
     assert caught.value.hint == 'say which column it is: --map label=a, or columns={"label": "a"}'
 
 
+def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
+    """Only the input of a generator may be noise, and only where no column is left for it."""
+    rows = {"x": (FLOAT, [None, 4]), "y": (INT64, [None])}
+    names = ("a", "b", "c", "d", "e")
+    few, many = (columns(**dict.fromkeys(names[:n], "float32"), kind="int64") for n in (3, 5))
+    hints = {"`x` takes 4 numbers, `y` 1: the data have 4 columns of numbers; add what is missing": few}
+    hints['name 4 columns: columns={"x": ["a", "b", "c", ...]}, or --map \'x=PATTERN\''] = {
+        **many, "text": columns(text="U5")["text"]
+    }  # fmt: skip
+    for hint, have in hints.items():
+        for may_be_noise in ((), ("x",)):
+            with pytest.raises(DataError) as caught:
+                match(have, inputs(**rows), may_be_noise=may_be_noise)
+            assert caught.value.hint == hint
+    gan = inputs(image=(FLOAT, [None, 8, 8]), z=(FLOAT, [None, 16]))
+    for may_be_noise, offers in (((), False), (("image", "z"), True)):
+        with pytest.raises(DataError) as caught:
+            match(columns(image="float32 8 8"), gan, may_be_noise=may_be_noise)
+        assert ("--noise z=normal" in str(caught.value.hint)) == offers
+    with pytest.raises(DataError) as caught:
+        match(columns(image="float32 8 8", w="float32 15"), gan, may_be_noise=("image", "z"))
+    assert "noise" not in str(caught.value.hint)
+
+
 def test_columns_side_by_side_keep_their_order() -> None:
     data = open_data({"a": np.arange(3.0), "y": np.arange(3), "b": np.arange(3) + 10})
     wanted = inputs(x=(FLOAT, [None, 2, 1]), y=(INT64, [None]))

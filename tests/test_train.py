@@ -163,6 +163,56 @@ def test_a_last_batch_that_is_not_full(folder: Path, capfd: pytest.CaptureFixtur
         train(onward.prepare(model, **RECIPE), data, batch_size=16, **QUIET)
 
 
+def recurrent(inputs: str, result: str = "batch, 2") -> onnx.ModelProto:
+    """A model of samples and a state."""
+    return onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        recurrent ({inputs}) => (float[{result}] output)
+        <float[2, 2] weight = {{1.0, 2.0, 3.0, 4.0}}, int64[1] axis = {{0}}>
+        {{ sum = ReduceSum<keepdims = 0> (state, axis) both = Add (input, sum) output = MatMul (both, weight) }}"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ("float[batch, 2] input, float[2, batch, 2] state", "`batch` is axis 0 of `input` and axis 1 of `state`"),
+        ("float[2, batch, 2] state, float[batch, 2] input", "`batch` is axis 0 of `input` and axis 1 of `state`"),
+        (
+            "float[B, 2] input, float[2, batch, 2] state",
+            "`batch` is axis 1 of `state`, and rows are taken along axis 0",
+        ),
+        ("float[time, batch, 2] input, float[time, batch, 2] state", "`batch` is axis 1 of `input`, and rows are"),
+        (
+            "float[1, 2] input, float[2, 1, 2] state",
+            "axis 0 is 1 for `input` and 2 for `state`, so it is not the batch",
+        ),
+        ("float[B, 2] input, float[2, N, 2] state", "`state` takes 2 rows in every batch, and `input` any number"),
+    ],
+)
+def test_a_batch_that_is_not_axis_0_is_refused(folder: Path, inputs: str, said: str) -> None:
+    """No size of batch is right for the layers of a state, and none is hinted at."""
+    model = recurrent(inputs, "D, E" if "time" not in inputs else "D, E, F")
+    rng = np.random.default_rng(0)
+    arrays = {"input": rng.normal(size=(8, 2)), "state": rng.normal(size=(2, 8, 2)), "target": rng.normal(size=(8, 2))}
+    data = {name: array.astype(np.float32) for name, array in arrays.items()}
+    settings = {"loss": "mse", "optimizer": "sgd:lr=0.1", "trainable": "weight"}
+    rows = data | {"state": np.moveaxis(data["state"], 1, 0)}
+    for given in (data, rows, lambda: iter([data])) if "any number" not in said else [rows]:
+        with pytest.raises(DataError) as caught:
+            train(model, given, **settings, **QUIET)
+        assert said in str(caught.value) and "batch_size" not in str(caught.value.hint)
+    with pytest.raises(DataError, match=said.split(" any")[0]):
+        onward.lower(onward.prepare(model, **settings), part="run", batch_size=4)
+    assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+
+
+def test_columns_of_different_lengths_name_the_axis_of_rows() -> None:
+    with pytest.raises(DataError) as caught:
+        train(digits_mlp(), {"image": np.zeros((64, 8)), "labels": np.zeros(8, int), "other": np.zeros(8)}, loss="ce")
+    assert "rows are axis 0: if those of `image` are axis 1, move them there in the data" in str(caught.value.hint)
+
+
 def test_a_stream_with_a_last_batch_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = digits(80)
 

@@ -310,12 +310,53 @@ def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str
 
     with pytest.raises(DataError, match="the file is gone"):
         train(digits_mlp(), batches, run="run", threads=1, **RECIPE)
-    assert "saved after step 1: `onward train --resume run` goes on" in capfd.readouterr().err
+    way_on = "saved after step 1: once the cause is removed, continue with `onward.resume('run', data)`"
+    assert way_on in capfd.readouterr().err
     run = Run("run")
     assert run.progress["step"] == 1 and run.log[-1]["reason"] == "failed"
     data = digits()
     steps = resume(run, lambda: ({n: a[i : i + 16] for n, a in data.items()} for i in (0, 16)), quiet=True)
     assert steps.progress["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said", "hint"),
+    [
+        ("image", np.nan, "column `image` is NaN (not a number) in row 90 of bad.npz", "fill in what is missing"),
+        ("labels", -1, "label -1 in row 90 of bad.npz", "if -1 means no class: `cross_entropy:ignore_index=-1`"),
+        (
+            "labels",
+            -100,
+            "label -100 in row 90 of bad.npz",
+            "if -100 means no class: `cross_entropy:ignore_index=-100`",
+        ),
+        ("labels", 255, "label 255 in row 90 of bad.npz", "if 255 means no class: `cross_entropy:ignore_index=255`"),
+        ("labels", 10, "label 10 in row 90 of bad.npz", "or give the model more classes: `--new-head 11`"),
+    ],
+)
+def test_a_bad_row_is_named_and_the_run_continues_without_it(
+    folder: Path, capfd: pytest.CaptureFixture[str], column: str, value: float, said: str, hint: str
+) -> None:
+    data = digits(96)
+    good = data[column][90].copy()
+    data[column][90] = value
+    np.savez("bad.npz", **data)
+    with pytest.raises(DataError) as caught:
+        train(digits_mlp(), "bad.npz", run="run", shuffle=False, **RECIPE)
+    assert said in str(caught.value) and hint in str(caught.value.hint) and "begin at 1" not in str(caught.value.hint)
+    assert "once the cause is removed, continue with `onward train --resume run`" in capfd.readouterr().err
+    with pytest.raises(DataError, match="row 90"):
+        resume("run", quiet=True)
+    data[column][90] = good
+    np.savez("bad.npz", **data)
+    assert resume("run", quiet=True).progress["step"] == 3
+
+
+def test_labels_that_begin_at_1(folder: Path) -> None:
+    data = digits(96)
+    with pytest.raises(DataError) as caught:
+        train(digits_mlp(), data | {"labels": data["labels"] + 1}, run="run", **RECIPE, **QUIET)
+    assert "if they begin at 1, subtract 1" in str(caught.value.hint)
 
 
 def test_a_file_that_disappears_in_the_run(folder: Path) -> None:
@@ -355,7 +396,7 @@ def test_a_file_that_cannot_be_written(
         run = train("model.onnx", "data.npz", run="run", **{**killed_runs.SETTINGS, "save_every": save_every})
     with files_of_at_most(size), pytest.raises(WriteError, match=f"{message}: File too large") as error:
         resume(run, quiet=True)
-    assert "then `onward train --resume run` goes on from step 3" in (error.value.hint or "")
+    assert "then continue from step 3 with `onward train --resume run`" in (error.value.hint or "")
     assert run.progress["step"] == 3
     assert_same(resume(run, quiet=True), whole)
 
@@ -371,7 +412,7 @@ def test_a_full_disk(whole: Run, folder: Path) -> None:
     assert said.keys() == stages.keys()
     for room, (text, hint) in said.items():
         assert re.search(rf"could not write (to )?`.*{stages[room]}(\.\w+)?`: No space left", text)
-        assert ("goes on from step" in hint) == (room > 80) and (room < 20 or "make room" in hint)
+        assert ("continue from step" in hint) == (room > 80) and (room < 20 or "make room" in hint)
         assert_same(Run(f"run{room}"), whole)
 
 

@@ -14,7 +14,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -97,6 +97,11 @@ def fitting(what: str, value: Any, hint: Any) -> Any:
         return found
     wanted = alternatives([_word(kind, within) for kind, within in kinds if kind is not type(None)])
     raise ArgumentError(f"{what} is {_show(value)}, but must be {wanted}", hint=_way_out(value, kinds))
+
+
+def is_empty(value: Any) -> bool:
+    """True for what says nothing: None, and texts, lists and mappings without a content."""
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
 
 
 def from_text(text: str, hint: Any) -> Any:
@@ -184,7 +189,7 @@ def _as(value: Any, kind: Any) -> Any:
     if kind is bool:
         return bool(value) if isinstance(value, bool) or type(value).__name__ == "bool" else _MISSING
     if origin is Literal:
-        return value if value in get_args(kind) else _MISSING
+        return value if isinstance(value, Hashable) and value in get_args(kind) else _MISSING
     if origin in (Sequence, Iterable):
         return _as_list(value, *get_args(kind))
     if origin is Mapping:

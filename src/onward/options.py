@@ -247,6 +247,14 @@ class RecipeOptions:
     augment: Any = _option(
         None, _FIRST, "SPECS", "what happens to them in training alone, such as `flip crop:padding=4`", repeated=True
     )
+    move_with_image: Sequence[str] | str | None = _option(
+        None,
+        _FIRST,
+        "NAME",
+        "the inputs and targets that `flip` and `crop` of `augment` move with the image (default: those with its "
+        "height and width); `none` for none",
+        repeated=True,
+    )
     init: str | Sequence[str] | Mapping[str, Any] = _option(
         "file",
         _FROM,

@@ -264,6 +264,25 @@ def _of_pictures(**recipe: Any) -> Callable[[Draft], None]:
     return change
 
 
+def _masked(draft: Draft) -> None:
+    """A second output with a target for each pixel."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        _append(
+            proto,
+            helper.make_node("ReduceMean", ["y", "classes"], ["mean"], keepdims=1),
+            helper.make_node("Unsqueeze", ["mean", "sides"], ["factor"]),
+            helper.make_node("Mul", ["x", "factor"], ["mask"]),
+            classes=np.array([1]),
+            sides=np.array([2, 3]),
+        )
+        proto.graph.output.append(helper.make_tensor_value_info("mask", onnx.TensorProto.FLOAT, ["N", 1, 1, INPUTS]))
+
+    _of_pictures(augment="flip crop:padding=1")(draft)
+    draft.changes.append(change)
+    draft.added.append({"mask": "mse"})
+
+
 def _changed(change: Callable[[onnx.ModelProto], None], **recipe: Any) -> Callable[[Draft], None]:
     def changed(draft: Draft) -> None:
         draft.changes.append(change)
@@ -323,6 +342,7 @@ def features() -> dict[str, Feature]:
             for row in recipes.SCHEDULE_ROWS
         ),
         Feature("augmentation", "pictures", _of_pictures(augment="flip noise:std=0.3"), "augment"),
+        Feature("masks under augmentation", "pictures", _masked, "augment|the loss reads"),
         Feature("preprocessing", "pictures", _of_pictures(preprocess="scale normalize:mean=0.5,std=0.2")),
         Feature(
             "both",

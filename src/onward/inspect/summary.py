@@ -20,6 +20,7 @@ from onward.model import Model, Source, load
 from onward.model.serde import places_of
 from onward.model.storage import is_external
 from onward.recipe.folded_layers import folding_remarks
+from onward.recipe.preprocessing import notes_on_moves
 
 FORMAT = 1
 """The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""
@@ -33,7 +34,7 @@ class Summary:
     - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
-    - `remarks`: sentences about what an exporter seems to have folded away, merged or added
+    - `remarks`: sentences about what an exporter seems to have folded away, merged or added; what augmentation moves
     - `quantization`: null, or weights (list of type, per, tensors, numbers), activations (numbers by type), ranges
     - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
     - `steps`: none for an inference model, else a list of
@@ -108,7 +109,11 @@ def _summary(model: Model) -> Summary:
         inputs=tuple(port(value) for value in model.inputs),
         outputs=tuple(port(value) for value in model.outputs),
         parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
-        remarks=(*folding_remarks(model), *exporter_remarks(model, judged)),
+        remarks=(
+            *folding_remarks(model),
+            *exporter_remarks(model, judged),
+            *(note for step in model.steps for note in notes_on_moves(step)),
+        ),
         quantization=describe_quantization(model),
         weights=found,
         steps=steps,

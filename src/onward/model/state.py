@@ -37,6 +37,7 @@ FACTS = {
     "train.loss": "list of losses: name, output, inputs, options",
     "train.distill": "what is learned from a teacher: list of distances, with the values compared, options, weight",
     "train.forward": "values that training computes in its own way -> those of inference that they stand for",
+    "train.augmentation": "inputs and targets that flips and crops move, and targets that stay",
     "train.progress": "step, epoch, samples",
     "train.times": "how often the step runs while others run once",
     "train.selection": "what is trained, frozen, constant, and why",

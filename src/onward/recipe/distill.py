@@ -58,6 +58,8 @@ class Distillation:
 
     def __init__(self, teacher: Source, distill: Any, alone: bool):
         """`alone`: there is no other loss, so that the weight is 1 unless it is given."""
+        if isinstance(teacher, int | float | Mapping | list | tuple):
+            raise RecipeError(f"`teacher` is `{teacher!r}`, not a model", hint="give the path of an `.onnx` file")
         given = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
         self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in given]
         if not alone and sum(term.weight for term in self.terms) > 1:
@@ -112,6 +114,9 @@ def _term(spec: Spec, weight: float) -> Term:
     lookup("way to learn from a teacher", spec.name, _DISTANCES)
     options = dict(spec.options)
     own = {name: options.pop(name, None) for name in _OWN_OPTIONS}
+    for name in ("student", "teacher"):
+        if not isinstance(own[name], str | None):
+            raise RecipeError(f"`{name}` of `{spec.name}` is `{own[name]}`, not the name of a value")
     weight = weight if own["weight"] is None else own["weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
         raise RecipeError(f"the weight of `{spec}` is `{weight}`, but must be a number from 0 to 1")

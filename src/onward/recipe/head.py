@@ -9,12 +9,12 @@ stays as it is, and what comes after is told the new number.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.arguments import Count, Seed, checked
+from onward.arguments import Range, Seed, checked
 from onward.constants import add_initializer, constant_ints, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
@@ -38,7 +38,7 @@ _Init = str | Mapping[str, Any] | Spec
 @checked()
 def replace_head(
     model: Source,
-    classes: Count,
+    classes: Annotated[int, Range(least=1, most=2**31 - 1)],
     *,
     layer: str | None = None,
     init: _Init = LINEAR,

@@ -12,6 +12,7 @@ import numpy as np
 from onward.errors import RecipeError
 from onward.model import Model
 from onward.recipe.losses import LOSSES
+from onward.recipe.losses.classes import NO_LABEL
 from onward.recipe.metrics import METRICS, OF_CLASSES, Metric, make
 from onward.recipe.spec import lookup, parse
 
@@ -71,7 +72,9 @@ def labels_of(training: Model) -> Labels | None:
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
             continue
         if isinstance(count := shape[loss.axis], int):
-            return Labels(loss.target, count, loss.options.get("ignore_index", -100))
+            # The standard's operator ignores what it is told to; smoothed cross-entropy is a function of our own.
+            unsaid = NO_LABEL if loss.options.get("label_smoothing") else None
+            return Labels(loss.target, count, loss.options.get("ignore_index", unsaid))
     return None
 
 

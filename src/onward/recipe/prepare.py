@@ -8,7 +8,7 @@ from typing import Any, cast, get_type_hints
 
 import onnx_ir as ir
 
-from onward.arguments import fitting
+from onward.arguments import fitting, is_empty
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
@@ -85,17 +85,19 @@ class Recipe(StepOptions):
         selection = select(model, watched, trainable, freeze, found)
         learned = scales.learned_scales(model, selection.parameters)
         masks = self._prune(model, selection.parameters)
-        varied = preprocessing.by_input(model, self.augment) if self.augment else {}
+        varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
+        inputs = [value.name or "" for value in model.inputs]
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
-        changed = preprocessing.append_augmentation(assembly, entries, varied)
-        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
+        augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
+        trained = training_forward(assembly, watched, selection.choices, self.variance, augmentation.changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
         if teaching:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
+        trained |= augmentation.move_targets()
         loss = assembly.metric("loss", loss)
         init = cast(str | Mapping[str, Any], self.init)
         check_patterns(init, selection.parameters)
@@ -148,7 +150,8 @@ class Recipe(StepOptions):
                 "samples cannot be weighted where a teacher is learned from", hint="leave one of both out"
             )
         if self.teacher is not None:
-            return Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
+            distill = "kl" if is_empty(self.distill) else self.distill
+            return Distillation(self.teacher, distill, alone=self.loss is None)
         if self.distill is not None:
             raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
         if self.loss is None:

@@ -39,7 +39,11 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
     if isinstance(text, Mapping):
         if "name" not in text:
             raise RecipeError(f"{dict(text)} does not say which it is", hint='give it a "name"')
-        return Spec(str(text["name"]), {key: value for key, value in text.items() if key != "name"})
+        if not isinstance(text["name"], str):
+            raise RecipeError(f"the name in {dict(text)} is not a text", hint='such as {"name": "adamw"}')
+        # Numbers and arrays of numpy become Python's: options are compared, and written as JSON.
+        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in text.items()}
+        return Spec(plain.pop("name"), plain)
     if not isinstance(text, str):
         raise RecipeError(f"{text!r} is no text and no mapping", hint="write it as `adamw:lr=1e-3`")
     name, _, rest = text.partition(":")
@@ -106,7 +110,7 @@ def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int
         options = dict(given)
     else:
         text = str(given)
-        options = parse_options(text if "=" in _split(text)[0] else f"{next(iter(known))}={text}", text)
+        options = parse_options(text if "=" in text.partition(",")[0] else f"{next(iter(known))}={text}", text)
     check_options(f"`{name}`", options, known)
     missing = [option for option in required if option not in options]
     if missing:
@@ -123,8 +127,8 @@ def options_of(function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str,
 
 def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """The entry of that name, or an error that suggests others."""
-    if name not in table:
-        hint = near(name, table) or f"there are {', '.join(table)}"
+    if not isinstance(name, str) or name not in table:
+        hint = near(str(name), table) or f"there are {', '.join(table)}"
         raise UnknownNameError(f"there is no {what} `{name}`", hint=hint)
     return table[name]
 

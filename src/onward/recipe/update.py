@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import is_empty
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
@@ -58,7 +59,7 @@ class Update:
         targets = {value: self._target(value) for value in self.parameters}
         self._appended = {group.name: declare_state(assembly, group, targets) for group in groups}
         self._step = self._counter(STEP)
-        self._rates = self._learning_rates(schedule)
+        self._rates = self._learning_rates(None if is_empty(schedule) else schedule)
         self._ema = self._declare_ema(ema)
 
     # ---- state -------------------------------------------------------------------------------------------------------

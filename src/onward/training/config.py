@@ -61,7 +61,7 @@ _RECIPE = {field.name for field in dataclasses.fields(RecipeOptions)} - {"seed"}
 _OF_ENGINES = {one.name: one.default for one in options_of(RunOptions) if one.panel == ENGINE and one.name != "engine"}
 """What the engine is told, where it is not as usual."""
 
-_OBJECT = "<object>"
+PLACEHOLDER = "<object>"
 """What stands for what was given as an object of Python."""
 
 
@@ -107,7 +107,7 @@ def select_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_placeholders(settings: Mapping[str, Any]) -> None:
     """Fail where a file says that something was an object, which files cannot hold."""
     for name, value in settings.items():
-        if isinstance(value, str) and value == _OBJECT:
+        if isinstance(value, str) and value == PLACEHOLDER:
             raise DataError(f"the {name} of this run came from Python", hint=f"give it again: `{name}=...`")
 
 
@@ -181,7 +181,7 @@ class Config(RunOptions):
     def title(self) -> str:
         """What the model is called that was given."""
         path = self.model if isinstance(self.model, str | os.PathLike) else getattr(self.model, "path", None)
-        return str(path) if path and path != _OBJECT else "model.onnx"
+        return str(path) if path and path != PLACEHOLDER else "model.onnx"
 
     @classmethod
     def from_settings(cls, stored: Mapping[str, Any], **given: Any) -> Config:
@@ -190,7 +190,7 @@ class Config(RunOptions):
         if missing := [name for name in ("data", "batch_size") if settings.get(name) is None]:
             raise DataError(f"the configuration of this run lacks `{missing[0]}`", hint=EDITED)
         for name in _SOURCES:
-            if isinstance(settings.get(name), str) and settings[name] == _OBJECT:
+            if isinstance(settings.get(name), str) and settings[name] == PLACEHOLDER:
                 raise DataError(
                     f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
                 )
@@ -220,7 +220,7 @@ def _plain(value: Any, name: str = "") -> Any:
         return {str(key): _plain(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return _OBJECT
+    return PLACEHOLDER
 
 
 _PATHS = ("teacher", "vocabulary")
@@ -236,7 +236,7 @@ def _to_stored(source: Any) -> Any:
         return [_absolute(os.fspath(item)) for item in source]
     if isinstance(source, Mapping) and all(isinstance(item, str | os.PathLike) for item in source.values()):
         return {str(name): os.path.abspath(item) for name, item in source.items()}
-    return _OBJECT
+    return PLACEHOLDER
 
 
 def _absolute(path: str) -> str:

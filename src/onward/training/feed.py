@@ -31,6 +31,7 @@ from onward.training.data import (
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
+from onward.transform.rebatch import check_batch_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class _Part:
 def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
     """Open the data of a run, unless they are `opened`, and match them with the model."""
     labels = labels_of(engine.model)
+    fixed = check_batch_axis(engine.of_a_batch, engine.model.inputs, processes=engine.group.size)
     noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
     whole, part, held_out = _parts(engine.model, inputs, config, opened, labels)
@@ -94,12 +96,8 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             group=engine.group,
         )
 
-    fixed = _fixed_size(engine)
-    if fixed is not None and fixed != config.batch_size and isinstance(part.data, Dataset | SizedStream):
-        raise DataError(
-            f"the model takes batches of {fixed}, not of {config.batch_size}",
-            hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
-        )
+    if isinstance(part.data, Dataset | SizedStream):
+        check_batch_axis(engine.of_a_batch, engine.model.inputs, config.batch_size, engine.group.size)
     last: Last = "drop" if fixed is not None and config.last == "keep" else config.last
     training = batches(part, config.shuffle, last)
     if training.per_epoch is not None and training.per_epoch < engine.batches:
@@ -123,13 +121,6 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     return Feed(training, validation, list(notes), fixed, classes, sources)
 
 
-def _fixed_size(engine: Engine) -> int | None:
-    """The only size of batch that a model takes, in all processes together."""
-    shapes = [value.shape for value in engine.inputs.values()]
-    sizes = [shape[0] for shape in shapes if shape is not None and len(shape) and isinstance(shape[0], int)]
-    return sizes[0] * engine.group.size if sizes else None
-
-
 def _parts(
     training: Model,
     inputs: Mapping[str, ir.Value],
@@ -140,9 +131,11 @@ def _parts(
     """All data, those that are trained on, and those that are validated with, if any."""
     images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
-    way = match(data.columns, inputs, config.columns)
+    # A float input of the model that no column fits, beside several steps: the noise of a generator.
+    floats = [v.name or "" for v in training.inputs if v.dtype is not None and v.dtype.is_floating_point()]
+    way = match(data.columns, inputs, config.columns, floats if len(training.steps) > 1 else ())
     if labels is not None:
-        if config.classes is not None:  # as they were when the run was started, for example
+        if config.classes:  # as they were when the run was started, for example
             data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
             way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)

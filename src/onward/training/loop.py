@@ -12,7 +12,7 @@ from onward.engines import Engine
 from onward.errors import MEMORY_HINT, DataError, Error, OutOfMemoryError, TrainingError, WriteError, lacks_memory
 from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
-from onward.training.config import Config
+from onward.training.config import PLACEHOLDER, Config
 from onward.training.data import Batch, Batches
 from onward.training.evaluation import evaluate, samples_in, using_averages
 from onward.training.feed import Feed
@@ -231,8 +231,17 @@ class Loop:
         saved = self._saver.saved
         if saved is None or not self._can_go_on:
             return "make room, if that is the cause, and start again: nothing was saved yet"
-        again = f"`onward train --resume {self.run.path}`"
-        return f"make room, if that is the cause; then {again} goes on from step {saved[0]:,}"
+        return f"make room, if that is the cause; then continue from step {saved[0]:,} with {self._resumption}"
+
+    @property
+    def _resumption(self) -> str:
+        """What continues the run: the command line has no data that came from Python."""
+        stored = self.config.to_json()
+        given = [name for name in ("data", "validation") if stored.get(name) == PLACEHOLDER]
+        if not given:
+            return f"`onward train --resume {self.run.path}`"
+        arguments = ", ".join(name if name == "data" else f"{name}={name}" for name in given)
+        return f"`onward.resume({str(self.run.path)!r}, {arguments})`"
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
@@ -256,7 +265,7 @@ class Loop:
         if self._can_go_on and not self.engine.is_sharded:  # others may be in the midst of a step
             with contextlib.suppress(Exception):  # what went wrong first is what counts
                 self._saver.save(self.status)
-                text = f"saved after step {self.at.step:,}: `onward train --resume {self.run.path}` goes on"
+                text = f"saved after step {self.at.step:,}: once the cause is removed, continue with {self._resumption}"
                 self.status.say(text)
 
     def _stop_at(self, error: NotFiniteError) -> TrainingError:

@@ -13,14 +13,12 @@ from onward.errors import RecipeError, UnsupportedError
 from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.model import Model
 from onward.recipe import prepare, replace_head
-from onward.recipe.preprocessing import open_preprocessing, pipelines
+from onward.recipe.preprocessing import notes_on_moves, open_preprocessing, pipelines
 from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
-from onward.training.raw_inputs import as_bytes, with_data
+from onward.training.raw_inputs import as_bytes, check_masks, with_data
 from onward.training.vocabularies import in_kinds, with_vocabularies
-from onward.transform.rebatch import fixed_batch, rebatch
-
-_USUAL_BATCH = 32
+from onward.transform.rebatch import USUAL_BATCH, fixed_batch, rebatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,8 @@ def prepare_training(
                 f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
                 hint="leave it out, or strip the model first (`onward.transform.strip`)",
             )
-        return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH)
+        notes = [note for step in original.steps for note in notes_on_moves(step)]
+        return Prepared(original, batch_size or fixed_batch(original) or USUAL_BATCH, notes)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "to train a model one must know its loss",
@@ -65,7 +64,7 @@ def prepare_training(
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
-    notes = [*notes, *exporter_remarks(training, verdicts(training))]
+    notes = [*notes, *exporter_remarks(training, verdicts(training)), *notes_on_moves(training.step())]
     begun = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(begun(training), size, notes, preprocess=preprocess)
@@ -75,6 +74,7 @@ def prepare_training(
         return Prepared(begun(training), size, notes, opened, preprocess)
     singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
     source = open_data(data, images=format_for(inputs, singles), window=window)
+    check_masks(given, model, inputs, source.columns, columns)
     told = with_data(given, inputs, source.columns, columns)
     of_text = {name: pipeline.all_specs for name, pipeline in texts.items()}
     preprocess = {name: pipeline.all_specs for name, pipeline in told.items()} | of_text
@@ -95,7 +95,7 @@ def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str
     """The model in a form that takes batches as large as wanted, that size, and what the user should know."""
     size = fixed_batch(model)
     if size is None or size == wanted or (size > 1 and wanted is None):
-        return model, wanted or size or _USUAL_BATCH, []
+        return model, wanted or size or USUAL_BATCH, []
     try:
         freed = rebatch(model)
     except UnsupportedError as error:
@@ -103,4 +103,4 @@ def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str
             raise
         return model, size, [f"{error}; so it is trained with those"]
     note = f"the model is for batches of {size}; for training it was made to take any size"
-    return freed, wanted or _USUAL_BATCH, [note]
+    return freed, wanted or USUAL_BATCH, [note]

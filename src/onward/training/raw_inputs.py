@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onward.errors import DataError
 from onward.model import Model
-from onward.recipe.preprocessing import Pipeline, Raw
+from onward.recipe.preprocessing import Pipeline, Raw, shared_axes
 from onward.recipe.preprocessing.pipeline import form_of
 from onward.training.data import Binding, Column, match
 
@@ -40,6 +40,30 @@ def with_data(
     assert first_problem is not None
     hint = f"{first_problem.hint}; or let preprocessing begin with `channels_first`, `to_rgb` or `resize`"
     raise DataError(str(first_problem), hint=hint)
+
+
+def check_masks(
+    given: Mapping[str, Pipeline],
+    model: Model,
+    inputs: Mapping[str, ir.Value],
+    columns: Mapping[str, Column],
+    mapping: Mapping[str, str | Sequence[str]],
+) -> None:
+    """Refuse masks that do not have the size that preprocessing gives the images of `model`."""
+    images = {value.name or "": value for value in model.inputs}
+    others = {name: value for name, value in inputs.items() if name not in given}
+    for (image, pipeline), (name, value) in itertools.product(given.items(), others.items()):
+        axes = shared_axes(value, images[image]) if pipeline.size is not None else None
+        column = columns.get(str(mapping.get(name, name)))
+        if axes is None or column is None or pipeline.size is None or len(column.shape) != len(value.shape or ()) - 1:
+            continue
+        size = tuple(column.shape[axis - 1] for axis in axes)
+        if size != pipeline.size:
+            found, wanted = (" x ".join(map(str, each)) for each in (size, pipeline.size))
+            raise DataError(
+                f"`{name}` is {found}, and preprocessing makes the images of `{image}` {wanted}",
+                hint=f"it resizes images only: resize the masks in the data to {wanted}, by nearest neighbor",
+            )
 
 
 def _shapes(value: ir.Value) -> list[tuple[int | None, ...]]:

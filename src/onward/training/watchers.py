@@ -59,6 +59,7 @@ class LogWatcher(Callback):
             model=config.title,
             parameters=sum(tensor.size for tensor in parameters if tensor is not None),
             recipe=engine.model.step().fact("train.recipe"),
+            augmentation=engine.model.step().fact("train.augmentation"),
             config=config.to_json(),
             device=config.device,
             engine=config.engine,

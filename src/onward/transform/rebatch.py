@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,12 @@ from onward.standard import is_standard
 from onward.transform.sessions import evaluate
 from onward.transform.training import strip
 
+USUAL_BATCH = 32
+"""Samples in a batch, where neither a user nor a model says how many."""
+
 _BATCH = "batch"
+_MEANS_BATCH = re.compile(r"n?_?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
+"""Symbols that exporters and people give to the batch."""
 _TOLERANCE = 1e-4
 _MOST_NODES = 32
 """How many a shape may be computed by to be tried."""
@@ -29,6 +35,62 @@ def fixed_batch(model: Model) -> int | None:
     sizes = {shape[0] if shape is not None and len(shape) else None for shape in shapes}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None
+
+
+def check_batch_axis(
+    inputs: Mapping[str, ir.Value], of_model: Iterable[ir.Value], wanted: int | None = None, processes: int = 1
+) -> int | None:
+    """Return the one batch size that the inputs of a step take together, None if they take any.
+
+    Args:
+        of_model: the inputs of the model, which are not targets.
+        wanted: the size that somebody asks for.
+        processes: how many processes share a batch.
+
+    Raises:
+        DataError: the batch is not axis 0 of all inputs, or `wanted` is not their size.
+    """
+    shapes = {name: list(value.shape) for name, value in inputs.items() if value.shape is not None and len(value.shape)}
+    symbols = {name: [getattr(dim, "value", None) for dim in shape] for name, shape in shapes.items()}
+    first = {axes[0]: name for name, axes in reversed(symbols.items()) if axes[0] is not None}
+    for name, axes in symbols.items():
+        for axis, symbol in enumerate(axes):
+            if symbol is None or symbol == axes[0]:
+                continue
+            if symbol in first:
+                raise _misplaced(f"`{symbol}` is axis 0 of `{first[symbol]}` and axis {axis} of `{name}`")
+            if _MEANS_BATCH.fullmatch(symbol):
+                raise _misplaced(f"`{symbol}` is axis {axis} of `{name}`, and rows are taken along axis 0")
+    sizes = {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}
+    if not sizes:
+        return None
+    name, size = next(iter(sizes.items()))
+    if other := next((other for other in sizes if sizes[other] != size), None):
+        raise DataError(
+            f"axis 0 is {size} for `{name}` and {sizes[other]} for `{other}`, so it is not the batch",
+            hint="export the model with the batch on axis 0 of all inputs; make constants of those without a batch",
+        )
+    fixed = size * processes
+    if wanted in (None, fixed):
+        return fixed
+    own = [value.name or "" for value in of_model]
+    if any_size := next((other for other in own if other in symbols and symbols[other][0] is not None), None):
+        raise DataError(
+            f"`{name}` takes {size} rows in every batch, and `{any_size}` any number",
+            hint=f"export the model with a batch of any size for `{name}`; make it a constant if it has no batch",
+        )
+    raise DataError(
+        f"the model takes batches of {fixed}, not of {wanted}",
+        hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
+    )
+
+
+def _misplaced(what: str) -> DataError:
+    return DataError(
+        what,
+        hint="export the model with the batch on axis 0 of all inputs, or feed batches of your own: "
+        "`onward.engines.start(model).step(batch)`",
+    )
 
 
 def rebatch(source: Source) -> Model:

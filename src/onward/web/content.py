@@ -22,6 +22,7 @@ from onward.recipe.measures import Labels, labels_of, objectives
 from onward.training.config import Config
 from onward.training.data import Batch, Dataset, Stream
 from onward.training.feed import open_feed
+from onward.transform.rebatch import check_batch_axis
 from onward.web.columns import Packer, all_rows
 from onward.web.pictures import picture_of
 from onward.web.places import File, averages, trained_file, training_file
@@ -150,8 +151,7 @@ class Content:
 
     def _order(self) -> dict[str, Any]:
         config = self.config
-        shapes = [value.shape for value in self.engine.inputs.values()]
-        fixed = next((shape[0] for shape in shapes if shape is not None and isinstance(shape[0], int)), None)
+        fixed = check_batch_axis(self.engine.of_a_batch, self.engine.model.inputs)
         last = "drop" if fixed is not None and config.last == "keep" else config.last
         return {
             "seed": str(config.seed or 0),  # which JSON of other languages would round

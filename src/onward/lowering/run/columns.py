@@ -7,9 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import DataError, UnknownNameError, UnsupportedError, near
-
-_USUAL_BATCH = 32
+from onward.errors import UnknownNameError, UnsupportedError, near
 
 
 def scalar(name: str, dtype: ir.DataType) -> ir.Value:
@@ -78,22 +76,6 @@ def check_noise(noise: Collection[str], inputs: Collection[str]) -> None:
     for name in noise:
         if name not in inputs:
             raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
-
-
-def fixed_size(values: Collection[ir.Value]) -> int | None:
-    """The only size of batch that a step takes."""
-    sizes = [value.shape[0] for value in values if value.shape is not None and len(value.shape)]
-    return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def batch_size(wanted: int | None, fixed: int | None) -> int:
-    """How many samples a batch has."""
-    if fixed is not None and wanted not in (None, fixed):
-        raise DataError(
-            f"the model takes batches of {fixed}, not of {wanted}",
-            hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
-        )
-    return wanted or fixed or _USUAL_BATCH
 
 
 def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:

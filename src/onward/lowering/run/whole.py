@@ -21,7 +21,7 @@ from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError
 from onward.lowering.contract import Contract
 from onward.lowering.rounds import Steps, as_one_step
-from onward.lowering.run.columns import Columns, batch_size, check_noise, fixed_size, scalar
+from onward.lowering.run.columns import Columns, check_noise, scalar
 from onward.lowering.run.embed import Embedding
 from onward.lowering.run.shuffle import loop_inputs
 from onward.lowering.run.steps import StepLoop
@@ -32,6 +32,7 @@ from onward.model.state import states
 from onward.options import WholeRunOptions
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.standard import IR_VERSION
+from onward.transform.rebatch import USUAL_BATCH, check_batch_axis
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _OF_VALIDATION = ("patience", "metrics", "monitor")
@@ -59,11 +60,12 @@ def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptio
     one = as_one_step(model, steps)
     averages = {s.parameter: s.name for s in states(one.model, one.index) if s.role == "ema" and s.parameter}
     loop = StepLoop(step, one.batches, options)
+    fixed = check_batch_axis(loop.of_a_batch, model.inputs, options.batch_size)
     if not options.validation:
-        return _WholeRun(loop, options, step.opset).build()
+        return _WholeRun(loop, options, step.opset, fixed).build()
     measures = measures_of(model, chosen_metrics(model, options.metrics, options.monitor), options.monitor)
     evaluation = lower_for_engine(model, steps, "evaluation", manner)
-    return _WholeRun(loop, options, step.opset, Validation(evaluation, measures, averages)).build()
+    return _WholeRun(loop, options, step.opset, fixed, Validation(evaluation, measures, averages)).build()
 
 
 class _Piece(NamedTuple):
@@ -84,13 +86,20 @@ class _Piece(NamedTuple):
 
 
 class _WholeRun:
-    def __init__(self, steps: StepLoop, options: WholeRunOptions, opset: int, validation: Validation | None = None):
+    def __init__(
+        self,
+        steps: StepLoop,
+        options: WholeRunOptions,
+        opset: int,
+        fixed: int | None,
+        validation: Validation | None = None,
+    ):
         self._steps, self._options, self._validation = steps, options, validation
         self._graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="training")
         self._op = Builder(self._graph, opset=opset, names=Names([*steps.inputs, *steps.metrics]))
         self._embed = Embedding(self._graph)
-        self._fixed = fixed_size(list(steps.of_a_batch.values()))
-        size = batch_size(options.batch_size, self._fixed)
+        self._fixed = fixed
+        size = options.batch_size or fixed or USUAL_BATCH
         noise = (options.noise,) if isinstance(options.noise, str) else options.noise
         check_noise(noise, steps.of_a_batch)
         self._data = Columns(self._graph, self._op, steps.of_a_batch, noise, size, "")

@@ -48,8 +48,10 @@ def _held_files(proto: ModelProto, folder: Path) -> dict[Path, DataFile]:
 
 
 def _identity(path: PathLike) -> tuple[int, ...] | None:
+    if not isinstance(path, str | os.PathLike):  # reading says so; to the system a number is a file that is open
+        return None
     try:
         info = os.stat(path)
-    except (OSError, ValueError, TypeError):  # which reading explains
+    except (OSError, ValueError):  # which reading explains
         return None
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns

@@ -108,6 +108,8 @@ def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
     if not isinstance(item, Mapping) or "match" not in item:
         raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
     match = fitting("`match` of a group", item["match"], Sequence[str])
+    if not match:
+        raise RecipeError("a group has no pattern that says which parameters it is for", hint="write `*.bias:lr=1e-4`")
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
     base = given_optimizer(item["optimizer"]) if "optimizer" in item else default
     if isinstance(base, FunctionOptimizer):

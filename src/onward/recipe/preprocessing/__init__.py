@@ -3,12 +3,12 @@
     onward.train(..., preprocess="resize:size=32 scale normalize:preset=imagenet channels_first", augment="flip")
 
 Both are ONNX, made of operators of the standard. Preprocessing is the first part of the training model's inference
-graph, so that training and evaluation share it. Augmentation is part of the training step alone: see join.py.
+graph, so that training and evaluation share it. Augmentation is part of the training step alone: see augment.py.
 """
 
+from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import (
     Entry,
-    append_augmentation,
     open_preprocessing,
     opset_of,
     put_before,
@@ -18,15 +18,17 @@ from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, pipeli
 from onward.recipe.preprocessing.single import Single
 
 __all__ = [
+    "Augmentation",
     "Entry",
     "Pipeline",
     "Raw",
     "Single",
-    "append_augmentation",
     "by_input",
+    "notes_on_moves",
     "open_preprocessing",
     "opset_of",
     "pipelines",
     "put_before",
+    "shared_axes",
     "with_preprocessing",
 ]

@@ -22,22 +22,47 @@ from onward.recipe.preprocessing.picture import Picture, is_number
 _LAST = np.iinfo(np.int64).min  # where a slice that goes backwards ends, so that it takes the first as well
 
 
-@dataclasses.dataclass(frozen=True)
-class Chance(Picture):
-    """A picture, and the key of its luck."""
+class Draws:
+    """Random numbers of one augmentation, one for each sample; all that moves together shares them."""
 
-    key: Expr = dataclasses.field(kw_only=True)
+    def __init__(self, x: Expr, axes: int, key: Expr):
+        """`axes`: the number of axes of a sample, over which its number is repeated."""
+        self.key = key
+        self._op, self._x, self._axes = x.op, x, axes
+        self._numbers: dict[int, list[Expr]] = {}
+        self._events: dict[float, Expr] = {}
 
     def per_sample(self, count: int = 1) -> list[Expr]:
-        """Numbers from 0 to 1, each as a float32 tensor with one for every sample, to go with a batch."""
-        op = self.op
-        numbers = random.uniform(op, self.key, op.Concat([count], self._one_each(), axis=0))
-        return [op.Gather(numbers, np.int64(at)) for at in range(count)]
+        """Return float32 tensors of numbers from 0 to 1, in a shape that broadcasts with a batch."""
+        if count not in self._numbers:
+            op = self._op
+            drawn = random.uniform(op, self.key, op.Concat([count], self._one_each(), axis=0))
+            self._numbers[count] = [op.Gather(drawn, np.int64(at)) for at in range(count)]
+        return self._numbers[count]
 
     def happens(self, p: float) -> Expr:
-        """For each sample, whether something happens that has the probability `p`."""
+        """Return for each sample whether an event of probability `p` happens."""
         _check_probability(p)
-        return random.bernoulli_mask(self.op, self.key, self._one_each(), float(p))
+        if p not in self._events:
+            self._events[p] = random.bernoulli_mask(self._op, self.key, self._one_each(), float(p))
+        return self._events[p]
+
+    def _one_each(self) -> Expr:
+        op = self._op
+        batch = op.Slice(op.Shape(self._x), [0], [1])
+        ones: Expr = op.Concat(batch, [1] * self._axes, axis=0)
+        return ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance(Picture):
+    """A batch of images, or of what moves along with them, and the random numbers that change it."""
+
+    draws: Draws = dataclasses.field(kw_only=True)
+    fill: float = 0.0
+    """What a move lays open."""
+    size: Sequence[Expr] | None = None
+    """Height and width of the images that this moves along with."""
 
     def clipped(self, x: Expr) -> Expr:
         """Values as pictures have them, where it is known which those are."""
@@ -45,12 +70,6 @@ class Chance(Picture):
             return x
         clipped: Expr = self.op.Clip(x, self.op.scalar(0.0, x), self.op.scalar(self.limit, x))
         return clipped
-
-    def _one_each(self) -> Expr:
-        op = self.op
-        batch = op.Slice(op.Shape(self.x), [0], [1])
-        ones: Expr = op.Concat(batch, [1] * len(self.form.dims), axis=0)
-        return ones
 
 
 # ---- geometry --------------------------------------------------------------------------------------------------------
@@ -63,23 +82,28 @@ def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "verti
         raise RecipeError(f"a flip cannot be `{direction}`", hint="use `horizontal` or `vertical`")
     axis = chance.form.axes[direction == "horizontal"]
     mirrored = chance.op.Slice(chance.x, [-1], [_LAST], [axis], [-1])
-    flipped: Expr = chance.op.Where(chance.happens(p), mirrored, chance.x)
+    flipped: Expr = chance.op.Where(chance.draws.happens(p), mirrored, chance.x)
     return flipped
 
 
 def crop(chance: Chance, padding: int) -> Expr:
     """Moves a picture by up to `padding` pixels in each direction; what is laid open is 0."""
     chance.check("crop")
-    _check("padding", padding, isinstance(padding, int) and padding is not True and padding > 0, "a number of pixels")
+    is_count = is_number(padding) and isinstance(padding, int) and 0 < padding < 2**31
+    _check("padding", padding, is_count, "a number of pixels")
     op, axes = chance.op, chance.form.axes
     around = [padding if axis in axes else 0 for axis in range(4)]
-    padded = op.Pad(chance.x, around * 2)  # all axes: with some, ONNX Runtime 1.31 fails between Transposes
-    offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.per_sample(2)]
+    fill = [op.scalar(chance.fill, chance.x)] if chance.fill else []
+    padded = op.Pad(chance.x, around * 2, *fill)  # all axes: with some, ONNX Runtime 1.31 fails between Transposes
+    offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.draws.per_sample(2)]
     shape, wide = op.Shape(chance.x), op.Shape(padded)
     last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
     places: Expr | None = None
     for axis in range(last):
-        along = _along(op, op.Gather(shape, np.int64(axis)), axis, last)
+        count = op.Gather(shape, np.int64(axis))
+        if chance.size is not None and axis in axes:
+            count = chance.size[axes.index(axis)]
+        along = _along(op, count, axis, last)
         if axis in axes:
             offset = offsets[axes.index(axis)]
             along = along + (offset if last == 4 else op.Squeeze(offset, [3]))
@@ -88,7 +112,8 @@ def crop(chance: Chance, padding: int) -> Expr:
         places = along if places is None else places + along
     pixels = op.Reshape(padded, op.Concat([-1], op.Slice(shape, [last], [4]), axis=0))
     window: Expr = op.Gather(pixels, places)
-    return window
+    # A mask must have as many pixels as the image: what is declared with symbols may differ in the data.
+    return window if chance.size is None else op.Reshape(window, shape)
 
 
 def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) -> Expr:
@@ -97,7 +122,7 @@ def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) 
     _check_probability(p)
     small, large = _range("area", area)
     op = chance.op
-    happens, share, ratio, *places = chance.per_sample(5)
+    happens, share, ratio, *places = chance.draws.per_sample(5)
     counts = [op.Gather(op.Shape(chance.x), np.int64(axis)) for axis in chance.form.axes]
     lengths = [op.Cast(count, to=ir.DataType.FLOAT) for count in counts]
     root = op.Sqrt(lengths[0] * lengths[1] * (small + (large - small) * share))
@@ -139,13 +164,13 @@ def contrast(chance: Chance, amount: float = 0.2) -> Expr:
 def noise(chance: Chance, std: float = 0.05) -> Expr:
     """Adds normal noise with the standard deviation `std`, in the units that values have there."""
     _check("std", std, is_number(std) and std > 0, "a positive number")
-    numbers = random.normal(chance.op, chance.key, chance.op.Shape(chance.x))
+    numbers = random.normal(chance.op, chance.draws.key, chance.op.Shape(chance.x))
     return chance.clipped(chance.x + chance.op.CastLike(numbers, chance.x) * float(std))
 
 
 def _factor(chance: Chance, amount: Any) -> Expr:
     _check("amount", amount, is_number(amount) and 0 < amount <= 1, "a number from 0 to 1")
-    (number,) = chance.per_sample()
+    (number,) = chance.draws.per_sample()
     factor: Expr = chance.op.CastLike(number * (2.0 * amount) + (1.0 - amount), chance.x)
     return factor
 
@@ -153,6 +178,8 @@ def _factor(chance: Chance, amount: Any) -> Expr:
 AUGMENTATIONS: Mapping[str, Callable[..., Expr]] = {
     function.__name__: function for function in (flip, crop, erase, brightness, contrast, noise)
 }
+MOVES = ("flip", "crop")
+"""Augmentations that change where pixels are: masks must change with the images."""
 
 
 def _check_probability(p: Any) -> None:

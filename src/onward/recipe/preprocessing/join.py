@@ -1,32 +1,28 @@
-"""Putting preprocessing before a model, and augmentation into its training step.
+"""Put preprocessing before a model.
 
 Preprocessing becomes the first part of the inference graph. Its input has the name of the model's, and takes the data
-as they are; what the model takes is called `NAME/preprocessed`. Augmentation hangs between two values of that graph:
-the step computes a picture of its own from the first, and has its own copy of everything behind it, as for Dropout.
+as they are; what the model takes is called `NAME/preprocessed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
 
-from onward.build import Builder, Names
+from onward.build import Builder
 from onward.errors import RecipeError
 from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
-from onward.recipe.assembly import Assembly, take_apart
-from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
+from onward.recipe.assembly import take_apart
 from onward.recipe.preprocessing.picture import Form, dims_of
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines, specs_of
+from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines
 from onward.recipe.preprocessing.text import TEXT_OPSET
 from onward.recipe.preprocessing.text_inputs import text_pipeline
 from onward.recipe.preprocessing.word_pieces import ML
-from onward.recipe.spec import arguments, lookup
 from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.names import add_prefix
@@ -49,6 +45,8 @@ class Entry:
     """What augmentation changes: before the values are normalized."""
     form: Form
     limit: float | None = None
+    resized_by: str | None = None
+    """The operation after `point` that changes the height and width of images, if any."""
 
 
 def with_preprocessing(source: Model, preprocess: Any) -> Model:
@@ -115,7 +113,7 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
     value.replace_all_uses_with(made.value, replace_graph_outputs=True)
     model.graph.inputs[model.graph.inputs.index(value)] = raw
     _move_before(model.graph, first)
-    return Entry(made.value, picture.x.value, picture.form, picture.limit)
+    return Entry(made.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
 
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
@@ -197,37 +195,3 @@ def _check_join(output: ir.Value, value: ir.Value) -> None:
             raise RecipeError(
                 f"`{name}` of the preprocessing has the shape {given}, but `{value.name}` of the model has {wanted}"
             )
-
-
-# ---- augmentation ----------------------------------------------------------------------------------------------------
-
-
-def append_augmentation(
-    assembly: Assembly, entries: Mapping[str, Entry], augment: Mapping[str, Any]
-) -> dict[ir.Value, ir.Value]:
-    """Append augmentation to the algorithm: what is augmented -> what training has in its place."""
-    inputs = {value.name: value for value in assembly.model.inputs}
-    found = {name: entries.get(name) or _as_it_is(inputs[name]) for name in augment}
-    return {found[name].point: _augment_input(assembly, name, found[name], given) for name, given in augment.items()}
-
-
-def _as_it_is(value: ir.Value) -> Entry:
-    return Entry(value, value, form_of(value))
-
-
-def _augment_input(assembly: Assembly, name: str, entry: Entry, given: Any) -> ir.Value:
-    if entry.point.dtype is None or not entry.point.dtype.is_floating_point():
-        raise RecipeError(
-            f"what is augmented are floating-point numbers, and `{name}` is not",
-            hint="add preprocessing, such as `scale`, which makes it such",
-        )
-    op = assembly.op.scoped("augment")
-    x = op(entry.point)
-    sites = Names()
-    for spec in specs_of(given, AUGMENTATIONS):
-        function = lookup("augmentation", spec.name, AUGMENTATIONS)
-        options = arguments(function, spec.options)
-        key = assembly.random_key(sites.fresh(f"augment/{name}/{spec.name}"))
-        x = function(Chance(x, entry.form, entry.limit, key=key), **options)
-        x = x.like(entry.point)
-    return x.named(f"{name}/augmented").value

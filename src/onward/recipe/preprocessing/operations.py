@@ -182,6 +182,10 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
+SIZES = ("resize", "center_crop")
+"""Operations that give images of different sizes one size."""
+
+
 def size_of(name: str, given: Any) -> tuple[int, int]:
     """Height and width of `32`, `32x48` or `[32, 48]`."""
     parts = given.split("x") if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given] * 2
@@ -189,7 +193,7 @@ def size_of(name: str, given: Any) -> tuple[int, int]:
         height, width = (int(part) if isinstance(part, str) else part for part in parts)
     except ValueError:
         height = width = None
-    if not all(isinstance(length, int) and not isinstance(length, bool) and length > 0 for length in (height, width)):
+    if not all(is_number(length) and isinstance(length, int) and 0 < length < 2**31 for length in (height, width)):
         raise RecipeError(f"`{name}` has the size `{given}`", hint=f"write `{name}:size=32` or `{name}:size=32x48`")
     assert height is not None and width is not None
     return height, width

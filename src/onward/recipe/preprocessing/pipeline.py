@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS
+from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
 from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
 
@@ -84,6 +84,19 @@ class Pipeline:
     @property
     def is_text(self) -> bool:
         return any(spec.name == TEXT for spec in self.specs)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """The height and width of what comes out, where an operation fixes them."""
+        spec = next((spec for spec in reversed(self.specs) if spec.name in SIZES), None)
+        return None if spec is None else size_of(spec.name, spec.options["size"])
+
+    @property
+    def resized_late_by(self) -> str | None:
+        """The operation that changes the size of images behind the point of augmentation, if there is one."""
+        names = [spec.name for spec in self.specs]
+        after = names[names.index("normalize") :] if "normalize" in names else []
+        return next((name for name in after if name in SIZES), None)
 
     @property
     def all_specs(self) -> list[Spec]:
@@ -171,6 +184,8 @@ def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTION
         return [parse(word, functions) for word in words(given.replace("|", " "))]
     if isinstance(given, Mapping | Spec):
         return [parse(given)]
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise RecipeError(f"{given!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
     return [spec for item in given for spec in specs_of(item, functions)]
 
 

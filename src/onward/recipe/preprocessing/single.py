@@ -11,14 +11,13 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS, size_of
+from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
 from onward.recipe.preprocessing.picture import Form, Picture
 from onward.recipe.preprocessing.pipeline import Pipeline
 from onward.recipe.spec import Spec
 from onward.standard import IR_VERSION, OLDEST_OPSET
 from onward.transform.sessions import open_session
 
-_SIZES = ("resize", "center_crop")
 _MOVES = ("channels_first", "channels_last", "to_rgb")
 """What can be undone: after it, a picture is what it was, in another order."""
 
@@ -43,7 +42,7 @@ class Single:
     @classmethod
     def of(cls, pipeline: Pipeline, form: Form) -> Single | None:
         """For pictures of such a form; None where the size is not fixed, or only after values were changed."""
-        at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in _SIZES), None)
+        at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in SIZES), None)
         if at is None or not form.is_picture or not all(spec.name in _MOVES for spec in pipeline.specs[:at]):
             return None
         return cls(pipeline.specs[: at + 1], form)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
+from onward.arguments import fitting
 from onward.errors import RecipeError, UnsupportedError
 from onward.recipe.spec import Spec, check_options, lookup, parse
 
@@ -90,7 +91,7 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
         raise RecipeError(f"there are no ranges `{options['ranges']}`", hint=f"there are {', '.join(_RANGES)}")
     if options["ranges"] == "lsq" and options["percentile"] is not None and activations is None:
         raise RecipeError("`percentile` is for ranges of activations, and these are not quantised", hint="leave it out")
-    operators = _words(options["operators"])
+    operators = _words("operators", options["operators"])
     for name in operators:
         lookup("operator to quantise", name, dict.fromkeys((*WEIGHTED, *PLAIN)))
     return Settings(
@@ -101,8 +102,8 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
         _number("percentile", options["percentile"], 50, 100),
         _number("momentum", options["momentum"], 0, 1) or 0.0,
         int(_number("calibrate", options["calibrate"], 0, 2**31, whole=True) or 0),
-        _words(options["keep"]),
-        _words(options["targets"]),
+        _words("keep", options["keep"]),
+        _words("targets", options["targets"]),
         operators,
         tuple(spec.options),
     )
@@ -111,14 +112,15 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
 def _type(name: Any) -> ir.DataType | None:
     if name is None:
         return None
-    if name in _ELSEWHERE:
+    if isinstance(name, str) and name in _ELSEWHERE:
         raise UnsupportedError(f"`{name}` is not supported: {_ELSEWHERE[name]}", hint=f"there are {', '.join(TYPES)}")
     return lookup("type to quantise to", str(name), TYPES)
 
 
-def _words(given: str | Sequence[str]) -> tuple[str, ...]:
-    """`first+last` as its parts."""
-    return tuple(word for word in given.split("+") if word) if isinstance(given, str) else tuple(given)
+def _words(name: str, given: Any) -> tuple[str, ...]:
+    """Return the parts of `first+last`."""
+    words = given.split("+") if isinstance(given, str) else fitting(f"`{name}` of `quantize`", given, Sequence[str])
+    return tuple(word for word in words if word)
 
 
 def _number(name: str, given: Any, least: float, most: float, whole: bool = False) -> Any:

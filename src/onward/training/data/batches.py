@@ -216,10 +216,14 @@ class Batches:
             is_wrong &= labels != self._ignore
         if is_wrong.any():
             at = np.argwhere(is_wrong)[0]
-            hint = f"labels go from 0 to {classes - 1}; check that they do not begin at 1"
-            message = (
-                f"label {labels[tuple(at)]} in {where(at[0])} is out of range: input `{name}` has {classes} classes"
-            )
+            label = int(labels[tuple(at)])
+            message = f"label {label} in {where(at[0])} is out of range: input `{name}` has {classes} classes"
+            ways = f"if {label} means no class: `cross_entropy:ignore_index={label}`; else correct the row"
+            if label == classes and labels.min() > 0:
+                ways = "if they begin at 1, subtract 1"
+            elif classes <= label < 2 * classes:
+                ways += f", or give the model more classes: `--new-head {label + 1}`"
+            hint = f"labels go from 0 to {classes - 1}; {ways}"
             raise DataError(message, hint=hint)
 
 

@@ -81,6 +81,13 @@ class Rows(Protocol):
     def __getitem__(self, indices: np.ndarray, /) -> Any: ...
 
 
+def _turned(arrays: Mapping[str, Rows], lengths: Mapping[str, int]) -> tuple[str, int] | None:
+    """Return a column that has the rows of most others on a later axis, and that axis."""
+    common = max(lengths.values(), key=list(lengths.values()).count)
+    odd = (name for name in arrays if lengths[name] != common and common in arrays[name].shape)
+    return next(((name, arrays[name].shape.index(common)) for name in odd), None)
+
+
 class Columns:
     """A data set made of columns that are arrays, in memory or in files."""
 
@@ -93,6 +100,8 @@ class Columns:
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"`{name}` has {length:,}" for name, length in lengths.items())
             hint = "give the columns that belong together: image=FILE.npz:x_train label=FILE.npz:y_train"
+            if turned := _turned(arrays, lengths):
+                hint = f"rows are axis 0: if those of `{turned[0]}` are axis {turned[1]}, move them there in the data"
             raise DataError(f"columns of {origin} differ in their number of rows: {listed}", hint=hint)
         self._arrays = dict(arrays)
         self._origin = origin

@@ -24,24 +24,29 @@ def match(
     columns: Mapping[str, Column],
     inputs: Mapping[str, Any],
     mapping: Mapping[str, str | Sequence[str]] | None = None,
+    may_be_noise: Collection[str] = (),
 ) -> Way:
-    """What each input gets. `inputs` have a `dtype` (of onnx_ir) and a `shape` that begins with the batch.
+    """Return the columns of each input.
 
-    `mapping` says it for some: {input: column}; a pattern (`pixel*`) or a list means several columns side by side.
+    Args:
+        inputs: values with a `dtype` (of onnx_ir) and a `shape` that begins with the batch.
+        mapping: {input: column} for some; a pattern (`pixel*`) or a list means several columns side by side.
+        may_be_noise: inputs for which a hint may offer random numbers, such as that of a generator.
     """
     if untyped := [name for name, value in inputs.items() if value.dtype is None]:
         raise UnsupportedError(
             f"the input `{untyped[0]}` has no type, so that no data can be matched with it",
             hint="export the model again, or declare it in `graph.input`: `onward check MODEL` names the place",
         )
-    return _Sides(columns, {name: Wanted.by(value) for name, value in inputs.items()}).match(mapping or {})
+    wanted = {name: Wanted.by(value) for name, value in inputs.items()}
+    return _Sides(columns, wanted, may_be_noise).match(mapping or {})
 
 
 class _Sides:
     """The columns of the data and the inputs of the model."""
 
-    def __init__(self, columns: Mapping[str, Column], wanted: Mapping[str, Wanted]):
-        self._columns, self._wanted = columns, wanted
+    def __init__(self, columns: Mapping[str, Column], wanted: Mapping[str, Wanted], may_be_noise: Collection[str]):
+        self._columns, self._wanted, self._may_be_noise = columns, wanted, may_be_noise
 
     def match(self, mapping: Mapping[str, str | Sequence[str]]) -> Way:
         bound: Way = {}
@@ -112,16 +117,31 @@ class _Sides:
             why = f"input `{name}` could be {' or '.join(could)}" + (" or several" if len(found) == 1 and ways else "")
             raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
         meant = near(name, free)
-        random = ""
-        if is_float(self._wanted[name].dtype):
-            random = f'; or that it is random: --noise {name}=normal, or noise={{"{name}": "normal"}}'
-        hint = f"say which column it is: {_say(name, 'COLUMN')}{random}"
+        idle = [column for column in free if not any(column in columns for columns in fitting.values())]
+        hint = self._hint_at_several(name, rest, free) or f"say which column it is: {_say(name, 'COLUMN')}"
         if meant:
             hint = f"{meant} It must be {self._wanted[name]}"
-        idle = [column for column in free if not any(column in columns for columns in fitting.values())]
+        elif not idle and name in self._may_be_noise:
+            hint = f'if it is random: --noise {name}=normal, or noise={{"{name}": "normal"}}; else {hint}'
         if any(self._may_be_one_hot(name, [column]) for column in idle):
             hint = _ONE_HOT
         raise self._misfit(f"no column can be input `{name}`", hint)
+
+    def _hint_at_several(self, name: str, rest: list[str], free: list[str]) -> str | None:
+        """Say how columns of one number each make a row, if that is what an input takes."""
+        shape = self._wanted[name].shape
+        if shape is None or len(shape) != 1 or shape[0] is None or shape[0] < 2:
+            return None
+        left_out = self._not_beside_others(name, free)
+        numbers = [column for column in free if column not in left_out]
+        others = [other for other in rest if self._wanted[other].shape == ()]
+        if not numbers:
+            return None
+        if len(numbers) < shape[0] + len(others):
+            takers = f"`{name}` takes {shape[0]} numbers" + "".join(f", `{other}` 1" for other in others)
+            return f"{takers}: the data have {len(numbers)} columns of numbers; add what is missing"
+        listed = ", ".join(f'"{column}"' for column in numbers[: min(shape[0], 3)]) + (", ..." if shape[0] > 3 else "")
+        return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --map '{name}=PATTERN'"
 
     def _may_be_one_hot(self, name: str, chosen: Sequence[str]) -> bool:
         """Whether an input takes the number of a class, and a column has a number for each class."""

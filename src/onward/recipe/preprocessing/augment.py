@@ -1,0 +1,339 @@
+"""Augment images in a training step, and move masks and further images along with them.
+
+Augmentation hangs between two values of the inference graph: the step computes images of its own from the first, and
+has its own copy of everything behind it, as for Dropout. `flip` and `crop` change where pixels are. They move every
+input and target with the height and width of the images by the same random draw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr, Names
+from onward.errors import RecipeError, UnknownNameError, list_names, near_or_first
+from onward.model import Step
+from onward.recipe.assembly import Assembly
+from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, MOVES, Chance, Draws
+from onward.recipe.preprocessing.join import Entry
+from onward.recipe.preprocessing.picture import Form, dims_of
+from onward.recipe.preprocessing.pipeline import form_of, specs_of
+from onward.recipe.spec import Spec, arguments, lookup
+
+_NONE = "none"
+_FACT = "train.augmentation"
+_COMPUTED = {
+    **dict.fromkeys((ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT16), ir.DataType.INT32),
+    ir.DataType.BOOL: ir.DataType.UINT8,
+    **dict.fromkeys((ir.DataType.UINT32, ir.DataType.UINT64), ir.DataType.INT64),
+    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
+}
+"""Types for which ONNX Runtime has no Where or Pad -> one that holds the same values."""
+
+_Sizes = Sequence[set[int | str]]
+"""For each axis the number and the symbols that its length is known by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An augmentation with the random numbers that it draws in each step."""
+
+    function: Callable[..., Expr]
+    options: Mapping[str, Any]
+    draws: Draws
+
+    def __call__(self, x: Expr, form: Form, **settings: Any) -> Expr:
+        return self.function(Chance(x, form, draws=self.draws, **settings), **self.options)
+
+
+class Augmentation:
+    """The augmentation of a step.
+
+    Args:
+        entries: how data enter the model, for the inputs with preprocessing.
+        inputs: the names of all inputs of the model.
+        augment: the augmentations of each input that has some.
+        along: the inputs and targets that move with the images; None for all with their height and width.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        entries: Mapping[str, Entry],
+        inputs: Sequence[str],
+        augment: Mapping[str, Any],
+        along: Sequence[str] | str | None,
+    ):
+        self._assembly, self._op, self._sites = assembly, assembly.op.scoped("augment"), Names()
+        self._along = ([] if along == _NONE else [along]) if isinstance(along, str) else along
+        self._specs = {name: specs_of(given, AUGMENTATIONS) for name, given in augment.items()}
+        moving = [name for name in self._specs if self._moves_of(name)]
+        if self._along and not moving:
+            raise RecipeError(
+                "`move_with_image` has no effect without `flip` or `crop` in `augment`", hint="leave it out"
+            )
+        values = {value.name: value for value in assembly.model.inputs}
+        self._entries = {name: entries.get(name) or self._as_it_is(values[name]) for name in inputs}
+        self._image = self._entries[moving[0]] if moving else None
+        self._moves: list[_Operation] = []
+        """The flips and crops of the image, in order."""
+        self._size: list[Expr] = []
+        self._moved, self._kept = [*moving], list[str]()
+        for other in moving[1:] if self._along != [] else ():
+            self._check_pair(moving[0], other)
+        self.changed: dict[ir.Value, ir.Value] = {}
+        """What is augmented -> what training has in its place."""
+        for name in [*moving, *(name for name in inputs if name not in moving)]:
+            if (new := self._augment_input(name, self._entries[name])) is not None:
+                self.changed[self._entries[name].point] = new
+
+    def move_targets(self) -> dict[ir.Value, ir.Value]:
+        """Move the targets of the loss, once there are some: input of the step -> what the loss reads in its place."""
+        graph = self._assembly.step.algorithm
+        names = [*self._entries, *(value.name or "" for value in graph.inputs)]
+        if unknown := [name for name in self._along or () if name not in names]:
+            raise UnknownNameError(
+                f"there is no input or target `{unknown[0]}` to move", hint=near_or_first(unknown[0], names)
+            )
+        if self._image is None:
+            return {}
+        moved: dict[ir.Value, ir.Value] = {}
+        for value in graph.inputs:
+            readers = list(value.uses())
+            form = self._form(value.name or "", value)
+            if form is None:
+                continue
+            new = self._move(self._op(value), form, self._ignored(value)).like(value).named(f"{value.name}/moved").value
+            for node, index in readers:
+                node.replace_input_with(index, new)
+            moved[value] = new
+        graph.sort()
+        self._assembly.fact("augmentation", {"moved": self._moved, "kept": self._kept})
+        return moved
+
+    # ---- inputs ------------------------------------------------------------------------------------------------------
+
+    def _as_it_is(self, value: ir.Value) -> Entry:
+        is_augmented = value.name in self._specs
+        return Entry(value, value, form_of(value) if is_augmented else Form.of(dims_of(value.shape or ())[1:]))
+
+    def _moves_of(self, name: str) -> list[Spec]:
+        return [spec for spec in self._specs[name] if spec.name in MOVES]
+
+    def _check_pair(self, first: str, second: str) -> None:
+        """Refuse two images that may belong together, and cannot move together."""
+        way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
+        if self._moves_of(first) != self._moves_of(second):
+            raise RecipeError(
+                f"`augment` moves `{first}` and `{second}` in different ways",
+                hint=f"give both the same `flip` and `crop`, or {way_out}",
+            )
+        if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[second])):
+            raise RecipeError(f"`augment` moves `{first}` and `{second}`, which differ in size", hint=way_out)
+
+    def _augment_input(self, name: str, entry: Entry) -> ir.Value | None:
+        """Append what changes an input; None if nothing does."""
+        x, specs = self._op(entry.point), self._specs.get(name, [])
+        if specs and (entry.point.dtype is None or not entry.point.dtype.is_floating_point()):
+            raise RecipeError(
+                f"what is augmented are floating-point numbers, and `{name}` is not",
+                hint="add preprocessing, such as `scale`, which makes it such",
+            )
+        if name not in self._moved and self._image is not None:
+            form = self._form(name, entry.point, entry)
+            x = self._move(x, form).like(entry.point) if form is not None else x
+        draws_itself = not self._moves or self._along == []
+        shared = iter(() if draws_itself else self._moves)
+        for spec in specs:
+            function = lookup("augmentation", spec.name, AUGMENTATIONS)
+            options = arguments(function, spec.options)
+            operation = next(shared, None) if spec.name in MOVES else None
+            if operation is None:
+                key = self._assembly.random_key(self._sites.fresh(f"augment/{name}/{spec.name}"))
+                operation = _Operation(function, options, Draws(x, len(entry.form.dims), key))
+                if spec.name in MOVES:
+                    self._moves.append(operation)
+            x = operation(x, entry.form, limit=entry.limit).like(entry.point)
+        return None if x.value is entry.point else x.named(f"{name}/augmented").value
+
+    # ---- what moves along --------------------------------------------------------------------------------------------
+
+    def _move(self, x: Expr, form: Form, fill: float = 0.0) -> Expr:
+        """Flip and crop a batch as the image: nearest neighbor, so that classes stay classes."""
+        assert self._image is not None
+        op, dtype, has_channels = self._op, x.dtype, len(form.dims) == len(x.value.shape or ()) - 1
+        if not self._size:
+            shape = op.Shape(op(self._image.point))
+            self._size = [op.Gather(shape, np.int64(axis)) for axis in self._image.form.axes]
+        x = op.Cast(x, to=_COMPUTED[dtype]) if dtype in _COMPUTED else x
+        x = x if has_channels else op.Unsqueeze(x, [1])
+        for move in self._moves:
+            x = move(x, form, fill=fill, size=self._size)
+        x = x if has_channels else op.Squeeze(x, [1])
+        return op.Cast(x, to=dtype) if dtype in _COMPUTED else x
+
+    def _form(self, name: str, value: ir.Value, entry: Entry | None = None) -> Form | None:
+        """Return where an input or target has height and width; None if it stays. Note which it is."""
+        assert self._image is not None
+        if self._along is not None and name not in self._along:
+            form = None
+        else:
+            sizes, image = _sizes(value, entry), self._image
+            whole = _height_and_width(image)
+            forms = _forms(sizes, image) if _may_be_same_batch(value, image.point) else []
+            form = next((each for each in forms if _is_same(_at(sizes or (), each), whole)), None)
+            if form is None and self._along is not None:
+                form = self._named_form(name, sizes)
+            if form is None and not self._has_none(sizes):
+                raise self._undecided(name, value)
+        if form is not None:
+            self._moved.append(name)
+        elif value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ()) > 1:
+            self._kept.append(name)  # it may hold coordinates
+        return form
+
+    def _has_none(self, sizes: _Sizes | None) -> bool:
+        """True for numbers of a sample in a row, which are not the pixels of the image: a class, some amounts."""
+        if sizes is None or len(sizes) != 2:
+            return sizes is not None and len(sizes) < 2
+        assert self._image is not None
+        height, width = _height_and_width(self._image)
+        pixels = {h * w for h in height for w in width if isinstance(h, int) and isinstance(w, int)}
+        channels = {1, *(dim for dim in (self._image.form.dims[self._image.form.channels],) if dim is not None)}
+        return not sizes[1] & {count * each for count in pixels for each in channels}
+
+    def _named_form(self, name: str, sizes: _Sizes | None) -> Form:
+        """The form of what the recipe moves though its size is another one, or is not known."""
+        assert self._image is not None
+        form = next(iter(_forms(sizes, self._image)), None)
+        if form is None:
+            raise RecipeError(
+                f"`{name}` has no height and width that could move",
+                hint="only masks and images move: [N, height, width], with or without channels",
+            )
+        own, whole = _at(sizes or (), form), _height_and_width(self._image)
+        numbers = [[next((n for n in names if isinstance(n, int)), None) for names in side] for side in (own, whole)]
+        told = [" x ".join("?" if n is None else str(n) for n in side) for side in numbers]
+        if self._image.resized_by is not None:
+            raise RecipeError(
+                f"`{self._image.resized_by}` changes the size of images after they are moved",
+                hint=f"put it before `normalize`, so that `{name}` can move with them",
+            )
+        if numbers[0] == [None, None]:
+            return form  # a size that does not fit is refused as the step runs
+        ratios = {math.nan if not a or not b else b / a for a, b in zip(*numbers, strict=True)}
+        if len(ratios) > 1 or not ratios.pop() > 0:
+            raise RecipeError(
+                f"`{name}` is {told[0]} and the image {told[1]}: it cannot move along", hint="resize it in the data"
+            )
+        if any(move.function is AUGMENTATIONS["crop"] for move in self._moves):
+            raise RecipeError(
+                f"`crop` moves by pixels, and `{name}` is {told[0]}, not {told[1]}",
+                hint="leave `crop` out, or resize it in the data",
+            )
+        return form
+
+    def _undecided(self, name: str, value: ir.Value) -> RecipeError:
+        assert self._image is not None
+        image = self._moved[0]
+        moves = " and ".join(dict.fromkeys(f"`{spec.name}`" for spec in self._moves_of(image)))
+        others = [other for other in self._moved if other not in self._specs]
+
+        def say(names: Sequence[str]) -> str:
+            flags = " ".join(f"--move-with-image {each}" for each in names or [_NONE])
+            return f"`move_with_image={[*names] or _NONE!r}` (`{flags}`)".replace("'", '"')
+
+        ways = [f"if it holds coordinates, leave {moves} out", f"if it stays as it is: {say(others)}"]
+        if self._image.resized_by is not None:
+            ways.insert(0, f"put `{self._image.resized_by}` before `normalize`, if this is what makes its size differ")
+        else:
+            try:
+                self._named_form(name, _sizes(value))
+                way = say([*others, name])
+            except RecipeError:
+                way = "give it the height and width of the image"
+            ways.insert(1, f"if it is a mask or image: {way}")
+        return RecipeError(
+            f"`{name}` {_show(value.shape)} may have to move with `{image}` under {moves}", hint="; ".join(ways)
+        )
+
+    def _ignored(self, value: ir.Value) -> float:
+        """What a crop lays open in a target: the class that its loss ignores, else 0 as in the image."""
+        facts = self._assembly.step.fact("train.loss") or []
+        options = [fact.get("options", {}) for fact in facts if value.name in fact["inputs"]]
+        return float(next((o["ignore_index"] for o in options if o.get("ignore_index") is not None), 0))
+
+
+def notes_on_moves(step: Step) -> list[str]:
+    """Say which inputs and targets `flip` and `crop` move, and which stay."""
+    fact = step.fact(_FACT)
+    if not isinstance(fact, dict):
+        return []
+    moved, kept = (list_names(fact.get(key) or [], 6) for key in ("moved", "kept"))
+    return [f"augmentation moves {moved} alike" + (f"; {kept} stays as it is" if kept else "")]
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _names(dim: int | ir.SymbolicDim | None) -> set[int | str]:
+    name = dim if isinstance(dim, int) else getattr(dim, "value", None)
+    return set() if name is None else {name}
+
+
+def _sizes(value: ir.Value, entry: Entry | None = None) -> _Sizes | None:
+    """What is known of each axis of a batch."""
+    if entry is None or entry.point is entry.value:
+        return None if value.shape is None else [_names(dim) for dim in value.shape]
+    sizes = [set[int | str](), *(_names(dim) for dim in entry.form.dims)]
+    if entry.form.is_picture and entry.value.shape is not None and entry.resized_by is None:
+        declared = form_of(entry.value)
+        for axis, of_model in zip(entry.form.axes, declared.axes, strict=True):
+            sizes[axis] |= _names(entry.value.shape[of_model])
+    return sizes
+
+
+def _forms(sizes: _Sizes | None, image: Entry) -> list[Form]:
+    """The forms that a mask or image can have: channels, if any, as in the image, or at the other end."""
+    rank = len(sizes or ())
+    channels = {3: [0], 4: [image.form.channels, 2 - image.form.channels]}.get(rank, [])
+    return [Form((None, None, None), at) for at in channels]
+
+
+def _at(sizes: _Sizes, form: Form) -> _Sizes:
+    """Height and width. A mask without channels has one axis less before them."""
+    return [sizes[axis - (len(sizes) == 3)] for axis in form.axes]
+
+
+def _height_and_width(image: Entry) -> _Sizes:
+    sizes = _sizes(image.point, image)
+    return [set(), set()] if sizes is None else _at(sizes, image.form)
+
+
+def _is_same(a: _Sizes, b: _Sizes) -> bool:
+    return all(one & other for one, other in zip(a, b, strict=True))
+
+
+def shared_axes(value: ir.Value, image: ir.Value) -> tuple[int, ...] | None:
+    """Return the axes of a mask that are height and width of the images of an input; None if it has none."""
+    entry, sizes = Entry(image, image, form_of(image)), _sizes(value)
+    if sizes is None or not entry.form.is_picture:
+        return None
+    forms = (form for form in _forms(sizes, entry) if _is_same(_at(sizes, form), _height_and_width(entry)))
+    return next((tuple(axis - (len(sizes) == 3) for axis in form.axes) for form in forms), None)
+
+
+def _may_be_same_batch(a: ir.Value, b: ir.Value) -> bool:
+    sizes = {value.shape[0] for value in (a, b) if value.shape and isinstance(value.shape[0], int)}
+    return len(sizes) < 2
+
+
+def _show(shape: ir.Shape | None) -> str:
+    if shape is None:
+        return "of unknown shape"
+    return "[" + ", ".join(str(next(iter(_names(dim)), "?")) for dim in shape) + "]"
