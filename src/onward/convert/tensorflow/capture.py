@@ -103,7 +103,7 @@ def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, 
 def _finish(op: Builder, walk: Walk) -> Model:
     op.graph.sort()
     _check(op.graph, walk)
-    return model_of(remove_unused(op.graph))
+    return model_of(remove_unused(op.graph), op.functions.values())
 
 
 def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
