@@ -118,7 +118,9 @@ def _watch_gradients(optimizer: Any) -> list[np.ndarray]:
     def watched(grads: Any, trainable_variables: Any = None) -> None:
         shapes = [v.shape for v in trainable_variables or optimizer._trainable_variables]
         last[:] = [
-            np.zeros(shape, np.float32) if g is None else keras.ops.convert_to_numpy(g)  # None: the loss does not depend
+            np.zeros(shape, np.float32)
+            if g is None
+            else keras.ops.convert_to_numpy(g)  # None: the loss does not depend
             for g, shape in zip(grads, shapes, strict=True)
         ]
         dense = [array if hasattr(g, "dense_shape") else g for g, array in zip(grads, last, strict=True)]

@@ -121,7 +121,9 @@ class Walk:
         except Refused as refusal:
             inputs = [known[x.ref()].value for x in operation.inputs]
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
-        results = results if isinstance(results, tuple | list) else (results,)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        for y in operation.outputs[len(results) :]:  # which TensorFlow keeps for its own gradients
+            results.append(self.placeholder(op, node, f"there is no operator for its output `{y.name}`", y))
         for y, result in zip(operation.outputs, results, strict=False):
             if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
                 result.value.type, result.value.shape = ir.TensorType(dtype_of(y.dtype)), _shape(y.shape, result.value)

@@ -288,7 +288,9 @@ class _Recorder:
         found = [None if value is None else self._values[value] for value in call.inputs]
         bodies = {name: self._nested(call, plan) for name, plan in call.graphs.items()}
         given = [x for x in found if x is not None]
-        at_once = bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
+        at_once = (
+            bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
+        )
         at_once = at_once and not _is_filled(call, found)
         results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
         step = None if at_once or bodies else self._short(call, found, results)

@@ -21,7 +21,7 @@ def branch(condition, *, then_branch, else_branch, framework):
                 return framework.operators["Where"](condition, framework.place(a), framework.place(b))
             if len(a) != len(b):
                 raise UnsupportedError(
-                    f"Keras computes both branches of an `If`, and one has a sequence of {len(a)}, the other of {len(b)}",
+                    f"the branches of an `If` give Keras sequences of {len(a)} and {len(b)} elements",
                     hint="give both sequences the same length, or write another target, such as `--to torch`",
                 ) from None
             return [choose(x, y) for x, y in zip(a, b, strict=True)]
