@@ -279,6 +279,23 @@ def test_layers_of_ones_own_are_traced():
     assert onward.check(training) == []
 
 
+class Partly(layers.Layer):
+    """Passes a gradient to its input, and none to its weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, x):
+        return keras.ops.stop_gradient(x * self.scale) * x + x
+
+
+def test_gradients_that_a_layer_stops():
+    inputs = layers.Input((4,))
+    model = compiled(inputs, layers.Dense(2)(Partly()(layers.Dense(4)(inputs))), "sgd", "mse")
+    training = goes_on(Run(model, batches(real(4), real(2))))
+    assert [name for _, name, _ in training.functions if name == "StopGradient"]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"), [({"factor": 2.0}, "something else in training"), ({"rate": 0.5}, "random numbers")]
 )

@@ -88,6 +88,9 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch):
     assert "`fold` needs `folds`" in failed(*command, "--fold", "1")[0]
     assert "do not make 100 folds" in failed(*command, "--folds", "100", "--run", "many")[0]
     assert not (tmp_path / "many").exists()
+    with pytest.raises(Error, match="`folds` needs `fold`") as caught:
+        onward.train("digits.onnx", "digits.npz", loss="ce", folds=3)
+    assert "onward.cross_validate" in caught.value.hint
     with pytest.raises(DataError, match="a stream of batches has no folds"):
         onward.cross_validate(digits_mlp(), [DATA].__iter__, folds=2, loss="ce", quiet=True)
     with pytest.raises(Error, match="holds no cross-validation"):

@@ -6,7 +6,7 @@ Dropout is left out, since no two frameworks draw the same numbers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ def compare_steps(
             try:
                 compare(found, expected, ignored=noise, when=f"after step {number} ")
             except MismatchError:
-                uncertain = follow_last_digits(model, options, done, found)
+                uncertain = _follow_last_digits(model, options, done, found)
                 if number > 1 and LOSS in uncertain:
                     return
                 certain = {name: x for name, x in expected.items() if name == LOSS or name not in uncertain}
@@ -82,16 +82,21 @@ def compare_steps(
             running.load_state({n: np.where(noise[n], expected[n], found[n]).astype(found[n].dtype) for n in shared})
 
 
-def follow_last_digits(model: Model, options: dict[str, Any], batches: Iterable[Arrays], found: Arrays) -> set[str]:
-    """Return what is found otherwise if the weights differ in their last digits: in deep networks differences grow."""
+def _follow_last_digits(model: Model, options: dict[str, Any], batches: Iterable[Arrays], found: Arrays) -> set[str]:
+    """Return what differs if the weights differ in their last digits: in deep networks differences grow."""
+    other = with_other_last_digits(model, options, batches)
+    return {name for name, array in found.items() if distance(array, other[name]) > _SENSITIVE}
+
+
+def with_other_last_digits(model: Model, options: Mapping[str, Any], batches: Iterable[Arrays]) -> Arrays:
+    """Return the last loss and the state after steps that begin with weights which differ in their last digits."""
     rng = generator(0)
     with start(model, **options) as running:
         weights = {state.name: state.array for state in running.states() if state.role == "parameter"}
         shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
         running.load_state({name: array.astype(weights[name].dtype) for name, array in shaken.items()})
         losses = [running.step(batch)[running.loss] for batch in batches]
-        other = {LOSS: np.asarray(losses[-1]), **running.state()}
-    return {name for name, array in found.items() if distance(array, other[name]) > _SENSITIVE}
+        return {LOSS: np.asarray(losses[-1]), **running.state()}
 
 
 def _describe(name: str) -> str:

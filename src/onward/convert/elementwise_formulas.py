@@ -98,9 +98,9 @@ def multiply(op: Builder, a: Expr, b: Expr) -> Expr:
         made = tail.value.producer()
         if made is not None and made.op_type == _erfc.name:
             (number, x), (inner, y) = _scaled(half.value), _scaled(made.inputs[0])
-            if x is y and number == 0.5 and math.isclose(inner, -math.sqrt(0.5), rel_tol=1e-3):  # bfloat16: 3 digits
-                return op.Gelu(op(x)).like(x)  # type: ignore[no-any-return]
-    return op.Mul(a, b)  # type: ignore[no-any-return]
+            if x is not None and x is y and number == 0.5 and math.isclose(inner, -math.sqrt(0.5), rel_tol=1e-3):  # bfloat16: 3 digits
+                return op.Gelu(op(x)).like(x)
+    return op.Mul(a, b)
 
 
 def _scaled(value: ir.Value | None) -> tuple[float, ir.Value | None]:
@@ -138,7 +138,7 @@ def erf_inv(op: Builder, x: Expr) -> Expr:
     polynomial = op.scalar(0, x)
     for center, tail in zip(_ERF_INV_CENTER, _ERF_INV_TAIL, strict=True):
         polynomial = polynomial * w + op.Where(is_central, op.scalar(center, x), op.scalar(tail, x))
-    return op.Where(op.Equal(op.Abs(x), 1), x * math.inf, polynomial * x)  # type: ignore[no-any-return]
+    return op.Where(op.Equal(op.Abs(x), 1), x * math.inf, polynomial * x)
 
 
 # ---- angles ----------------------------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ def atan2(op: Builder, y: Expr, x: Expr) -> Expr:
     divisor = op.Where(steep, y, x)
     angle = op.Atan(op.Where(steep, x, y) / op.Where(op.Equal(divisor, 0), 1, divisor))
     quarter, half = (op.Where(down, op.scalar(-turn, y), op.scalar(turn, y)) for turn in (math.pi / 2, math.pi))
-    return op.Where(steep, quarter - angle, op.Where(left, angle + half, angle))  # type: ignore[no-any-return]
+    return op.Where(steep, quarter - angle, op.Where(left, angle + half, angle))
 
 
 def is_negative(op: Builder, x: Expr) -> Expr:
     """Return the sign bit, which -0 has, too."""
-    return op.Or(x < 0, op.Equal(op.Reciprocal(x), -math.inf))  # type: ignore[no-any-return]
+    return op.Or(x < 0, op.Equal(op.Reciprocal(x), -math.inf))
 
 
 # ---- division and rounding -------------------------------------------------------------------------------------------
@@ -167,21 +167,21 @@ def is_negative(op: Builder, x: Expr) -> Expr:
 def floor_mod(op: Builder, a: Expr, b: Expr) -> Expr:
     """Return the remainder with the sign of the divisor. `a - floor(a / b) * b` rounds, for large quotients to 0."""
     if not _is_float(a):
-        return op.Mod(a, b)  # type: ignore[no-any-return]
+        return op.Mod(a, b)
     rest = op.Mod(a, b, fmod=1)
     wrong_side = op.And(op.Not(op.Equal(rest, 0)), op.Xor(rest < 0, b < 0))
-    return op.Where(wrong_side, rest + b, rest)  # type: ignore[no-any-return]
+    return op.Where(wrong_side, rest + b, rest)
 
 
 def floor_divide(op: Builder, a: Expr, b: Expr) -> Expr:
-    return op.Floor(a / b) if _is_float(a) else (a - op.Mod(a, b)) / b  # type: ignore[no-any-return]
+    return op.Floor(a / b) if _is_float(a) else (a - op.Mod(a, b)) / b
 
 
 def round_away(op: Builder, x: Expr) -> Expr:
     """Round to the nearest integer, and halves away from 0. `floor(x + 0.5)` is wrong beside 0.5 and above 2^23."""
     size = op.Abs(x)
     whole = op.Floor(size)
-    return op.Sign(x) * op.Where(size - whole >= 0.5, whole + 1, whole)  # type: ignore[no-any-return]
+    return op.Sign(x) * op.Where(size - whole >= 0.5, whole + 1, whole)
 
 
 def saturating_cast(op: Builder, x: Expr, dtype: np.dtype) -> Expr:

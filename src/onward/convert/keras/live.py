@@ -64,7 +64,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         if sample_weight is not None:
             raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
         given = y if isinstance(y, Mapping) else self._named_targets(loss, [] if y is None else _as_list(y))
-        targets = {value.name or "": _fit_target(given[value.name], value) for value in loss.targets}
+        targets = {value.name or "": _fit_target(given[value.name or ""], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +124,7 @@ class SumOfLosses(nn.Module):  # type: ignore[misc]
         if len(targets) != sum(self.targets):
             raise TypeError(f"the losses take {sum(self.targets)} targets, not {len(targets)}")
         remaining = iter(targets)
-        named = outputs if isinstance(outputs, Mapping) else {}
+        named: dict[Any, Tensor] = {**outputs} if isinstance(outputs, Mapping) else {}
         first = next(iter(named.values()), outputs)
         return [
             (named.get(name, first), *(next(remaining) for _ in range(count)))
