@@ -569,6 +569,16 @@ def test_an_optimizer_is_not_guessed():
         onward.from_tensorflow(mlp(), FLAT[0]["image"], loss="cross_entropy")
 
 
+def test_a_derivative_that_was_given_by_hand():
+    """That of `tf.nn.silu` is the derivative; others are not known to the model, and the trial finds them."""
+    t, weight = tf(), tf().Variable(RNG.standard_normal((4, 3)).astype("f"), name="weight")
+    batch, recipe = RNG.standard_normal((5, 4)).astype("f"), {"loss": "mse", "optimizer": "sgd:lr=0.1"}
+    assert set(onward.from_tensorflow(lambda x: t.nn.silu(x @ weight), batch, **recipe).step().update) >= {"weight"}
+    straight = t.custom_gradient(lambda x: (t.round(x), lambda dy: dy))
+    with pytest.raises(MismatchError, match="the gradient of `output` with respect to `weight` is off by"):
+        onward.from_tensorflow(lambda x: straight(x @ weight), batch, **recipe)
+
+
 def test_objects_of_keras_are_told_in_words():
     keras, call = pytest.importorskip("keras"), (mlp(), FLAT[0]["image"])
     with pytest.raises(RecipeError, match=r"`optimizer` is an object of Keras \(Adam\)") as caught:

@@ -98,7 +98,8 @@ def multiply(op: Builder, a: Expr, b: Expr) -> Expr:
         made = tail.value.producer()
         if made is not None and made.op_type == _erfc.name:
             (number, x), (inner, y) = _scaled(half.value), _scaled(made.inputs[0])
-            if x is not None and x is y and number == 0.5 and math.isclose(inner, -math.sqrt(0.5), rel_tol=1e-3):  # bfloat16: 3 digits
+            is_root = math.isclose(inner, -math.sqrt(0.5), rel_tol=1e-3)  # bfloat16 has three digits
+            if x is not None and x is y and number == 0.5 and is_root:
                 return op.Gelu(op(x)).like(x)
     return op.Mul(a, b)
 

@@ -106,9 +106,12 @@ def export(
     function = _concrete(module, arguments, named)
     variables = _variables(function)
     names = _names(module, variables)
-    model, variance = _model(function, [(v, names[id(v)]) for v in variables])
+    op, walk = _write_graph(function, [(v, names[id(v)]) for v in variables])
+    variance = keep_averages(op, walk)
+    model = _finish(op, walk)
     if probe:
-        confirm(model, function, arguments, named)
+        trained = {names[id(v)]: v for v in variables if v.trainable} if walk.own_gradients else {}
+        confirm(model, function, arguments, named, trained)
     used = model.graph.initializers
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
 
@@ -119,12 +122,6 @@ def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
     op, walk = _write_graph(concrete, [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))])
     return _finish(op, walk)
-
-
-def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, Literal["population", "sample"]]:
-    op, walk = _write_graph(function, variables)
-    variance = keep_averages(op, walk)
-    return _finish(op, walk), variance
 
 
 def _finish(op: Builder, walk: Walk) -> Model:

@@ -87,6 +87,8 @@ class Walk:
         self.updates: dict[ir.Value, Expr] = {}
         """Variables, and what they are assigned last."""
         self.statistics: list[Statistics] = []
+        self.own_gradients = False
+        """True if a function was given its derivative by hand (`tf.custom_gradient`), which a graph does not have."""
 
     @contextlib.contextmanager
     def without_updates(self) -> Iterator[None]:

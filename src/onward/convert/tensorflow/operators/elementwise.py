@@ -120,11 +120,17 @@ def select(op, condition, x, y, *, node):
 operators(
     Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
     Identity=lambda op, x: x,
-    IdentityN=lambda op, *xs: xs,
     Snapshot=lambda op, x: x,
     CheckNumerics=lambda op, x: x,
     EnsureShape=lambda op, x: x,
 )
+
+
+@operators.define("IdentityN")
+def identities(op, *xs, node):
+    """Where a function ends that was given its derivative, TensorFlow names this operation as its gradient."""
+    node.walk.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
+    return xs
 
 
 @operators.define("StopGradient")
