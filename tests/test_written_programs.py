@@ -274,7 +274,9 @@ def test_sequences_in_programs(target: Framework, tmp_path: Path) -> None:
     assert all(path.exists() for path in write(training, target, tmp_path / FILES[target]))
 
 
-@pytest.mark.parametrize("target", TRIED)
+@pytest.mark.parametrize(
+    "target", [TRIED[0], *(pytest.param(*one.values, marks=[*one.marks, pytest.mark.slow]) for one in TRIED[1:])]
+)
 def test_a_program_with_other_losses_is_not_written(
     target: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
