@@ -22,7 +22,7 @@ from onward.engines import start
 from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError
 
-pytestmark = needs("jax", "optax")
+pytestmark = [needs("jax", "optax"), pytest.mark.usefixtures("untried")]
 
 _CONTINUE = """
 import importlib.util, json, sys

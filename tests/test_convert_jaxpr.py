@@ -16,7 +16,8 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 
-from jaxpr_agreement import BOTH, agrees, numbers, results, same  # noqa: E402
+from extreme_numbers import NUMBERS, assert_equal_everywhere, pairs  # noqa: E402
+from jaxpr_agreement import BOTH, agrees, numbers, operators_of, results, same  # noqa: E402
 from onward.convert.jax.jaxpr import export  # noqa: E402
 from representatives import chosen  # noqa: E402
 
@@ -113,12 +114,43 @@ def test_numbers_read_as_bits_and_back(dtype: str) -> None:
         np.testing.assert_array_equal(results(model, [bits], engine)[0], x.astype(np.float32))
 
 
-def test_near_zero_nothing_is_lost() -> None:
-    x = np.array([1e-7, -3e-6, 1e-4, 1e-2, 0.4, 0.6, 30, 1e4], np.float32)
-    for function in (jnp.log1p, jnp.expm1):
-        model = export(lambda _, x, f=function: f(x), {}, x)
-        for engine in BOTH:
-            np.testing.assert_allclose(results(model, [x], engine)[0], function(x), rtol=1e-6)
+ONE = (
+    "abs arccos arccosh arcsin arcsinh arctan arctanh cbrt ceil cos cosh exp exp2 expm1 floor isfinite log log10 log1p "
+    "reciprocal rint sign signbit sin sinh sqrt square tan tanh"
+)
+TWO = "arctan2 copysign divide floor_divide fmod heaviside hypot logaddexp maximum minimum mod nextafter power"
+EXTREMES: dict[str, tuple[Callable[..., Any], ...]] = {
+    "one": (*(getattr(jnp, name) for name in ONE.split()), lax.erf, lax.erfc, lax.rsqrt, lax.round),
+    "one, of several": (jax.nn.log_sigmoid, jax.nn.softplus, jax.scipy.special.log_ndtr, jax.scipy.special.ndtr),
+    "two": (*(getattr(jnp, name) for name in TWO.split()), jax.scipy.special.xlogy, jax.scipy.special.xlog1py),
+    "integers of one": (lambda x: x.astype(np.int32), lambda x: x.astype(np.int8), lambda x: x.astype(np.uint32)),
+}
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_functions_at_extreme_arguments(kind: str) -> None:
+    """Element by element, relative to each: absolute tolerances hide what is lost near 0."""
+    arguments = pairs() if kind == "two" else (NUMBERS,)
+    functions = EXTREMES[kind]
+    model = export(lambda _, *xs: [f(*xs) for f in functions], {}, *arguments, batch=None)
+    expected = jax.jit(lambda *xs: [f(*xs) for f in functions])(*arguments)
+    for engine in BOTH:
+        for i, found in enumerate(results(model, arguments, engine)):
+            name = getattr(functions[i], "__name__", str(i))
+            # exp(-x * x) rounds x * x, which is some 80 where erfc ends
+            assert_equal_everywhere(found, expected[i], arguments, f"{name} on {engine}", rtol=2e-5)
+
+
+def test_division_of_integers_by_zero() -> None:
+    a, b = np.array([7, -7, 0, 5], np.int32), np.array([0, 0, 0, -2], np.int32)
+    agrees(lambda a, b: (lax.div(a, b), lax.rem(a, b), jnp.gcd(a, b)), a, b)
+
+
+def test_a_gelu_is_the_operator() -> None:
+    x = numbers(3, 4, low=-4, high=4)
+    model = agrees(lambda x: jax.nn.gelu(x, approximate=False), x)
+    assert operators_of(model) == {"Gelu"}
+    assert "Gelu" not in operators_of(agrees(lambda x: (0.5 * x) * lax.erfc(x), x))
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

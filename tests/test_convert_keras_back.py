@@ -17,7 +17,7 @@ keras = pytest.importorskip("keras")
 from keras_runs import Run, batches, layers, mlp, named, one_hot, real, step, whole  # noqa: E402
 from onward.convert.keras import from_keras, to_keras  # noqa: E402
 from onward.engines import start  # noqa: E402
-from onward.errors import UnsupportedError  # noqa: E402
+from onward.errors import DataError, UnsupportedError  # noqa: E402
 from onward.recipe.optimizers import OPTIMIZERS  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
@@ -239,6 +239,42 @@ def test_embeddings_have_dense_gradients():
     data = batches(lambda rng, n: rng.integers(0, 9, (n, 6)).astype(np.int32), real(3))
     made, _ = continues(from_keras(model, approx=True), data)
     assert isinstance(made.optimizer, keras.optimizers.Adam)
+
+
+def test_a_model_with_its_loss_inside():
+    """`fit` needs no targets, and says so where some are given."""
+    training = onward.prepare(models.small_transformer(), loss="value:loss", optimizer="sgd:lr=0.1")
+    made, rng = to_keras(training), np.random.default_rng(0)
+    x = [rng.integers(0, 32, (4, 6)), rng.integers(0, 32, (4, 6))]
+    with start(training, threads=1) as engine:
+        expected = [float(engine.step(dict(zip(engine.inputs, x, strict=True)))[engine.loss]) for _ in range(2)]
+    made.run_eagerly = True
+    found = []
+    for _ in expected:
+        made.reset_metrics()
+        found.append(made.train_on_batch(x, return_dict=True)["loss"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    with pytest.raises(DataError, match="the loss takes 0 targets, not 1"):
+        made.train_on_batch(x, x[0])
+
+
+@needs("torch")
+def test_losses_of_several_parts_in_pytorch():
+    """Of what the module returns and all targets: `loss(module(x), y)`."""
+    import torch
+
+    inputs = layers.Input((4,))
+    model = keras.Model(inputs, layers.Dense(3, kernel_regularizer="l2")(inputs))
+    model.compile("sgd", "mse")
+    module, _, _, loss = onward.to_torch(from_keras(model, probe=False), probe=False)
+    x, y = np.random.default_rng(0).standard_normal((2, 5, 4)).astype("f")
+    outputs, target = module(torch.from_numpy(x)), torch.from_numpy(y[:, :3])
+    expected = float(model.evaluate(x, y[:, :3], verbose=0))
+    np.testing.assert_allclose(loss(outputs, target).item(), expected, rtol=1e-5)
+    first, second = outputs.values()
+    np.testing.assert_allclose(loss((first, target), (second,)).item(), expected, rtol=1e-5)
+    with pytest.raises(TypeError, match="the losses take 1 targets, not 2"):
+        loss(outputs, target, target)
 
 
 @pytest.mark.slow

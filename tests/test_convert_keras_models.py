@@ -279,6 +279,23 @@ def test_layers_of_ones_own_are_traced():
     assert onward.check(training) == []
 
 
+class Partly(layers.Layer):
+    """Passes a gradient to its input, and none to its weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, x):
+        return keras.ops.stop_gradient(x * self.scale) * x + x
+
+
+def test_gradients_that_a_layer_stops():
+    inputs = layers.Input((4,))
+    model = compiled(inputs, layers.Dense(2)(Partly()(layers.Dense(4)(inputs))), "sgd", "mse")
+    training = goes_on(Run(model, batches(real(4), real(2))))
+    assert [name for _, name, _ in training.functions if name == "StopGradient"]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"), [({"factor": 2.0}, "something else in training"), ({"rate": 0.5}, "random numbers")]
 )
@@ -338,10 +355,10 @@ def test_what_is_no_compiled_graph_of_layers_is_refused():
 
 
 def test_trying_finds_what_was_read_wrongly(monkeypatch):
-    from onward.convert.keras import capture
+    from onward.convert.keras import optimizers
 
     run = mlp(keras.optimizers.Adam(1e-2, epsilon=1e-3))
-    monkeypatch.setattr(capture, "settings_of", lambda optimizer: {"beta1": 0.8, "variant": "keras"})
+    monkeypatch.setattr(optimizers, "settings_of", lambda optimizer: {"beta1": 0.8, "variant": "keras"})
     with pytest.raises(MismatchError, match="after step"):
         from_keras(run.model)
 

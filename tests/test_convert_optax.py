@@ -14,7 +14,7 @@ import onward
 from conftest import needs
 from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.engines import start
-from onward.errors import MismatchError, UnsupportedError
+from onward.errors import MismatchError, RecipeError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
 from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
@@ -275,6 +275,30 @@ def test_every_optimizer_in_optax(optimizer: str) -> None:
             changes, state = compiled(tx)(given, state, params)
             params = {name: params[name] + change for name, change in changes.items()}
         assert largest_difference(params, {name: engine.state()[name] for name in weights}) < 1e-5
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: str) -> None:
+    """Where optax has no such state, `to_jax` computes the update itself."""
+    from onward.checkpoint.pytree.optax_states import stages
+    from onward.convert.jax.native import is_native
+    from onward.convert.optax_fields import ELSE, difference_from_optax
+    from onward.recipe.optimizers import configure
+
+    for variant in ("torch", "keras", "optax", "transformers"):
+        for option in ("", "weight_decay=0.1", "momentum=0.9", "amsgrad=1", "maximize=1", "momentum=0.9,dampening=0.1"):
+            try:
+                spec = parse(f"{name}:lr=0.1,variant={variant},{option}".rstrip(","))
+                configured = configure(spec)
+            except RecipeError:
+                continue
+            difference = difference_from_optax(name, configured.settings)
+            assert is_native(spec) == (difference is None), spec
+            if difference != ELSE:
+                assert stages(spec, configured), spec
+                continue
+            with pytest.raises(UnsupportedError, match="optax has no optimizer"):
+                stages(spec, configured)
 
 
 def test_no_optimizer_is_forgotten() -> None:

@@ -509,6 +509,25 @@ def test_normalization_that_does_not_train():
     assert set(model.step().update) == {"step", "scale"}
 
 
+def test_a_function_of_which_a_tape_has_taken_the_gradient():
+    """TensorFlow then calls a form of it that also returns what its own gradient needs."""
+    t, weight = tf(), tf().Variable(RNG.standard_normal((4, 3)).astype("f"), name="weight")
+    inner = t.function(
+        lambda x, y: t.reduce_mean(t.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x @ weight))
+    )
+
+    @t.function
+    def loss_of_a_step(x, y):
+        with t.GradientTape() as tape:
+            loss = inner(x, y)
+        tape.gradient(loss, weight)
+        return loss
+
+    batch = RNG.standard_normal((5, 4)).astype("f"), np.array([0, 1, 2, 0, 1])
+    found = onward.from_tensorflow(loss_of_a_step, batch, loss="value:output", optimizer="sgd:lr=0.1")
+    assert set(found.step().update) == {"step", "weight"}
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -524,7 +543,7 @@ def test_what_cannot_be_carried_is_named_at_once():
     with pytest.raises(UnsupportedError) as caught:
         onward.from_tensorflow(strange, np.ones((4, 4), "f"), loss="mse", optimizer="sgd")
     said = str(caught.value)
-    for operation in ("StopGradient", "MatrixInverse", "RandomStandardNormal", "Digamma"):
+    for operation in ("MatrixInverse", "RandomStandardNormal", "Digamma"):
         assert f"`{operation}`" in said
     assert "Svd" not in said and caught.value.hint
 
@@ -548,6 +567,27 @@ def test_without_a_loss_there_is_nothing_to_learn():
 def test_an_optimizer_is_not_guessed():
     with pytest.raises(RecipeError, match="not said how to learn"):
         onward.from_tensorflow(mlp(), FLAT[0]["image"], loss="cross_entropy")
+
+
+def test_a_derivative_that_was_given_by_hand():
+    """That of `tf.nn.silu` is the derivative; others are not known to the model, and the trial finds them."""
+    t, weight = tf(), tf().Variable(RNG.standard_normal((4, 3)).astype("f"), name="weight")
+    batch, recipe = RNG.standard_normal((5, 4)).astype("f"), {"loss": "mse", "optimizer": "sgd:lr=0.1"}
+    assert set(onward.from_tensorflow(lambda x: t.nn.silu(x @ weight), batch, **recipe).step().update) >= {"weight"}
+    straight = t.custom_gradient(lambda x: (t.round(x), lambda dy: dy))
+    with pytest.raises(MismatchError, match="the gradient of `output` with respect to `weight` is off by"):
+        onward.from_tensorflow(lambda x: straight(x @ weight), batch, **recipe)
+
+
+def test_objects_of_keras_are_told_in_words():
+    keras, call = pytest.importorskip("keras"), (mlp(), FLAT[0]["image"])
+    with pytest.raises(RecipeError, match=r"`optimizer` is an object of Keras \(Adam\)") as caught:
+        onward.from_tensorflow(*call, loss="cross_entropy", optimizer=keras.optimizers.Adam(0.25, beta_1=0.5))
+    words = caught.value.hint.split('"')[1]
+    assert onward.from_tensorflow(*call, loss="cross_entropy", optimizer=words).array("group0/lr") == 0.25
+    assert "variant=keras" in words and "beta1=0.5" in words
+    with pytest.raises(RecipeError, match=r"`loss` is an object of Keras \(MeanSquaredError\)"):
+        onward.from_tensorflow(*call, loss=keras.losses.MeanSquaredError(), optimizer="sgd")
 
 
 def test_a_folder_that_holds_something_else(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import needs
+from extreme_numbers import NUMBERS, assert_equal_everywhere, pairs
 from onward.differentiate import vjp
 from onward.engines import function
 
@@ -152,6 +153,15 @@ CASES = {
     "scatter add": (lambda x, y: tf().tensor_scatter_nd_add(x, [[1], [1]], y[:2]), X, Y),
     "one hot": (lambda x, i: x[:, :3] * tf().one_hot(i - 1, 3, 0.9, 0.1), X, ROWS),
     "one hot, first": (lambda x, i: x[:3, :3] * tf().one_hot(i, 3, axis=0), X, ROWS),
+    "segments of rows that are dropped": (lambda x: tf().math.unsorted_segment_sum(x, [1, -1, 1], 2), X),
+    "scatter subtract": (lambda x, y: tf().tensor_scatter_nd_sub(x, [[1], [1]], y[:2]), X, Y),
+    "stopped gradient": (lambda x, y: tf().stop_gradient(x * y) * x, X, Y),
+    "angle": (lambda x, y: tf().atan2(x, y), X, Y),
+    "remainder of two signs": (lambda x, y: tf().math.floormod(x, y), X, Y),
+    "products that may be 0": (
+        lambda x, y: tf().math.xlog1py(x, y) + tf().math.xdivy(x, y) + tf().math.multiply_no_nan(x, y),
+        np.maximum(X, 0), positive(3, 4),
+    ),
     "segments": (lambda x, i: tf().math.unsorted_segment_sum(x, i % 2, 3), X, ROWS),
     "sort": (lambda x: tf().math.top_k(x, 2)[0], X),
     "argmax": (lambda x: tf().cast(tf().argmax(x, 1), tf().float32) * x[:, 0], X),
@@ -257,3 +267,37 @@ def test_values_and_gradients(name):
     gradients = tape.gradient(expected, floats, dy, unconnected_gradients=tf().UnconnectedGradients.ZERO)
     for output, gradient in zip(list(results.values())[-len(xs) :], gradients, strict=True):
         np.testing.assert_allclose(output, tf().convert_to_tensor(gradient), rtol=1e-4, atol=1e-4)
+
+
+EXTREMES = {
+    "one": "abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc exp expm1 floor is_nan log log1p log_sigmoid "
+    "reciprocal rint round rsqrt sign sin sinh sqrt square tan tanh",
+    "activations": "elu gelu leaky_relu relu relu6 selu softplus softsign",
+    "two": "atan2 divide divide_no_nan floordiv floormod maximum minimum multiply_no_nan pow squared_difference "
+    "truncatemod xdivy xlog1py xlogy",
+}
+INEXACT = {  # which engine, or TensorFlow itself, differs there, and by how much
+    "elu": "TensorFlow subtracts 1 from exp(x)",
+    "selu": "TensorFlow subtracts 1 from exp(x)",
+    "gelu": "1 + erf(x) of the operator rounds to 0",
+    "floordiv": "TensorFlow flushes quotients below 1e-38 to 0",
+}
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_functions_at_extreme_arguments(kind):
+    """Element by element, relative to each: sums and absolute tolerances hide what is lost near 0."""
+    from onward.convert.tensorflow.capture import export
+
+    arrays = pairs() if kind == "two" else (NUMBERS,)
+    names = [name for name in EXTREMES[kind].split() if name not in INEXACT]
+    functions = [getattr(tf().nn if kind == "activations" else tf() if name == "truncatemod" else tf().math, name)
+                 for name in names]  # fmt: skip
+    call = tf().function(lambda *xs: [tf().cast(f(*xs), tf().float32) for f in functions])
+    model, _, _ = export(call, [tf().TensorSpec(array.shape, array.dtype) for array in arrays])
+    expected = call(*map(tf().constant, arrays))
+    given = dict(zip((value.name for value in model.inputs), arrays, strict=True))
+    for engine in ("numpy", "onnxruntime"):
+        found = function(model, engine=engine)(given)
+        for name, output, theirs in zip(names, model.outputs, expected, strict=True):
+            assert_equal_everywhere(found[output.name], theirs, arrays, f"{name} on {engine}")

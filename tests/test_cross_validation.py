@@ -85,9 +85,12 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch):
     assert "validate each other" in failed(*command, "--folds", "3", "--validation", "0.2")[0]
     assert "no effect with --folds" in failed(*command, "--folds", "3", "-o", "x.onnx", code=2)[0]
     assert "no fold 4 of 3" in failed(*command, "--folds", "3", "--fold", "4")[0]
-    assert "alone is no run" in failed(*command, "--fold", "1")[0]
+    assert "`fold` needs `folds`" in failed(*command, "--fold", "1")[0]
     assert "do not make 100 folds" in failed(*command, "--folds", "100", "--run", "many")[0]
     assert not (tmp_path / "many").exists()
+    with pytest.raises(Error, match="`folds` needs `fold`") as caught:
+        onward.train("digits.onnx", "digits.npz", loss="ce", folds=3)
+    assert "onward.cross_validate" in caught.value.hint
     with pytest.raises(DataError, match="a stream of batches has no folds"):
         onward.cross_validate(digits_mlp(), [DATA].__iter__, folds=2, loss="ce", quiet=True)
     with pytest.raises(Error, match="holds no cross-validation"):

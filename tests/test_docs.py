@@ -78,8 +78,11 @@ def test_the_layout_is_that_of_the_files():
 
 # ---- the reference of the Python interface ---------------------------------------------------------------------------
 
-ROOMS = ("backend", "engines", "lora", "transform")
-CONSTANTS = {"engines.ENGINES", "engines.FRAMEWORKS"}
+ROOMS = ("backend", "engines", "lora", "rules", "transform")
+CONSTANTS = {
+    *("engines.ENGINES", "engines.FRAMEWORKS", "rules.FAMILIES", "rules.RULES"),
+    *("rules.NoGradient", "rules.Rewrite", "rules.Rule"),  # rows of that table
+}
 
 
 def _public_names():

@@ -162,3 +162,11 @@ def test_an_operator_without_a_rule_says_how_to_write_one():
     with pytest.raises(onward.errors.UnsupportedError, match="no gradient rule for `Twist`") as caught:
         onward.gradient(parser.parse_model(MODEL), "y", ["a"])
     assert '@gradient("Twist", domain="acme")' in caught.value.hint
+
+
+def test_rules_are_a_public_name():
+    """Of `onward` itself, loaded when it is first used: both decorators, as the documentation has them."""
+    code = "import sys, onward; assert 'onward.rules' not in sys.modules; onward.rules.gradient, onward.rules.rewrite"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rules" in dir(onward) and onward.rules.gradient is gradient

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +22,9 @@ from conftest import needs
 from onward.convert.files import Framework, write
 from onward.convert.program.audit import audit_program
 from onward.convert.program.names import Identifiers, docstring, is_identifier, program_beside, quote
+from onward.convert.program.trial import StepTrial, step_trial
 from onward.engines import start
-from onward.errors import Error, UnsupportedError
+from onward.errors import Error, MismatchError, UnsupportedError
 from onward.transform.attribute_words import WORDS
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*planted.STATEMENTS, *planted.WORDS])
@@ -199,3 +201,101 @@ def test_words_are_those_of_attributes_that_operators_have() -> None:
         for name, allowed in attributes.items():
             kind = schema.attributes[name]
             assert not kind.default_value.s or kind.default_value.s.decode() in allowed
+
+
+# ---- programs are tried ----------------------------------------------------------------------------------------------
+
+SEQUENCES = """
+<ir_version: 10, opset_import: ["" : 21]>
+sequences (float[B, 4] x) => (float[B, 2] y)
+<float[4, 6] w = {WEIGHTS}, float[2, 2] u = {1, 2, 3, 4}, float[2, 2] row = {0.5, -0.25, 1, 2},
+ int64[2] uneven = {2, 4},
+ int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64 last = {-1}, bool certain = {1},
+ int64[1] first_axis = {0}, int64[1] axis = {1}>
+{
+    h = MatMul(x, w)
+    pairs = SplitToSequence <axis = 1> (h, two)
+    p0 = SequenceAt(pairs, zero)  p1 = SequenceAt(pairs, one)  p2 = SequenceAt(pairs, last)
+    parts = SplitToSequence <axis = 1> (h, uneven)
+    part = SequenceAt(parts, zero)
+    columns = SplitToSequence <axis = 1, keepdims = 0> (h)
+    c1 = SequenceAt(columns, one)  c2 = SequenceAt(columns, two)
+    d1 = Unsqueeze(c1, axis)  d2 = Unsqueeze(c2, axis)  c = Concat <axis = 1> (d1, d2)
+    empty = SequenceEmpty()
+    made = SequenceConstruct(p0, p1)
+    longer = SequenceInsert(made, p2, one)  longest = SequenceInsert(longer, c)
+    shorter = SequenceErase(longest, zero)
+    alone = SequenceInsert(empty, p1)  only = SequenceAt(alone, zero)
+    s0 = SequenceAt(shorter, zero)  s1 = SequenceAt(shorter, one)  s2 = SequenceAt(shorter, last)
+    stacked = ConcatFromSequence <axis = 0, new_axis = 1> (shorter)
+    top = ReduceMax <keepdims = 0> (stacked, first_axis)
+    constants = SequenceConstruct(row, u)  joined = ConcatFromSequence <axis = 0> (constants)
+    bias = ReduceMax(joined, first_axis)
+    length = SequenceLength(shorter)  count = Cast <to = 1> (length)
+    mapped = SequenceMap <body = each (float[B, 2] i) => (float[B, 2] o) { o = MatMul(i, u) }> (pairs)
+    m = SequenceAt(mapped, one)
+    total = ReduceSum <keepdims = 0> (h)  nothing = Sub(total, total)  yes = Equal(nothing, nothing)
+    chosen = If(yes) <
+        then_branch = those () => (seq(float[B, 2]) these) { these = SequenceConstruct(p2, p0) },
+        else_branch = others () => (seq(float[B, 2]) rest) { rest = SequenceConstruct(p1, p1) }
+    >
+    i0 = SequenceAt(chosen, zero)  i1 = SequenceAt(chosen, one)
+    grown = Loop <body = turn (int64 n, bool go, seq(float[B, 2]) q) => (bool on, seq(float[B, 2]) r) {
+        on = Identity(go)  was = SequenceAt(q, n)  new = Mul(was, p1)  r = SequenceInsert(q, new)
+    }> (two, , made)
+    g = SequenceAt(grown, last)
+    a = Mul(part, s0)  b = Mul(s1, count)  d = Sub(i0, i1)  e = Sub(m, bias)  f = Mul(top, only)
+    y = Sum(a, b, d, e, f, s2, g)
+}
+"""
+
+
+def of_sequences(target: Framework) -> onward.Model:
+    """Of PyTorch a program cannot choose by the data."""
+    weights = ", ".join(f"{x:.3f}" for x in np.random.default_rng(0).uniform(-0.5, 0.5, 24))
+    text = SEQUENCES.replace("If(yes)", "If(certain)") if target == "torch" else SEQUENCES
+    model = onward.load(onnx.parser.parse_model(text.replace("WEIGHTS", weights)))
+    return onward.prepare(model, loss="mse", optimizer="adam:lr=0.01")
+
+
+TRIED = [
+    pytest.param("jax", marks=needs("jax")),
+    pytest.param("keras", marks=needs("keras", "tensorflow")),
+    *(pytest.param(name, marks=[needs(name), pytest.mark.slow]) for name in ("torch", "tensorflow")),
+]
+FILES: dict[Framework, str] = {"torch": "run.pt", "keras": "run.keras", "jax": "run", "tensorflow": "run"}
+
+
+@pytest.mark.parametrize("target", TRIED)
+def test_sequences_in_programs(target: Framework, tmp_path: Path) -> None:
+    """The trial compares the losses of three steps with those of ONNX Runtime."""
+    training = of_sequences(target)
+    assert step_trial(training) is not None
+    assert all(path.exists() for path in write(training, target, tmp_path / FILES[target]))
+
+
+@pytest.mark.parametrize(
+    "target", [TRIED[0], *(pytest.param(*one.values, marks=[*one.marks, pytest.mark.slow]) for one in TRIED[1:])]
+)
+def test_a_program_with_other_losses_is_not_written(
+    target: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the third loss is another: that of an optimizer which forgets."""
+    compare = StepTrial.compare
+
+    def of_another(self: StepTrial, found: np.ndarray, **options: bool) -> None:
+        compare(self, [*found[:-1], found[-1] * 1.01], **options)
+
+    monkeypatch.setattr(StepTrial, "compare", of_another)
+    with pytest.raises(MismatchError, match="in step 3 of the program the loss is off by"):
+        write(of_sequences(target), target, tmp_path / FILES[target])
+    assert not list(tmp_path.iterdir())
+
+
+@needs("tensorflow")
+def test_sequences_on_tensorflow() -> None:
+    made = step_trial(training := of_sequences("tensorflow"))
+    assert made is not None
+    with start(training, engine="tensorflow") as engine:
+        losses = [float(engine.step(made.batch)[engine.loss]) for _ in made.losses]
+    np.testing.assert_allclose(losses, made.losses, rtol=1e-4)

@@ -18,7 +18,7 @@ from onward.lazy_sympy import defer_sympy
 
 if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     # isort: off
-    from onward import backend as backend, engines as engines, transform as transform
+    from onward import backend as backend, engines as engines, rules as rules, transform as transform
     from onward.agreement import verify as verify
     from onward.checker import Finding as Finding, check as check
     from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
 defer_sympy()
 
 _NAMES = {
-    "": ("backend", "engines", "transform"),
+    "": ("backend", "engines", "rules", "transform"),
     "agreement": ("verify",),
     "checker": ("Finding", "check"),
     "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),

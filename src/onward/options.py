@@ -403,10 +403,14 @@ class RunOptions(HeldOutOptions, FeedOptions):
         "updates for each step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update",
     )
     folds: Annotated[int, Range(least=2)] | None = _option(
-        None, _DATA, "K", "train K times, each time on all but one of K equal parts of the data, which validates"
+        None,
+        _DATA,
+        "K",
+        "cross-validate: divide the data into K equal parts and train K times, each time validating on another part "
+        "(in Python: `onward.cross_validate`; `onward.train` takes it with `fold`)",
     )
     fold: Annotated[int, Range(least=1)] | None = _option(
-        None, _DATA, "N", "of these, only the one that the N-th part validates, from 1"
+        None, _DATA, "N", "with `folds`: train only the run that validates on part N, counted from 1"
     )
     keep_preprocessing: bool = _option(
         False, _FIRST, None, "the model that comes out takes data as they are, not what the model took"

@@ -72,7 +72,7 @@ def verify(
         on_start(f"{way.engine} ({way.derivative})")
         try:
             with _load(model, step, way, compile) as engine:
-                batches = batches or _batches(model, step, engine, given, steps, seed)
+                batches = batches or batches_made_up(model, step, engine, given, steps, seed)
                 runs[way] = _run(engine, batches)
         except Error as error:
             refusals[way] = error
@@ -126,8 +126,8 @@ def _run(engine: Engine, batches: Sequence[Arrays]) -> _Run:
     return _Run([float(step[engine.loss]) for step in metrics if engine.loss in step], metrics, found, seconds)
 
 
-def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int, seed: int) -> list[Arrays]:
-    """A batch for each step: what is given, and for the rest other numbers each time, of shapes that work."""
+def batches_made_up(model: Model, step: int, engine: Engine, given: Arrays, steps: int, seed: int) -> list[Arrays]:
+    """Return a batch for each step: what is given, and for the rest other numbers each time, of shapes that work."""
     kept = {name: array for name, array in given.items() if name in engine.inputs}
     failure: Exception | None = None
     whole = lower_for_framework(model, step)

@@ -6,7 +6,7 @@ Dropout is left out, since no two frameworks draw the same numbers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from onward.model.core import values
 _FOLLOW_SIGNS = ("lion", "sign", "rprop")
 """Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_LOSS = "the loss"
+LOSS = "the loss"
 _SHAKE = 1e-6
 """A change in the last digits of float32, as sums of many terms have it."""
 _SENSITIVE = Tolerance.relative / 20
@@ -68,34 +68,39 @@ def compare_steps(
             done.append({name: batch[name] for name in running.inputs})  # some may not matter to the loss
             loss, theirs = running.step(done[-1])[running.loss], step(batch)
             noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
-            found = {_LOSS: np.asarray(loss), **running.state()}
-            expected = {_LOSS: np.asarray(theirs.loss), **theirs.weights}
+            found = {LOSS: np.asarray(loss), **running.state()}
+            expected = {LOSS: np.asarray(theirs.loss), **theirs.weights}
             try:
                 compare(found, expected, ignored=noise, when=f"after step {number} ")
             except MismatchError:
                 uncertain = _follow_last_digits(model, options, done, found)
-                if number > 1 and _LOSS in uncertain:
+                if number > 1 and LOSS in uncertain:
                     return
-                certain = {name: x for name, x in expected.items() if name == _LOSS or name not in uncertain}
+                certain = {name: x for name, x in expected.items() if name == LOSS or name not in uncertain}
                 compare(found, certain, ignored=noise, when=f"after step {number} ")
             shared = noise.keys() & found.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], found[n]).astype(found[n].dtype) for n in shared})
 
 
 def _follow_last_digits(model: Model, options: dict[str, Any], batches: Iterable[Arrays], found: Arrays) -> set[str]:
-    """What else is found if the weights differ in their last digits: in deep networks differences grow."""
+    """Return what differs if the weights differ in their last digits: in deep networks differences grow."""
+    other = with_other_last_digits(model, options, batches)
+    return {name for name, array in found.items() if distance(array, other[name]) > _SENSITIVE}
+
+
+def with_other_last_digits(model: Model, options: Mapping[str, Any], batches: Iterable[Arrays]) -> Arrays:
+    """Return the last loss and the state after steps that begin with weights which differ in their last digits."""
     rng = generator(0)
     with start(model, **options) as running:
         weights = {state.name: state.array for state in running.states() if state.role == "parameter"}
         shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
         running.load_state({name: array.astype(weights[name].dtype) for name, array in shaken.items()})
         losses = [running.step(batch)[running.loss] for batch in batches]
-        other = {_LOSS: np.asarray(losses[-1]), **running.state()}
-    return {name for name, array in found.items() if distance(array, other[name]) > _SENSITIVE}
+        return {LOSS: np.asarray(losses[-1]), **running.state()}
 
 
 def _describe(name: str) -> str:
-    return name if name == _LOSS else f"`{name}`"
+    return name if name == LOSS else f"`{name}`"
 
 
 def epsilon_in(types: Iterable[ir.DataType | None]) -> float:

@@ -14,6 +14,7 @@ from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import as_input
 from onward.standard import IR_VERSION
+from onward.transform.training import drop_unused_definitions
 
 END = np.iinfo(np.int64).max
 """Behind the last element of any axis."""
@@ -109,4 +110,7 @@ def open_initializers(graph: ir.Graph, names: Iterable[str]) -> None:
 
 
 def model_of(graph: ir.Graph, functions: Iterable[ir.Function] = ()) -> Model:
-    return Model(ir.Model(graph, ir_version=IR_VERSION, producer_name="onward", functions=list(functions)))
+    """Return the model of a graph, with those of the functions that it calls."""
+    model = Model(ir.Model(graph, ir_version=IR_VERSION, producer_name="onward", functions=list(functions)))
+    drop_unused_definitions(model)
+    return model

@@ -117,9 +117,14 @@ def gradient(
     broadcasts: bool | tuple[int, ...] = False,
     inputs: tuple[int, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the rule of these operators.
+    """Register the decorated function as the derivative of these operators: `(op, dy, *inputs) -> gradients`.
 
-    `inputs` are those that have a derivative, where others could be floating-point numbers as well.
+    By keyword it may ask for attributes, for the outputs `y` and `ys`, the gradients `dys` of all outputs, and `node`.
+
+    - `operators`: their names
+    - `domain`: that of the operators (default: the standard's)
+    - `broadcasts`: inputs whose gradient is summed over the axes along which they were broadcast (True: all)
+    - `inputs`: those that have a derivative (default: all floating-point inputs)
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +139,9 @@ def rewrite(*operators: str, domain: str = "") -> Callable[[Callable[..., Any]],
     """Register the decorated function as what these operators are replaced by: `(op, *inputs) -> outputs`.
 
     By keyword it may ask for attributes, and for `node`. For an output that the node leaves out it may return None.
+
+    - `operators`: their names
+    - `domain`: that of the operators (default: the standard's)
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,13 +204,22 @@ def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rew
 
 
 def elementwise(domain: str = "", **derivatives: Callable[..., Any]) -> None:
-    """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword."""
+    """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword.
+
+    - `domain`: that of the operators (default: the standard's)
+    - `derivatives`: the derivative of each operator, by its name
+    """
     for name, derivative in derivatives.items():
         _add(make_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
 
 
 def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
-    """Register operators that have no derivative, or a zero one, with the reason that a user is told."""
+    """Register operators that have no derivative, or a zero one.
+
+    - `reason`: what a user is told where a gradient would have to flow
+    - `operators`: their names
+    - `domain`: that of the operators (default: the standard's)
+    """
     caller = sys._getframe(1).f_globals["__name__"]
     for name in operators:
         _add(NoGradient((domain, name), reason), caller)

@@ -285,8 +285,8 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
 def _check_fold(wanted: Config) -> None:
     if (wanted.folds is None) != (wanted.fold is None):
         raise RecipeError(
-            f"`{'fold' if wanted.folds is None else 'folds'}` alone is no run: one is a fold of so many",
-            hint="all of them: `onward.cross_validate(..., folds=5)`; one of them: `folds=5, fold=1`",
+            "`fold` needs `folds`" if wanted.folds is None else "`folds` needs `fold`: this trains one run",
+            hint="all runs: `onward.cross_validate(..., folds=5)`; one of them: `onward.train(..., folds=5, fold=1)`",
         )
     if wanted.folds is not None and wanted.validation is not None:
         raise DataError("folds validate each other, and `validation` says otherwise", hint="leave one of them out")

@@ -17,13 +17,13 @@ from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.pytree.optax_trees import reshape, with_sign
 from onward.checkpoint.pytree.pytrees import nest_names
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
-from onward.convert.optax_fields import FIELDS
+from onward.convert.optax_fields import ELSE, EPSILON, FIELDS, difference_from_optax
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
 
 Settings = SimpleNamespace
-Stages = list[str] | None
+Stages = list[str]
 """The parts of a chain: transformations that keep something, `rate`, and `` for those that keep nothing."""
 
 _RATE = "rate"
@@ -139,14 +139,12 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
 
 def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
     """The chain of optax for an optimizer of a recipe."""
-    settings = configured.settings
-    made = None if settings.maximize or spec.name not in _MAKERS else _MAKERS[spec.name](settings)
-    if made is None:
+    if difference_from_optax(spec.name, configured.settings) == ELSE:
         raise UnsupportedError(
             f"optax has no optimizer that goes on with the state of `{spec}`",
             hint="write it with a program of its own: `onward convert training.onnx --to jax`",
         )
-    return made
+    return _MAKERS[spec.name](configured.settings)
 
 
 def _around(s: Settings, direction: list[str]) -> list[str]:
@@ -157,38 +155,30 @@ def _around(s: Settings, direction: list[str]) -> list[str]:
 
 
 def _sgd(s: Settings) -> Stages:
-    return None if s.momentum and s.dampening else _around(s, ["trace" if s.momentum else ""])
+    return _around(s, ["trace" if s.momentum else ""])
 
 
 def _sgdw(s: Settings) -> Stages:
-    return None if s.momentum and s.dampening else ["trace" if s.momentum else "", "", _RATE]
+    return ["trace" if s.momentum else "", "", _RATE]
 
 
 def _adam(s: Settings) -> Stages:
-    if s.amsgrad and s.variant != "optax":
-        return None
     return _around(s, ["scale_by_amsgrad" if s.amsgrad else "scale_by_adam"])
 
 
 def _adamw(s: Settings) -> Stages:
     made = _adam(Settings(**{**vars(s), "weight_decay": 0.0}))
-    return made and [made[0], "", _RATE]
+    return [made[0], "", _RATE]
 
 
-def _adagrad(s: Settings) -> Stages:
-    return None if s.lr_decay else _around(s, ["scale_by_rss"])
-
-
-def _of_optax(direction: str) -> Callable[[Settings], Stages]:
-    return lambda s: _around(s, [direction]) if s.variant == "optax" else None
+def _plain(direction: str) -> Callable[[Settings], Stages]:
+    return lambda s: _around(s, [direction])
 
 
 def _rmsprop(s: Settings) -> Stages:
     scale, momentum = "scale_by_stddev" if s.centered else "scale_by_rms", ["trace"] if s.momentum else []
     if s.variant == "torch":
         return _around(s, [scale, *momentum]) if momentum or s.weight_decay else [scale, _RATE, ""]
-    if s.variant == "keras" and s.weight_decay and s.momentum:
-        return None
     return [*_around(s, [scale]), *(momentum or ([] if s.weight_decay else [""]))]
 
 
@@ -202,7 +192,7 @@ def _adadelta(s: Settings) -> Stages:
 
 def _adafactor(s: Settings) -> Stages:
     decay = [""] if s.weight_decay else []
-    return ["scale_by_factored_rms", "", _RATE, "", *decay, ""] if s.variant == "optax" else None
+    return ["scale_by_factored_rms", "", _RATE, "", *decay, ""]
 
 
 _MAKERS: dict[str, Callable[[Settings], Stages]] = {
@@ -210,29 +200,28 @@ _MAKERS: dict[str, Callable[[Settings], Stages]] = {
     "sgdw": _sgdw,
     **dict.fromkeys(("adam", "amsgrad"), _adam),
     "adamw": _adamw,
-    "adamax": lambda s: _around(s, ["scale_by_adamax"]),
-    "nadam": _of_optax("scale_by_adam"),
-    "radam": _of_optax("scale_by_radam"),
-    "adagrad": _adagrad,
+    "adamax": _plain("scale_by_adamax"),
+    "nadam": _plain("scale_by_adam"),
+    "radam": _plain("scale_by_radam"),
+    "adagrad": _plain("scale_by_rss"),
     "rmsprop": _rmsprop,
     "adadelta": _adadelta,
     "adafactor": _adafactor,
     "lion": lambda s: ["scale_by_lion", "", _RATE],
-    "lamb": lambda s: None if s.variant == "keras" and s.weight_decay else ["scale_by_adam", "", "", _RATE],
+    "lamb": lambda s: ["scale_by_adam", "", "", _RATE],
 }
 
-_CORRECTED = {("adam", "keras"), ("adamw", "keras"), ("adamw", "transformers")}
-_OTHER_EPSILON = _CORRECTED | {("adamax", "keras"), ("adagrad", "torch"), ("lamb", "keras")}
-"""Optimizers that keep the same and differ from optax's by the place of epsilon: the first, before bias correction."""
+_CORRECTED = ("adam", "adamw")
+"""Optimizers whose epsilon stands before bias correction, in Keras and transformers."""
 
 
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
-    if name not in _OTHER_EPSILON:
+    if difference_from_optax(name[0], settings) != EPSILON:
         return
     more = ""
-    if name in _CORRECTED:
+    if name[0] in _CORRECTED:
         more = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
     if settings.variant == "transformers" and settings.weight_decay:
         more += "; and weights decay before the step, not after it"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from onward.convert.files import check_numbers, compare
 from onward.convert.jax.restore import Parts
+from onward.convert.jax.source import child
 from onward.convert.jax.source.file import CONSTANTS, STATE, write_program
 from onward.convert.jax.source.runtime import fill_tree, leaves_by_name
 from onward.convert.jax.source.runtime import write as write_arrays
 from onward.convert.problems import Problems
+from onward.convert.program.child import try_out
+from onward.convert.program.trial import step_trial
 from onward.errors import InvalidModelError
 from onward.model import Model
 from onward.model.storage.files import reason, regular
@@ -30,7 +34,20 @@ def write(model: Model, path: Path) -> list[Path]:
         write_arrays(leaves_by_name(state), folder / STATE)
         if made.constants:
             write_arrays(made.constants, folder / CONSTANTS)
+        _try_files(folder, parts)
     return [path]
+
+
+def _try_files(folder: Path, parts: Parts) -> None:
+    """Let a process of its own make steps, and compare."""
+    trial = step_trial(parts.model, parts.index)
+    if trial is None:
+        return
+    with tempfile.TemporaryDirectory() as place:
+        batch, results = trial.save(Path(place)), Path(place, "results.npz")
+        if try_out(child.__file__, folder, batch, results):
+            with np.load(results) as arrays:
+                trial.compare(arrays["losses"], same_random_numbers=True)
 
 
 def restore(path: Path, like: Model) -> Model:

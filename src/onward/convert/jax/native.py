@@ -16,6 +16,7 @@ from onward.convert.jax.exact import Rate
 from onward.convert.jax.objects import OBJECTS
 from onward.convert.jax.schedules import make_schedule
 from onward.convert.jax.slots import fill_state
+from onward.convert.optax_fields import difference_from_optax
 from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.spec import Spec
@@ -61,8 +62,9 @@ def _transformation(ox: Any, group: Group, name: str, run: Snapshot) -> Any:
 
 def _native(ox: Any, spec: Spec, rate: Rate) -> Any:
     settings = configure(spec).settings
-    parts = None if settings.maximize or spec.name not in _MAKERS else _MAKERS[spec.name](ox, settings, rate)
-    return None if parts is None else ox.chain(*parts)
+    if difference_from_optax(spec.name, settings) is not None:
+        return None
+    return ox.chain(*_MAKERS[spec.name](ox, settings, rate))
 
 
 def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
@@ -104,7 +106,7 @@ def _accumulation_state(state: optax.MultiStepsState, inner: Any, run: Snapshot)
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _with_decay(ox: Any, s: Settings, direction: Parts, rate: Rate) -> Parts | None:
+def _with_decay(ox: Any, s: Settings, direction: Parts, rate: Rate) -> Parts:
     """A direction with weight decay in the gradient, or beside it; Keras decouples every decay."""
     decay = [ox.add_decayed_weights(s.weight_decay)] if s.weight_decay else []
     decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
@@ -112,67 +114,54 @@ def _with_decay(ox: Any, s: Settings, direction: Parts, rate: Rate) -> Parts | N
     return [*around, ox.scale_by_learning_rate(rate)]
 
 
-def _sgd(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.momentum and (s.dampening or s.variant == "keras"):
-        return None
+def _sgd(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _with_decay(ox, s, [ox.trace(s.momentum, s.nesterov)] if s.momentum else [ox.identity()], rate)
 
 
-def _sgdw(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+def _sgdw(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _sgd(ox, Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
 
 
-def _adam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant in ("keras", "transformers"):
-        return None
-    if not s.amsgrad:
-        return _with_decay(ox, s, [ox.scale_by_adam(s.beta1, s.beta2, s.eps)], rate)
-    return _with_decay(ox, s, [ox.scale_by_amsgrad(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
+def _adam(ox: Any, s: Settings, rate: Rate) -> Parts:
+    scale = ox.scale_by_amsgrad if s.amsgrad else ox.scale_by_adam
+    return _with_decay(ox, s, [scale(s.beta1, s.beta2, s.eps)], rate)
 
 
-def _adamw(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+def _adamw(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _adam(ox, Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
 
 
-def _adagrad(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant == "torch" or not s.eps:
-        return None
+def _adagrad(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _with_decay(ox, s, [ox.scale_by_rss(s.initial_accumulator_value, s.eps)], rate)
 
 
-def _adamax(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    return None if s.variant == "keras" else _with_decay(ox, s, [ox.scale_by_adamax(s.beta1, s.beta2, s.eps)], rate)
+def _adamax(ox: Any, s: Settings, rate: Rate) -> Parts:
+    return _with_decay(ox, s, [ox.scale_by_adamax(s.beta1, s.beta2, s.eps)], rate)
 
 
-def _nadam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant != "optax":
-        return None
+def _nadam(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _with_decay(ox, s, [ox.scale_by_adam(s.beta1, s.beta2, s.eps, nesterov=True)], rate)
 
 
-def _radam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    return _with_decay(ox, s, [ox.scale_by_radam(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
+def _radam(ox: Any, s: Settings, rate: Rate) -> Parts:
+    return _with_decay(ox, s, [ox.scale_by_radam(s.beta1, s.beta2, s.eps)], rate)
 
 
-def _rmsprop(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+def _rmsprop(ox: Any, s: Settings, rate: Rate) -> Parts:
     scale = ox.scale_by_stddev if s.centered else ox.scale_by_rms
     inside = s.variant != "torch"
     direction = [scale(s.alpha, s.eps, eps_in_sqrt=inside)]
     momentum = [ox.trace(s.momentum)] if s.momentum else []
     if not inside:
         return _with_decay(ox, s, [*direction, *momentum], rate)
-    if s.variant == "keras" and s.weight_decay and s.momentum:
-        return None
-    return [*(_with_decay(ox, s, direction, rate) or []), *momentum]
+    return [*_with_decay(ox, s, direction, rate), *momentum]
 
 
-def _adadelta(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+def _adadelta(ox: Any, s: Settings, rate: Rate) -> Parts:
     return _with_decay(ox, s, [ox.scale_by_adadelta(s.rho, s.eps)], rate)
 
 
-def _adafactor(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant != "optax":
-        return None
+def _adafactor(ox: Any, s: Settings, rate: Rate) -> Parts:
     return [
         ox.scale_by_factored_rms(
             decay_rate=-s.beta2_decay, epsilon=s.eps1, min_dim_size_to_factor=s.min_dim_size_to_factor
@@ -185,19 +174,17 @@ def _adafactor(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     ]
 
 
-def _lion(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+def _lion(ox: Any, s: Settings, rate: Rate) -> Parts:
     direction = [ox.scale_by_lion(s.beta1, s.beta2), ox.add_decayed_weights(s.weight_decay)]
     return [*direction, ox.scale_by_learning_rate(rate)]
 
 
-def _lamb(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant == "keras" and s.weight_decay:
-        return None
+def _lamb(ox: Any, s: Settings, rate: Rate) -> Parts:
     direction = [ox.scale_by_adam(s.beta1, s.beta2, s.eps), ox.add_decayed_weights(s.weight_decay)]
     return [*direction, ox.scale_by_trust_ratio(), ox.scale_by_learning_rate(rate)]
 
 
-_MAKERS: dict[str, Callable[[Any, Settings, Rate], Parts | None]] = {
+_MAKERS: dict[str, Callable[[Any, Settings, Rate], Parts]] = {
     "sgd": _sgd,
     "momentum": _sgd,
     "nesterov": _sgd,

@@ -118,7 +118,7 @@ class Parts:
     def __init__(self, model: Model, asked: int | None = None):
         model = adopt(model)
         index = step_of(model, asked)
-        self._model, self._index, self._states = model, index, states(model, index)
+        self.model, self.index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "state")]
         strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # which other steps change
@@ -151,7 +151,7 @@ class Parts:
 
     def forward(self) -> tuple[Model, Contract]:
         """The forward pass of training as a model, and what its inputs and outputs are."""
-        lowered = lower_for_framework(self._model, self._index, "gradients")
+        lowered = lower_for_framework(self.model, self.index, "gradients")
         contract = contract_of(lowered)
         keep_only(lowered, [value for value in lowered.outputs if value.name not in contract.gradients])
         return lowered, contract
@@ -202,15 +202,15 @@ class Parts:
 
     def training(self, state: Tree, tx: optax.GradientTransformation) -> Model:
         """The training model with other numbers."""
-        made = self._model.copy()
+        made = self.model.copy()
         found = read_optimizer(tx, state["opt_state"], state["params"])
         averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
         if averages:
-            before = made.array("ema/n_averaged", self._index)
+            before = made.array("ema/n_averaged", self.index)
             averages["ema/n_averaged"] = before + int(state["step"]) - self.run.step
         numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **found.state}
         for name, array in {**numbers, STEP: state["step"]}.items():
-            made.set(name, np.asarray(array), self._index)
+            made.set(name, np.asarray(array), self.index)
         return made
 
 

@@ -9,7 +9,7 @@ import keras
 
 from onward.arguments import checked
 from onward.convert.keras.losses import Term, terms_of
-from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
+from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, spec_of, state_of
 from onward.convert.keras.schedules import rate_of
 from onward.convert.keras.traced import trace_update
 from onward.convert.keras.trial import try_steps
@@ -124,14 +124,13 @@ def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> 
     kind = kind_of(optimizer)
     if kind is None:
         return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
-    settings = {"lr": lr, **settings_of(optimizer)}
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
     ids = {id(v) for v in decayed}
     parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
-    name = "adam" if kind.name == "adamw" and not decay else kind.name
+    spec = spec_of(optimizer, lr)
     return [
-        Group(Spec(name, {**settings, "weight_decay": number}), [walk.names[id(v)] for v in part])
+        Group(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
         for number, part in parts
         if part
     ]

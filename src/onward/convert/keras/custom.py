@@ -15,7 +15,6 @@ from onward.convert.optimizer_classes import Refused
 from onward.errors import first_line
 from onward.model import Model
 from onward.recipe.assembly import take_apart
-from onward.transform.inline import inline
 
 _SAMPLES = 3
 
@@ -26,7 +25,7 @@ def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], 
     _check(layer)
     call = _Call(layer, arguments)
     try:
-        model = inline(_export(call))
+        model = _export(call)
     except Refused:
         raise
     except Exception as error:  # what the backend, or the layer, raises
@@ -122,4 +121,6 @@ def _place_graph(op: Builder, model: Model, sources: Sequence[Expr], scope: str)
         for output in node.outputs:
             output.name = op.names.fresh(f"{scope}/{output.name}") if output.name else output.name
     op.graph.extend(nodes)
+    op.functions.update(model.functions)  # where gradients end, their bodies do not say
+    op.imports.update({domain: version for domain, version in model.graph.opset_imports.items() if domain})
     return [op(result) for result in results]

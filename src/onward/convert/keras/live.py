@@ -15,7 +15,7 @@ from onward.convert.keras.graphs import Executable, Loss, Parts
 from onward.convert.keras.ops.types import available, fit_target
 from onward.convert.keras.optimizers import array_of, state_of
 from onward.convert.keras.replicas import share_of_replica, sum_over_replicas
-from onward.errors import UnsupportedError
+from onward.errors import DataError, UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP, states
 
@@ -63,10 +63,19 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         if sample_weight is not None:
             raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
-        given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _as_list(y), strict=True))
-        targets = {value.name or "": _fit_target(given[value.name], value) for value in loss.targets}
+        given = y if isinstance(y, Mapping) else self._named_targets(loss, [] if y is None else _as_list(y))
+        targets = {value.name or "": _fit_target(given[value.name or ""], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
+
+    def _named_targets(self, loss: Loss, given: Iterable[Any]) -> dict[str, Any]:
+        names, arrays = [value.name or "" for value in loss.targets], list(given)
+        if len(names) != len(arrays):
+            raise DataError(
+                f"the loss takes {len(names)} targets, not {len(arrays)}",
+                hint=f"give `y` as [{', '.join(names)}]" if names else "leave `y` out: the model has its loss inside",
+            )
+        return dict(zip(names, arrays, strict=True))
 
     def compile_as(self, optimizer: Any, **losses: Any) -> None:
         """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""

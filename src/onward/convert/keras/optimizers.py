@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from onward.convert.optimizer_classes import CLIPS, KINDS, Kind, Refused, clip_in, settings_in
+from onward.recipe.spec import Spec
 
 
 def kind_of(optimizer: Any) -> Kind | None:
@@ -24,6 +25,16 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     kind = kind_of(optimizer)
     assert kind is not None
     return settings_in(kind, attributes_of(optimizer, (*kind.numbers.values(), *kind.flags)))
+
+
+def spec_of(optimizer: Any, lr: float) -> Spec:
+    """Return an optimizer in the words of a recipe; `Refused` says that its class has no counterpart."""
+    kind = kind_of(optimizer)
+    if kind is None:
+        raise Refused(f"optimizer {type(optimizer).__name__} has no counterpart")
+    decay = float(optimizer.weight_decay or 0.0)
+    name = "adam" if kind.name == "adamw" and not decay else kind.name
+    return Spec(name, {"lr": lr, **settings_of(optimizer), "weight_decay": decay})
 
 
 def attributes_of(optimizer: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -116,7 +116,13 @@ def _watch_gradients(optimizer: Any) -> list[np.ndarray]:
     last: list[np.ndarray] = []
 
     def watched(grads: Any, trainable_variables: Any = None) -> None:
-        last[:] = [keras.ops.convert_to_numpy(g) for g in grads]
+        shapes = [v.shape for v in trainable_variables or optimizer._trainable_variables]
+        last[:] = [
+            np.zeros(shape, np.float32)
+            if g is None
+            else keras.ops.convert_to_numpy(g)  # None: the loss does not depend
+            for g, shape in zip(grads, shapes, strict=True)
+        ]
         dense = [array if hasattr(g, "dense_shape") else g for g, array in zip(grads, last, strict=True)]
         apply(dense, trainable_variables)
 

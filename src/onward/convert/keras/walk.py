@@ -41,7 +41,7 @@ class Walk:
 
     def model(self) -> Model:
         """The inference model."""
-        return model_of(self.graph)
+        return model_of(self.graph, self.op.functions.values())
 
     # ---- variables ---------------------------------------------------------------------------------------------------
 

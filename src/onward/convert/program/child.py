@@ -13,9 +13,14 @@ from onward.errors import UnsupportedError
 _SECONDS = 600.0
 
 
+def can_try() -> bool:
+    """True if there is an interpreter to run programs with: an embedded one, or an application of its own, is not."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = None) -> bool:
     """Run a file of ours with the names of others; whether there was a way to. It needs the framework only."""
-    if not sys.executable or getattr(sys, "frozen", False):  # an embedded interpreter, an application of its own
+    if not can_try():
         return False
     # -P: the folder of the script must not become a source of modules. -B: nothing is written beside the program.
     command = [sys.executable, "-P", "-B", script, *map(str, files)]

@@ -18,6 +18,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 from onward.arguments import checked
 from onward.build import Builder, Names
 from onward.convert.graph_building import initializer, model_of, put_out
+from onward.convert.optimizer_classes import Refused
 from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
@@ -66,9 +67,35 @@ def from_tensorflow(
         raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
     if optimizer is None:
         raise RecipeError("it is not said how to learn", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
+    _refuse_objects(loss, optimizer)
     model, trainable, variance = export(module, example_inputs, probe=probe)
     chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
     return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)
+
+
+def _refuse_objects(loss: Any, optimizer: Any) -> None:
+    """Refuse objects of Keras, with the words for an optimizer if there are any."""
+    if _is_of_keras(optimizer):
+        from onward.convert.keras.optimizers import spec_of
+        from onward.convert.keras.schedules import rate_of
+
+        try:
+            words = str(spec_of(optimizer, rate_of(optimizer).lr))
+        except Refused:
+            words = "adamw:lr=1e-3"
+        raise RecipeError(
+            f"`optimizer` is an object of Keras ({type(optimizer).__name__}), not words",
+            hint=f'write `optimizer="{words}"`; a compiled Keras model goes through `onward.from_keras(model)`',
+        )
+    if _is_of_keras(loss):
+        raise RecipeError(
+            f"`loss` is an object of Keras ({type(loss).__name__}), not words",
+            hint='write `loss="cross_entropy"`; a compiled Keras model goes through `onward.from_keras(model)`',
+        )
+
+
+def _is_of_keras(given: Any) -> bool:
+    return any(kind.__module__.startswith("keras.") for kind in type(given).__mro__)
 
 
 def export(
@@ -79,9 +106,12 @@ def export(
     function = _concrete(module, arguments, named)
     variables = _variables(function)
     names = _names(module, variables)
-    model, variance = _model(function, [(v, names[id(v)]) for v in variables])
+    op, walk = _write_graph(function, [(v, names[id(v)]) for v in variables])
+    variance = keep_averages(op, walk)
+    model = _finish(op, walk)
     if probe:
-        confirm(model, function, arguments, named)
+        trained = {names[id(v)]: v for v in variables if v.trainable} if walk.own_gradients else {}
+        confirm(model, function, arguments, named, trained)
     used = model.graph.initializers
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
 
@@ -94,16 +124,10 @@ def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]
     return _finish(op, walk)
 
 
-def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, Literal["population", "sample"]]:
-    op, walk = _write_graph(function, variables)
-    variance = keep_averages(op, walk)
-    return _finish(op, walk), variance
-
-
 def _finish(op: Builder, walk: Walk) -> Model:
     op.graph.sort()
     _check(op.graph, walk)
-    return model_of(remove_unused(op.graph))
+    return model_of(remove_unused(op.graph), op.functions.values())
 
 
 def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,18 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from onward.convert.files import compare, tensors_of, with_state
 from onward.convert.problems import Problems
+from onward.convert.program.child import try_out
+from onward.convert.program.trial import step_trial
+from onward.convert.snapshot import step_of
+from onward.convert.tensorflow import child
 from onward.convert.tensorflow.module import to_tensorflow
 from onward.convert.tensorflow.restore import read_carried_model
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.storage.replacement import replacing
+from onward.transform.opset import of_one_opset
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _STATE = "state/"
@@ -34,7 +43,22 @@ def write(model: Model, path: Path) -> list[Path]:
             tf.saved_model.save(module, str(folder))
         except tf.errors.OpError as error:  # what TensorFlow makes of an error of the system
             raise OSError(first_line(error)) from error
+        _try_files(folder, of_one_opset(model))
     return [path]
+
+
+def _try_files(folder: Path, model: Model) -> None:
+    """Let a process of its own make steps, and compare."""
+    trial = step_trial(model, index := step_of(model))
+    if trial is None:
+        return
+    order = contract_of(lower_for_framework(model, index, "step")).batch
+    trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
+    with tempfile.TemporaryDirectory() as place:
+        batch, results = trial.save(Path(place)), Path(place, "results.npz")
+        if try_out(child.__file__, folder, batch, results):
+            with np.load(results) as arrays:
+                trial.compare(arrays["losses"], same_random_numbers=True)
 
 
 def restore(path: Path, like: Model | None = None) -> Model:

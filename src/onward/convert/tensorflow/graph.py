@@ -87,6 +87,8 @@ class Walk:
         self.updates: dict[ir.Value, Expr] = {}
         """Variables, and what they are assigned last."""
         self.statistics: list[Statistics] = []
+        self.own_gradients = False
+        """True if a function was given its derivative by hand (`tf.custom_gradient`), which a graph does not have."""
 
     @contextlib.contextmanager
     def without_updates(self) -> Iterator[None]:
@@ -121,7 +123,9 @@ class Walk:
         except Refused as refusal:
             inputs = [known[x.ref()].value for x in operation.inputs]
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
-        results = results if isinstance(results, tuple | list) else (results,)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        for y in operation.outputs[len(results) :]:  # which TensorFlow keeps for its own gradients
+            results.append(self.placeholder(op, node, f"there is no operator for its output `{y.name}`", y))
         for y, result in zip(operation.outputs, results, strict=False):
             if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
                 result.value.type, result.value.shape = ir.TensorType(dtype_of(y.dtype)), _shape(y.shape, result.value)

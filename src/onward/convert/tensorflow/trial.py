@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,17 @@ import onnx_ir as ir
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.agreement.tolerance import Comparison
+from onward.differentiate import vjp
 from onward.engines import function as function_of
 from onward.model import Model
 
 
-def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+def confirm(
+    model: Model, function: Any, arguments: Sequence[Any], named: dict[str, Any], trained: Mapping[str, Any]
+) -> None:
     """Compare results, or say what differs. Batch normalization is compared as it trains.
 
+    `trained` are variables by name whose gradients are compared, too: those of functions with derivatives of their own.
     Without example arrays there is nothing to compare at, and with dropout nothing to compare.
     """
     examples = [x for x in (*arguments, *named.values()) if _is_array(x)]
@@ -25,7 +29,9 @@ def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[s
     if len(examples) < len(model.inputs) or any(node.op_type == "Dropout" for node in nodes):
         return
     before = [(variable, variable.numpy()) for variable in function.graph.variables if not variable.trainable]
-    expected = tf.nest.flatten(function(*map(_tensor, arguments), **{name: _tensor(x) for name, x in named.items()}))
+    with tf.GradientTape(persistent=True) as tape:
+        results = function(*map(_tensor, arguments), **{name: _tensor(x) for name, x in named.items()})
+    expected = tf.nest.flatten(results)
     for variable, value in before:
         variable.assign(value)
     fed = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
@@ -34,6 +40,30 @@ def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[s
     theirs = {name: other.numpy() for name, other in zip(found, expected, strict=True)}
     compare = Comparison("that of TensorFlow", "the conversion is not exact: please report the function that it was")
     compare(found, theirs)
+    if trained:
+        _compare_gradients(model, given, expected, tape, trained)
+
+
+def _compare_gradients(
+    model: Model, given: dict[str, np.ndarray], expected: Sequence[Any], tape: Any, trained: Mapping[str, Any]
+) -> None:
+    """Compare the gradients of each output. A derivative that was given by hand is not known to the model."""
+    hint = "a `tf.custom_gradient` is not carried: write the function without one, or freeze what is before it"
+    compare = Comparison("that of TensorFlow", hint)
+    variables = {name: variable for name, variable in trained.items() if name in model.graph.initializers}
+    for value, result in zip(model.outputs, expected, strict=True):
+        if not result.dtype.is_floating:
+            continue
+        backward = vjp(model, value.name or "", list(variables))
+        dy = np.random.default_rng(0).standard_normal(result.shape).astype(result.dtype.as_numpy_dtype)
+        ours = function_of(backward, engine="numpy")({**given, backward.inputs[-1].name or "": dy})
+        theirs = tape.gradient(result, variables, tf.constant(dy), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = dict(zip(variables, list(ours.values())[-len(variables) :], strict=True))
+        compare(
+            found,
+            {name: tf.convert_to_tensor(gradient).numpy() for name, gradient in theirs.items()},
+            when=f"the gradient of `{value.name}` with respect to ",
+        )
 
 
 def _is_array(x: Any) -> bool:

@@ -38,7 +38,7 @@ def write(model: Model, path: Path) -> list[Path]:
     with replacing(path.parent, path) as folder:
         (folder / path.name).write_bytes(state.getvalue())
         (folder / program.name).write_text(source.text, encoding="utf-8")
-        try_files(folder / program.name, folder / path.name, live.module)
+        try_files(folder / program.name, folder / path.name, live.module, model)
     return [path, program]
 
 

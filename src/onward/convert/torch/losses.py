@@ -137,10 +137,10 @@ def _plain(value: Any) -> Any:
 def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
     """The loss of a `Snapshot`: a class of PyTorch's own, or a small module with the formula.
 
-    It takes a prediction and its targets; where there are several terms, a tuple of these for each. A value that the
-    model computes itself is picked from what it returns, and so is one that is `inner`, and no output for others.
+    It takes a prediction and its targets; where there are several terms, what the module returns and all targets. A
+    value that the model computes itself is picked from what it returns, and so is one that is `inner`.
     """
-    made = []
+    made, outputs, targets = [], [], []
     problems = Problems("the loss")
     for term in terms_of(terms):
         if term.custom is not None or term.spec.name == "custom":
@@ -150,10 +150,12 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
             continue
         is_own = term.spec.name == "value"
         loss = exact.OwnLoss(term.output or "") if is_own else _make(term.spec)
+        outputs.append(term.output)
+        targets.append(len(inspect.signature(loss.forward).parameters) - 1)
         loss = loss if term.scale == 1 else exact.Scaled(loss, term.scale)
         made.append(exact.Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
     problems.refuse()
-    return made[0] if len(made) == 1 else exact.SumOfLosses(made)
+    return made[0] if len(made) == 1 else exact.SumOfLosses(made, outputs, targets)
 
 
 def _make(spec: Spec) -> nn.Module:

@@ -27,8 +27,14 @@ def _place(framework: Framework, values: Any) -> tuple[Any, ...]:
 def branch(condition, *, then_branch, else_branch, framework):
     if not tf.is_symbolic_tensor(condition):
         return control.branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
-    ways = [lambda body=body: _place(framework, body()) for body in (then_branch, else_branch)]
-    return tuple(tf.nest.flatten(tf.cond(tf.reshape(condition, []), *ways)))
+    results = []
+
+    def way(body):
+        results.append(_place(framework, body()))
+        return tf.nest.flatten(results[-1])
+
+    chosen = tf.cond(tf.reshape(condition, []), lambda: way(then_branch), lambda: way(else_branch))
+    return tf.nest.pack_sequence_as(results[0], tf.nest.flatten(chosen))  # in which a sequence is one result
 
 
 @operators.define("Loop")

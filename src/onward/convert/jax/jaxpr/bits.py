@@ -104,7 +104,8 @@ def nextafter(op, x, towards):
     step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
     moved = _float_of_bits(op, cast(op, bits + step, unsigned), x.dtype.numpy())
     least = op.Sign(towards) * np.finfo(x.dtype.numpy()).smallest_subnormal
-    return op.Where(op.Equal(x, towards), towards, op.Where(op.Equal(x, 0), least, moved))
+    near = op.Where(op.Equal(x, towards), towards, op.Where(op.Equal(x, 0), least, moved))
+    return op.Where(op.Or(op.IsNaN(x), op.IsNaN(towards)), op.scalar(np.nan, x), near)
 
 
 def _float_of_bits(op, bits, dtype):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.graph_building import cast, dtype_of, same_operator
+from onward.convert.elementwise_formulas import (
+    atan2,
+    erf_inv,
+    erfc,
+    expm1,
+    log1p,
+    multiply,
+    round_away,
+    saturating_cast,
+)
+from onward.convert.graph_building import cast, constant_of, dtype_of, same_operator
 from onward.convert.jax.jaxpr.values import where, widely
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
@@ -16,7 +27,7 @@ from onward.recipe.stop_gradient import stop_gradient
 primitives = Operators()
 
 _SAME = (
-    "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Div", "Erf", "Exp",
+    "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp",
     "Floor", "Log", "Pow", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
 )  # fmt: skip
 """Operators that primitives have the names of."""
@@ -27,13 +38,31 @@ primitives(add_any=same_operator("Add"), eq=same_operator("Equal"), logistic=sam
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 primitives(
-    mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else a * b,
-    rem=lambda op, a, b: op.Mod(a, b, fmod=1),
+    mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else multiply(op, a, b),
     neg=widely(lambda op, x: -x),
     square=lambda op, x: x * x,
     rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
     cbrt=lambda op, x: op.Sign(x) * op.Abs(x) ** (1 / 3),
 )
+
+
+@primitives.define("div")
+def divide(op, a, b):
+    return _by_integers(op, a, b, op.Div, lambda: op.scalar(-1, a))
+
+
+@primitives.define("rem")
+def remainder(op, a, b):
+    return _by_integers(op, a, b, functools.partial(op.Mod, fmod=1), lambda: a)
+
+
+def _by_integers(op, a, b, compute, by_zero):
+    """Divide. XLA defines division of integers by 0, at which ONNX Runtime ends with an error."""
+    known = constant_of(b)
+    if a.dtype.is_floating_point() or (known is not None and known.all()):
+        return compute(a, b)
+    zero = op.Equal(b, 0)
+    return where(op, zero, by_zero(), compute(a, where(op, zero, op.scalar(1, b), b)))
 
 
 _larger, _smaller = widely(same_operator("Max")), widely(same_operator("Min"))
@@ -58,7 +87,7 @@ def integer_pow(op, x, *, y):
 def round_as(op, x, *, rounding_method):
     if rounding_method.name == "TO_NEAREST_EVEN":
         return op.Round(x)
-    return op.Sign(x) * op.Floor(op.Abs(x) + 0.5)
+    return round_away(op, x)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
@@ -115,50 +144,8 @@ def select(op, which, *cases):
 
 primitives(
     exp2=lambda op, x: op.Exp(x * math.log(2)),
-    erfc=lambda op, x: 1 - op.Erf(x),
-    expm1=lambda op, x: op.Tanh(x * 0.5) * (op.Exp(x) + 1),  # exact also where exp(x) is near 1
+    **{function.__name__: function for function in (atan2, erf_inv, erfc, expm1, log1p)},
 )
-
-
-@primitives.define("log1p")
-def log1p(op, x):
-    """2 atanh(x / (x + 2)) where x is small. Neither branch sees what is not its own, for the sake of derivatives."""
-    small = op.Abs(x) < 0.5
-    near = op.Where(small, x, 0)
-    far = op.Where(small, 1, x + 1)
-    return op.Where(small, 2 * op.Atanh(near / (near + 2)), op.Log(far))
-
-
-@primitives.define("atan2")
-def atan2(op, y, x):
-    angle = op.Atan(y / op.Where(op.Equal(x, 0), 1, x))
-    half_turn = op.Where(y < 0, op.scalar(-math.pi, y), op.scalar(math.pi, y))
-    turned = op.Where(x < 0, angle + half_turn, angle)
-    return op.Where(op.Equal(x, 0), op.Sign(y) * (math.pi / 2), turned)
-
-
-_ERF_INV_CENTRE = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
-    0.246640727, 1.50140941,
-)  # fmt: skip
-_ERF_INV_TAIL = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
-    1.00167406, 2.83297682,
-)  # fmt: skip
-
-
-@primitives.define("erf_inv")
-def erf_inv(op, x):
-    """Giles' approximation, which is that of XLA for 32 bits."""
-    if x.dtype is not ir.DataType.FLOAT:
-        raise UnsupportedError("it is known for 32 bits only")
-    w = -log1p(op, -(x * x))
-    is_central = w < 5
-    w = op.Where(is_central, w - 2.5, op.Sqrt(op.Max(w, 5)) - 3)
-    polynomial = op.scalar(0, x)
-    for centre, tail in zip(_ERF_INV_CENTRE, _ERF_INV_TAIL, strict=True):
-        polynomial = polynomial * w + op.Where(is_central, op.scalar(centre, x), op.scalar(tail, x))
-    return op.Where(op.Equal(op.Abs(x), 1), x * math.inf, polynomial * x)
 
 
 # ---- types and marks -------------------------------------------------------------------------------------------------
@@ -166,7 +153,8 @@ def erf_inv(op, x):
 
 @primitives.define("convert_element_type")
 def convert(op, x, *, new_dtype):
-    return cast(op, x, new_dtype)
+    narrowed = x.dtype.is_floating_point() and np.dtype(new_dtype).kind in "iu"
+    return saturating_cast(op, x, np.dtype(new_dtype)) if narrowed else cast(op, x, new_dtype)
 
 
 @primitives.define("reduce_precision")

@@ -16,6 +16,7 @@ from onward.engines.framework import FAMILIES
 
 _RUNTIME = "onward.convert.jax.source.runtime"
 INSTEAD = {
+    "onward.engines.endless_loops.check_growth": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
     "onward.engines.shared.arrays.dtype_of": _RUNTIME,
     "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -31,6 +31,7 @@ from onward.engines.framework_engine import make_plan
 from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
+from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -143,7 +144,7 @@ class _Recorder:
         self._framework = framework
         self._sizes = Sizes()
         self._values: dict[ir.Value, Any] = {}
-        """What is known: arrays, some of which have sizes in them, and what the program computes."""
+        """Arrays, some of which have sizes in them; what the program computes; and sequences as lists of these."""
         self._constants: dict[int, Value] = {}
         self._written: dict[Any, Step] = {}
         self.arrays: set[Value] = set()
@@ -180,7 +181,7 @@ class _Recorder:
         stores: Mapping[ir.Value, str] | None = None,
     ) -> tuple[list[str], list[str]]:
         """Lines, and the expressions for outputs; they have names if they are needed more than once."""
-        found = [self.value(value) for value in outputs]
+        found = [self._one(value) for value in outputs]
         kept = [Step("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
         steps = with_stores(in_order(found), kept)
         written = Statements(
@@ -199,10 +200,17 @@ class _Recorder:
             return Expression(value.path)
         return Expression(literal(value.array) or self._printer.stored(value.name, value.array))
 
-    def value(self, value: ir.Value) -> Value:
-        """What the program has for a value of the graph."""
+    def value(self, value: ir.Value) -> Any:
+        """Return what the program has for a value of the graph; for a sequence, a list."""
         found = self._values[value]
+        if isinstance(found, list):
+            return [self._placed(x, value.name or "") if isinstance(x, np.ndarray) else x for x in found]
         return self._placed(found, value.name or "") if isinstance(found, np.ndarray) else found
+
+    def _one(self, value: ir.Value) -> Value:
+        """Return the same as one value of the program."""
+        found = self.value(value)
+        return self._made(Step("list", [found])) if isinstance(found, list) else found
 
     def _placed(self, array: np.ndarray, name: str = "") -> Value:
         """An array as a part of the program."""
@@ -249,9 +257,13 @@ class _Recorder:
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
             self._set(call, [whole if call.operator == "Shape" else _box(np.prod(whole))])
             return True
+        if call.operator in sequence.operators and _has_known_elements(call, given):
+            assert call.function is not None
+            self._set(call, [call.function(*given)])
+            return True
         if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
             return False
-        if not all(isinstance(x, np.ndarray) for x in given) or counts_far(call.operator, given):
+        if not all(isinstance(x, np.ndarray) for x in _flat(given)) or counts_far(call.operator, given):
             return False
         if any(map(is_open, given)) and not _is_certain(call, given):
             return False
@@ -260,9 +272,9 @@ class _Recorder:
         except NotImplementedError:
             return False
         results = results if isinstance(results, tuple) else (results,)
-        if not all(isinstance(x, np.ndarray | np.generic) and x.size <= _FEW for x in results):
+        if not all(isinstance(x, np.ndarray | np.generic) and x.size <= _FEW for x in _flat(results)):
             return False
-        self._set(call, [np.asarray(x) for x in results])
+        self._set(call, [x if isinstance(x, list) else np.asarray(x) for x in results])
         return True
 
     def _set(self, call: Call, results: Sequence[Any]) -> None:
@@ -276,7 +288,9 @@ class _Recorder:
         found = [None if value is None else self._values[value] for value in call.inputs]
         bodies = {name: self._nested(call, plan) for name, plan in call.graphs.items()}
         given = [x for x in found if x is not None]
-        at_once = bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in given)
+        at_once = (
+            bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
+        )
         at_once = at_once and not _is_filled(call, found)
         results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
         step = None if at_once or bodies else self._short(call, found, results)
@@ -289,9 +303,20 @@ class _Recorder:
             step, is_tuple = Step(self._printer.helper("several"), [inner]), True
             step.pattern = ", ".join([*["{}"] * len(call.outputs), "*_"])
         several = is_tuple is None and call.operator in ("Split", "TopK")
+        if call.operator == "SplitToSequence" and results is not None:
+            self._set(call, [self._elements(step, results)])
+            return
         self._add(call, step, results, is_tuple=bool(bodies or is_tuple or several))
         if at_once or call.operator in _MAKE_ARRAYS:
             self.arrays.update(self.value(value) for value in call.outputs if value is not None)
+
+    def _elements(self, step: Step, shapes: Sequence[Shaped]) -> list[Value]:
+        """Have a call that returns a sequence, and each of its elements."""
+        step = self._known(step, draws=False)
+        if not step.results:
+            step.is_tuple = True
+            step.results = [Value(tensor, step=step) for tensor in shapes]
+        return list(step.results)
 
     def _add(self, call: Call, step: Step, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
         """Have a call, and its results."""
@@ -310,7 +335,8 @@ class _Recorder:
     def _shapes(self, call: Call, given: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
         """The shapes of results, if JAX can tell; and whether there are several."""
         hosted = HOST_INPUTS.get(call.operator, ())
-        if any(isinstance(x, Value) and (x.tensor is None or i in hosted) for i, x in enumerate(given)):
+        unknown = any(x.tensor is None for x in _flat(given) if isinstance(x, Value))
+        if unknown or any(isinstance(given[i], Value) for i in hosted if i < len(given)):
             return None, None
         try:
             with self._framework.active():
@@ -319,8 +345,10 @@ class _Recorder:
             if is_ours(error):
                 raise
             return None, None
-        is_tuple = isinstance(made[0], tuple | list)
-        pairs = zip(*made, strict=True) if is_tuple else [tuple(made)]
+        is_tuple, is_sequence = (isinstance(made[0], kind) for kind in (tuple, list))
+        if is_sequence and len(made[0]) != len(made[1]):
+            return None, False
+        pairs = zip(*made, strict=True) if is_tuple or is_sequence else [tuple(made)]
         return [Shaped((tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs], is_tuple
 
     def _shape(self, call: Call, given: Sequence[Any], choice: int) -> Any:
@@ -329,18 +357,18 @@ class _Recorder:
 
         def compute(*tensors: Any) -> Any:
             remaining = iter(tensors)
-            return function(
-                *(
-                    next(remaining)
-                    if isinstance(x, Value)
-                    else _choose_sizes(x, choice)
-                    if i in hosted or x is None
-                    else jnp.asarray(_choose_sizes(x, choice))
-                    for i, x in enumerate(given)
-                )
-            )
 
-        tensors = [x.tensor for x in given if isinstance(x, Value)]
+            def filled(x: Any, on_host: bool) -> Any:
+                if isinstance(x, list):
+                    return [filled(item, on_host) for item in x]
+                if isinstance(x, Value):
+                    return next(remaining)
+                array = _choose_sizes(x, choice)
+                return array if on_host or x is None else jnp.asarray(array)
+
+            return function(*(filled(x, i in hosted) for i, x in enumerate(given)))
+
+        tensors = [x.tensor for x in _flat(given) if isinstance(x, Value)]
         kinds = (jax.ShapeDtypeStruct(tensor.shapes[choice], tensor.dtype) for tensor in tensors)
         return jax.eval_shape(compute, *kinds)
 
@@ -348,7 +376,7 @@ class _Recorder:
         inputs = [None if value is None else self.value(value) for value in call.inputs]
         known = [as_lists(x) if isinstance(x, np.ndarray) else None for x in found]
         first = inputs[0] if inputs else None
-        shape = self._sizes.of(first) if first is not None and first.tensor else None
+        shape = self._sizes.of(first) if isinstance(first, Value) and first.tensor else None
         result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
         dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
         is_float = dtype is not None and dtype.is_floating_point()
@@ -362,7 +390,7 @@ class _Recorder:
             given = None if value is None else self.value(value)
             if call.operator == "Conv" and i == 2 and given is not None and given.array is not None:
                 given = given if given.array.any() else None  # exporters write zeros for no bias
-            if given is not None and not at_once and not bodies:
+            if isinstance(given, Value) and not at_once and not bodies:
                 is_array = given in self.arrays
                 if i in on_host and not is_array:
                     given = self._made(Step(printer.own.define("onward.engines.jax.values", "known_array"), [given]))
@@ -390,7 +418,7 @@ class _Recorder:
         arguments = {value: Value() for value in plan.inputs.values()}
         inner = self.inner(arguments, arguments.values() if call.operator == "Loop" else ())
         inner.record(plan)
-        outputs = [inner.value(value) for value in plan.outputs]
+        outputs = [inner._one(value) for value in plan.outputs]
         outside = {step for value in [*self._values.values()] if isinstance(value, Value) for step in in_order([value])}
         outside |= {step for size in self._sizes.roles for step in in_order([size])}
         steps = [step for step in in_order(outputs) if step not in outside]
@@ -422,6 +450,20 @@ def _dim(names: Identifiers, size: Any) -> str | None:
 
 def _shape_call(x: Value) -> tuple[str, list[Any]]:
     return ".shape", [x]
+
+
+def _flat(given: Iterable[Any]) -> list[Any]:
+    """Return arguments, with the elements of sequences in the place of these."""
+    return [item for x in given for item in (x if isinstance(x, list) else [x])]
+
+
+def _has_known_elements(call: Call, given: Sequence[Any]) -> bool:
+    """True if it is known which elements the result of an operator on sequences has, or which one it is."""
+    if call.operator in ("SequenceConstruct", "SequenceEmpty"):
+        return True
+    places = [given[i] for i in HOST_INPUTS.get(call.operator, ()) if i < len(given)]
+    is_known = all(isinstance(place, np.ndarray) and not is_open(place) for place in places)
+    return bool(given) and isinstance(given[0], list) and is_known
 
 
 def _box(size: Any) -> np.ndarray:

@@ -15,9 +15,18 @@ def branch(condition, *, then_branch, else_branch, framework):
     try:
         return control.branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
     except NotOnHost:
-        choose = framework.operators["Where"]
-        pairs = zip(then_branch(), else_branch(), strict=True)
-        return tuple(choose(condition, framework.place(a), framework.place(b)) for a, b in pairs)
+
+        def choose(a, b):
+            if not isinstance(a, list):
+                return framework.operators["Where"](condition, framework.place(a), framework.place(b))
+            if len(a) != len(b):
+                raise UnsupportedError(
+                    f"the branches of an `If` give Keras sequences of {len(a)} and {len(b)} elements",
+                    hint="give both sequences the same length, or write another target, such as `--to torch`",
+                ) from None
+            return [choose(x, y) for x, y in zip(a, b, strict=True)]
+
+        return tuple(choose(a, b) for a, b in zip(then_branch(), else_branch(), strict=True))
 
 
 @functools.wraps(control.scan)

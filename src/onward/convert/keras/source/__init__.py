@@ -185,7 +185,11 @@ class _Writer:
             'assert sample_weight is None, "the loss has no weights of samples"',
             *(["params = self.params"] if "params[" in "".join(body) else []),
             f"{write_list(list(watched.values()))} = self.watched",
-            f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]",
+            *(
+                [f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]"]
+                if targets
+                else []
+            ),
         ]
         for value in loss.targets:
             rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")

@@ -73,7 +73,7 @@ class Recorder(KerasOps):
             return self._record(None, keras.ops.convert_to_tensor, [as_lists(array), "int32"], {})
         dtype = str(array.dtype)
         if array.size <= _LITERAL:
-            return self._record(None, constant, [list(array) if array.ndim else array[()], dtype], {})
+            return self._record(None, constant, [_nested(array), dtype], {})
         name = next((name for name, other in self._constants.items() if other is array), None)
         if name is None:
             name = f"constant_{len(self._constants) + 1}"
@@ -130,6 +130,11 @@ class Recorder(KerasOps):
             return tensors[-1]
 
         return _Computation(function, [stand_in(x) for x in inputs], attributes).compute_output_spec(tensors)
+
+
+def _nested(array: np.ndarray) -> Any:
+    """Return an array as lists of its numbers, which keep their type and so are printed with its digits."""
+    return [_nested(row) for row in array] if array.ndim else array[()]
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

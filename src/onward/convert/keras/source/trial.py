@@ -15,27 +15,48 @@ from onward.agreement.tolerance import Comparison, Tolerance
 from onward.convert.keras.live import TrainingModel
 from onward.convert.keras.source import child
 from onward.convert.program.child import try_out
+from onward.convert.program.trial import StepTrial, step_trial
 from onward.engines.framework_engine import array_function
 from onward.errors import Error
+from onward.inspect import describe
 from onward.transform import strip
 
 
 def try_files(program: Path, file: Path, live: TrainingModel) -> None:
-    """Compare what both compute of inputs that are made up."""
+    """Compare what both compute of inputs that are made up, and the losses of steps."""
     inputs, expected = _example(live)
+    trial = _step_trial(live)
     with tempfile.TemporaryDirectory() as folder:
         given, results = Path(folder, "given.npz"), Path(folder, "results.npz")
         np.savez(given, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
         environment = {"KERAS_BACKEND": keras.backend.backend()}
-        if not try_out(child.__file__, program, file, given, results, environment=environment):
+        batch = [] if trial is None else [trial.save(Path(folder), inputs=live.input_names, targets=_targets(live))]
+        if not try_out(child.__file__, program, file, given, results, *batch, environment=environment):
             return
         with np.load(results) as arrays:
-            found = [arrays[str(i)] for i in range(len(arrays))]
+            found, losses = [arrays[str(i)] for i in range(len(arrays) - 1)], arrays["losses"]
     names = [value.name or "" for value in live.source.outputs]
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.source)), least=0.0, equal_nan=True)
     hint = "please report the model; the live model is `onward.to_keras(training)`"
     compare = Comparison("that of the live model", hint, tolerance, "`{}` of the program".format)
     compare(dict(zip(names, found, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
+    if trial is not None:
+        trial.compare(losses, same_random_numbers=False)
+
+
+def _step_trial(live: TrainingModel) -> StepTrial | None:
+    """Steps to repeat, if what they are fed is all that a model takes."""
+    trial = step_trial(live.source)
+    return trial if trial is not None and {*live.input_names, *_targets(live)} <= trial.batch.keys() else None
+
+
+def _targets(live: TrainingModel) -> list[str]:
+    """Return the targets in the order in which Keras takes them: losses of its own are in that of outputs."""
+    terms = list(describe(live.source).steps[0].loss.terms)
+    if live.losses_given:
+        outputs = [value.name for value in live.source.outputs]
+        terms.sort(key=lambda term: outputs.index(term.output))
+    return [name for term in terms for name in term.inputs]
 
 
 def _example(live: TrainingModel) -> tuple[list[np.ndarray], list[np.ndarray]]:

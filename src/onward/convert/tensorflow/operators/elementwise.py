@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from onward.convert.elementwise_formulas import (
+    atan2,
+    erf_inv,
+    erfc,
+    expm1,
+    floor_divide,
+    floor_mod,
+    log1p,
+    multiply,
+    product_or_zero,
+)
 from onward.convert.graph_building import cast, same_operator
 from onward.convert.tensorflow.graph import Refused, dtype_of
 from onward.engines.framework import Operators
+from onward.recipe.stop_gradient import stop_gradient
 
 operators = Operators()
 
@@ -17,7 +29,7 @@ def _is_float(x):
 
 _SAME = (
     "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor",
-    "IsInf", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan",
+    "IsInf", "Log", "Neg", "Pow", "Reciprocal", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan",
 )  # fmt: skip
 """Operations that the standard has under the same names, and below those that it has under others."""
 _OTHERWISE_NAMED = {
@@ -32,14 +44,12 @@ operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAME
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def _floor_mod(op, a, b):
-    return a - op.Floor(a / b) * b if _is_float(a) else op.Mod(a, b)
-
-
 operators(
     AddN=lambda op, *xs: op.Sum(*xs) if len(xs) > 1 else xs[0],
-    FloorDiv=lambda op, a, b: op.Floor(a / b) if _is_float(a) else (a - op.Mod(a, b)) / b,
-    FloorMod=_floor_mod,
+    FloorDiv=floor_divide,
+    FloorMod=floor_mod,
+    TruncateMod=lambda op, a, b: op.Mod(a, b, fmod=1),
+    Mul=multiply,
     SquaredDifference=lambda op, a, b: (a - b) * (a - b),
     Square=lambda op, x: x * x,
     Rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
@@ -74,9 +84,15 @@ def clip_by_value(op, x, low, high, *, node):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 operators(
-    Expm1=lambda op, x: op.Exp(x) - 1,
-    Log1p=lambda op, x: op.Log(x + 1),
-    Erfc=lambda op, x: 1 - op.Erf(x),
+    Atan2=atan2,
+    Erfc=erfc,
+    Erfinv=erf_inv,
+    Expm1=expm1,
+    Log1p=log1p,
+    Xdivy=lambda op, x, y: product_or_zero(op, x, "divide", y),
+    Xlog1py=lambda op, x, y: product_or_zero(op, x, "log1p", y),
+    Xlogy=lambda op, x, y: product_or_zero(op, x, "log", y),
+    MulNoNan=lambda op, x, y: op.Where(op.Equal(y, 0), 0, op.Where(op.Equal(y, 0), 0, x) * y),
     Round=lambda op, x: op.Round(x) if _is_float(x) else x,
 )
 
@@ -104,47 +120,28 @@ def select(op, condition, x, y, *, node):
 operators(
     Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
     Identity=lambda op, x: x,
-    IdentityN=lambda op, *xs: xs,
     Snapshot=lambda op, x: x,
-    PreventGradient=lambda op, x: x,
     CheckNumerics=lambda op, x: x,
     EnsureShape=lambda op, x: x,
 )
 
 
+@operators.define("IdentityN")
+def identities(op, *xs, node):
+    """Where a function ends that was given its derivative, TensorFlow names this operation as its gradient."""
+    node.walk.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
+    return xs
+
+
 @operators.define("StopGradient")
-def stop_gradient(op, x, *, node):
-    """ONNX has no such thing. It may go where the derivative that it stops is 0 anyway."""
-    source = _source(node.operation.inputs[0])
-    readers = list(_readers(node.operation.outputs[0]))
-    if not _is_float(x):
-        return x
-    if source.type == "Mean" and all(_is_deviation(reader, source.inputs[0]) for reader in readers):
-        return x  # the sum of all deviations from a mean is 0
-    if source.type == "Max" and sorted(reader.type for reader in readers) in (["AddV2", "Sub"], ["Sub"]):
-        return x  # of log(sum(exp(x - m))) + m, whatever m is
-    raise Refused("ONNX has nothing that stops a gradient")
+def stop(op, x):
+    return op.call(stop_gradient, x).like(x.value) if _is_float(x) else x
 
 
-def _source(tensor):
-    """The operation behind a tensor, and behind a choice of numbers that are finite."""
-    operation = tensor.op
-    while operation.type in ("SelectV2", "Identity"):
-        operation = operation.inputs[operation.type == "SelectV2"].op
-    return operation
-
-
-def _readers(tensor):
-    """The operations that read a tensor, in this shape or in another."""
-    for reader in tensor.consumers():
-        if reader.type == "Reshape":
-            yield from _readers(reader.outputs[0])
-        else:
-            yield reader
-
-
-def _is_deviation(reader, x):
-    return reader.type == "SquaredDifference" and reader.inputs[0] is x
+@operators.define("PreventGradient")
+def prevent_gradient(op, x, *, message):
+    """TensorFlow raises where a gradient reaches it, so that a model with it in its loss cannot be trained."""
+    raise Refused(f"a gradient through it is an error: {message}")
 
 
 @operators.define("Const")
@@ -158,12 +155,6 @@ operators(
     ZerosLike=lambda op, x: op.filled_like(x.value, 0),
     OnesLike=lambda op, x: op.filled_like(x.value, 1),
 )
-
-
-@operators.define("Xlogy")
-def x_log_y(op, x, y):
-    zero = op.Equal(x, 0)
-    return op.Where(zero, 0, x * op.Log(op.Where(zero, 1, y)))
 
 
 @operators.define("L2Loss")

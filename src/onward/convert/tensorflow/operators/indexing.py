@@ -32,6 +32,7 @@ operators(
     GatherNd=lambda op, x, indices: op.GatherND(x, as_int64(op, indices)),
     TensorScatterUpdate=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new),
     TensorScatterAdd=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new, reduction="add"),
+    TensorScatterSub=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), -new, reduction="add"),
 )
 
 
@@ -45,9 +46,12 @@ def scatter_nd(op, indices, updates, shape):
 def sum_of_segments(op, x, segments, count, *, node):
     if node.rank(1) != 1:
         raise Refused("its segments are not those of rows")
-    row = op.Slice(op.Shape(x), [1], [END])
-    zeros = op.Expand(op.scalar(0, x), op.Concat(op.Reshape(as_int64(op, count), [1]), row, axis=0))
-    return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, segments), [-1]), x, reduction="add")
+    ids, size = as_int64(op, segments), op.Reshape(as_int64(op, count), [1])
+    rows = op.Concat(size + np.int64(1), op.Slice(op.Shape(x), [1], [END]), axis=0)
+    # TensorFlow drops rows with a negative id, which ScatterND would count from the end: they go to a row more.
+    places = op.Unsqueeze(op.Where(ids < 0, size, ids), [-1])
+    sums = op.ScatterND(op.Expand(op.scalar(0, x), rows), places, x, reduction="add")
+    return op.Slice(sums, [0], size, [0])
 
 
 @operators.define("OneHot")

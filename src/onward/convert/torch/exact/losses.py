@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,15 +103,33 @@ class Scaled(nn.Module):  # type: ignore[misc]
 
 
 class SumOfLosses(nn.Module):  # type: ignore[misc]
-    """The sum of several losses. Each argument is a tuple of what one of them takes: a prediction and its targets."""
+    """The sum of several losses of what a module returns: `loss(module(x), *targets)`.
 
-    def __init__(self, losses: list[nn.Module]) -> None:
+    `outputs` names the prediction of each loss, `targets` says how many targets it takes. Arguments may also be one
+    tuple for each loss: of a prediction and its targets.
+    """
+
+    def __init__(self, losses: list[nn.Module], outputs: list[str | None], targets: list[int]) -> None:
         super().__init__()
         self.losses = nn.ModuleList(losses)
+        self.outputs = outputs
+        self.targets = targets
 
-    def forward(self, *inputs: tuple[Tensor, ...]) -> Tensor:
-        losses = [loss(*given) for loss, given in zip(self.losses, inputs, strict=True)]
+    def forward(self, *inputs: Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]) -> Tensor:
+        given = inputs if isinstance(inputs[0], tuple) else self.by_loss(*inputs)
+        losses = [loss(*own) for loss, own in zip(self.losses, given, strict=True)]
         return torch.stack(losses).sum()
+
+    def by_loss(self, outputs: Tensor | Mapping[str, Tensor], *targets: Tensor) -> list[tuple[Tensor, ...]]:
+        if len(targets) != sum(self.targets):
+            raise TypeError(f"the losses take {sum(self.targets)} targets, not {len(targets)}")
+        remaining = iter(targets)
+        named: dict[Any, Tensor] = {**outputs} if isinstance(outputs, Mapping) else {}
+        first = next(iter(named.values()), outputs)
+        return [
+            (named.get(name, first), *(next(remaining) for _ in range(count)))
+            for name, count in zip(self.outputs, self.targets, strict=True)
+        ]
 
 
 class Watching(nn.Module):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Loads a program and its state, and writes what it computes: `python child.py PROGRAM STATE INPUTS RESULTS`.
+"""Loads a program and its state, and writes what it computes: `python child.py PROGRAM STATE INPUTS RESULTS [BATCH]`.
 
 A process of its own runs this, with nothing of Onward in it.
 """
@@ -6,12 +6,39 @@ A process of its own runs this, with nothing of Onward in it.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from typing import Any
 
+import numpy as np
 import torch
 
 
-def main(program: str, state: str, inputs: str, results: str) -> None:
+def make_steps(run: Any, batch: str) -> list[float]:
+    """Train as the heading of a program says, and return the losses."""
+    module, optimizer, scheduler, loss = run
+    with np.load(batch) as arrays:
+        settings = json.loads(str(arrays["settings"]))
+        given = {name: torch.from_numpy(arrays[str(i)]) for i, name in enumerate(settings["names"])}
+    module.train()
+    losses = []
+    for i in range(settings["steps"]):
+        outputs = module(*(given[name] for name in settings["inputs"]))
+        parts = [
+            (outputs[output] if isinstance(outputs, dict) else outputs, *(given[name] for name in targets))
+            for output, targets in settings["terms"]
+        ]
+        value = loss(outputs) if settings["is_own"] else loss(*parts[0]) if len(parts) == 1 else loss(*parts)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        if scheduler is not None and (settings["step"] + i + 1) % settings["every"] == 0:
+            scheduler.step()
+        losses.append(float(value))
+    return losses
+
+
+def main(program: str, state: str, inputs: str, results: str, batch: str = "") -> None:
     spec = importlib.util.spec_from_file_location("written", program)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,7 +50,9 @@ def main(program: str, state: str, inputs: str, results: str) -> None:
         with torch.no_grad():
             made = model.eval()(*given)
         found = made if isinstance(made, dict) else {"": made}
-    torch.save({"state": {name: list(x.shape) for name, x in model.state_dict().items()}, "outputs": found}, results)
+    shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
+    losses = make_steps(module.load(state), batch) if batch else []
+    torch.save({"state": shapes, "outputs": found, "losses": losses}, results)
 
 
 if __name__ == "__main__":

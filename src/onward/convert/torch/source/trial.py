@@ -15,24 +15,51 @@ from onward.agreement.data import example_inputs
 from onward.agreement.steps import epsilon_in, types_in
 from onward.agreement.tolerance import Comparison, Tolerance
 from onward.convert.program.child import try_out
+from onward.convert.program.trial import StepTrial, step_trial
+from onward.convert.snapshot import disassemble
 from onward.convert.torch.module import OnnxModule
+from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.source import child
 from onward.convert.torch.source.program import LIVE
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
+from onward.inspect import describe
+from onward.model import Model
 
 
-def try_files(program: Path, state: Path, live: OnnxModule) -> None:
-    """Let a process of its own load the files and compute outputs, and compare."""
+def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
+    """Let a process of its own load the files, compute outputs and make steps, and compare."""
     inputs, expected = _example(live)
+    trial = _step_trial(model)
     with tempfile.TemporaryDirectory() as folder:
         given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
         torch.save(inputs, given)
-        if not try_out(child.__file__, program, state, given, results):
+        batch = [] if trial is None else [trial.save(Path(folder), **_settings(model))]
+        if not try_out(child.__file__, program, state, given, results, *batch):
             return
         found = torch.load(results, weights_only=True)
     _compare_state(found["state"], live)
     _compare(found["outputs"], expected, live)
+    if trial is not None:
+        trial.compare(found["losses"], same_random_numbers=False)
+
+
+def _step_trial(model: Model) -> StepTrial | None:
+    """Steps to repeat, if what they are fed is all that a module takes."""
+    trial = step_trial(model)
+    return trial if trial is not None and all(value.name in trial.batch for value in model.inputs) else None
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """Return what a training loop must know: see the heading of a program."""
+    terms, run = describe(model).steps[0].loss.terms, disassemble(model)
+    return {
+        "inputs": [value.name for value in model.inputs],
+        "terms": [[term.output, list(term.inputs)] for term in terms],
+        "is_own": len(terms) == 1 and terms[0].name == "value",
+        "every": updates_per_step(run),
+        "step": run.step,
+    }
 
 
 def try_module(made: nn.Module, live: OnnxModule) -> None:

@@ -1,0 +1,25 @@
+"""Makes steps of a SavedModel: `python child.py FOLDER BATCH RESULTS`.
+
+A process of its own runs this, with nothing of Onward in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+
+def main(folder: str, batch: str, results: str) -> None:
+    module = tf.saved_model.load(folder)
+    with np.load(batch) as arrays:
+        settings = json.loads(str(arrays["settings"]))
+        given = [arrays[str(i)] for i in range(len(settings["names"]))]
+    losses = [float(module.train_step(*given)["loss"]) for _ in range(settings["steps"])]
+    np.savez(results, losses=losses)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
