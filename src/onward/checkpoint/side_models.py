@@ -36,7 +36,8 @@ class Beside:
     def _write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
         opened = open_checkpoint(checkpoint)
         if self._captured is None:
-            self._captured = capture_model(opened, module, example, self._options.get("loss"))
+            captured = capture_model(opened, module, example, self._options.get("loss"))
+            self._captured = captured._replace(probe=None)  # which takes memory that the training may need
         apply_plan(plan(opened, None, captured=self._captured, **self._options)).save(target)
         self._written[target] = checkpoint
 

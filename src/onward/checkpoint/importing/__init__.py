@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -48,6 +48,8 @@ class Plan:
     """By the names of the graph."""
     notes: tuple[str, ...]
     """How names were found, and what whoever goes on should know."""
+    probe: Callable[[Model, Any], None] | None = None
+    """Compares the graph, with these weights, with the module that it was captured of."""
 
 
 @checked()
@@ -61,6 +63,7 @@ def from_checkpoint(
     names: Mapping[str, str] | Sequence[str] | None = None,
     module: Any = None,
     example_inputs: Any = None,
+    probe: bool = True,
 ) -> Model:
     """The training model that goes on where a checkpoint of another framework is. Nothing in it is executed.
 
@@ -77,11 +80,13 @@ def from_checkpoint(
     - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
       the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
     - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
+    - `probe`: make a step with `module` and the graph of it, and compare loss and gradients (default: yes). It needs
+      memory for the weights several times
     """
     return apply_plan(
         plan(
             path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names, module=module,
-            example_inputs=example_inputs,
+            example_inputs=example_inputs, probe=probe,
         )
     )  # fmt: skip
 
@@ -96,6 +101,7 @@ def plan(
     names: Mapping[str, str] | Sequence[str] | None = None,
     module: Any = None,
     example_inputs: Any = None,
+    probe: bool = True,
     captured: Captured | None = None,
 ) -> Plan:
     """What an import would do, without doing it. `captured` is what the checkpoint computes, where that is known."""
@@ -140,7 +146,8 @@ def plan(
         statistics=base.statistics if base else ("sample" if _counts_as_pytorch(groups) else "population"),
         recipe=recipe,
     )
-    return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
+    remarks = (*matched.rules, *notes, *more, *checkpoint.remarks)
+    return Plan(checkpoint, matched, run, slots, weights, remarks, captured.probe if probe else None)
 
 
 def apply_plan(plan: Plan) -> Model:
@@ -149,6 +156,8 @@ def apply_plan(plan: Plan) -> Model:
         value = plan.run.model.graph.initializers[name]
         assert value.const_value is not None
         value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
+    if plan.probe is not None:
+        plan.probe(plan.run.model, plan.run.loss)
     made = assemble(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
