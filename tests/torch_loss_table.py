@@ -45,7 +45,7 @@ _soft, _log_soft = _others.softmax(1), _others.log_softmax(1)
 _soft_pixels = _randn(N, C, 2, 3).softmax(1)
 _yes_no = (_values > 0).float()
 _counts = _values.abs().mul(3).round()
-_symbols = torch.tensor([[1, 2, 2], [3, 1, 4], [2, 4, 1], [1, 1, 3], [4, 3, 2], [2, 2, 1]])
+_symbols = torch.tensor([[1, 2, 2], [3, 1, 3], [2, 3, 1], [1, 1, 3], [3, 3, 2], [2, 2, 1]])
 _lengths = (torch.tensor([7, 6, 7, 7, 5, 7]), torch.tensor([3, 2, 3, 1, 3, 3]))
 _too_short = (torch.tensor([7, 6, 7, 7, 2, 7]), torch.tensor([3, 2, 3, 1, 3, 3]))
 
@@ -115,6 +115,7 @@ class Row(NamedTuple):
 
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.125])
+_WHOLE_WEIGHT = torch.linspace(0.5, 2, N * C).view(N, C)
 _PIXEL_WEIGHT = WEIGHT[:, None, None].expand(C, 2, 3).contiguous()
 _SAMPLE_WEIGHT = torch.linspace(0.5, 2, N)[:, None]
 
@@ -129,34 +130,36 @@ ARGUMENTS: dict[tuple[Any, Any], list[tuple[dict[str, Any], tuple[str, ...]]]] =
         ({}, ("probabilities of classes", "probabilities of pixels", "probabilities of one sample")),
         ({"weight": WEIGHT}, ("classes", "classes, one ignored", "classes of pixels", "a class of one sample")),
         ({"weight": WEIGHT}, ("probabilities of classes", "probabilities of pixels", "probabilities of one sample")),
-        ({"ignore_index": 2}, ("classes", "classes of pixels", "a class of one sample")),
-        ({"ignore_index": 2}, ("probabilities of classes",)),
+        ({"ignore_index": 2}, ("classes", "classes of pixels")),
+        ({"ignore_index": 3}, ("a class of one sample",)),
         ({"label_smoothing": 0.2}, ("classes", "classes, one ignored", "classes of pixels", "a class of one sample")),
         ({"label_smoothing": 0.2}, ("probabilities of classes", "probabilities of pixels")),
         ({"label_smoothing": 1.0}, ("classes",)),
         ({"label_smoothing": 0.2, "weight": WEIGHT}, ("classes, one ignored", "classes of pixels")),
         ({"label_smoothing": 0.2, "weight": WEIGHT}, ("probabilities of classes", "probabilities of one sample")),
-        ({"label_smoothing": 0.2, "weight": WEIGHT, "ignore_index": 2}, ("classes", "a class of one sample")),
+        ({"label_smoothing": 0.2, "weight": WEIGHT, "ignore_index": 2}, ("classes",)),
+        ({"label_smoothing": 0.2, "weight": WEIGHT, "ignore_index": 3}, ("a class of one sample",)),
         ({"weight": WEIGHT, "ignore_index": 2}, ("classes", "classes of pixels")),
     ],
     (nn.NLLLoss, F.nll_loss): [
         ({}, ("log classes", "log classes, one ignored", "log classes of pixels", "a log class of one sample")),
         ({"weight": WEIGHT}, ("log classes", "log classes, one ignored", "log classes of pixels")),
         ({"weight": WEIGHT}, ("a log class of one sample",)),
-        ({"ignore_index": 2}, ("log classes", "log classes of pixels", "a log class of one sample")),
+        ({"ignore_index": 2}, ("log classes", "log classes of pixels")),
+        ({"ignore_index": 3}, ("a log class of one sample",)),
         ({"weight": WEIGHT, "ignore_index": 2}, ("log classes", "log classes of pixels")),
     ],
     (nn.MSELoss, F.mse_loss): [({}, ("values", "values of pixels", "values, one for each sample"))],
-    (None, F.mse_loss): [({"weight": WEIGHT}, ("values",)), ({"weight": _SAMPLE_WEIGHT}, ("values",))],
+    (None, F.mse_loss): [({"weight": _WHOLE_WEIGHT}, ("values",))],
     (nn.L1Loss, F.l1_loss): [({}, ("values", "values of pixels", "values, one for each sample"))],
-    (None, F.l1_loss): [({"weight": WEIGHT}, ("values",)), ({"weight": _SAMPLE_WEIGHT}, ("values",))],
+    (None, F.l1_loss): [({"weight": _WHOLE_WEIGHT}, ("values",))],
     (nn.SmoothL1Loss, F.smooth_l1_loss): [
         ({}, ("values",)),
         ({"beta": 0.25}, ("values", "values of pixels", "values, one for each sample")),
         ({"beta": 0.0}, ("values",)),
     ],
     (nn.HuberLoss, F.huber_loss): [({}, ("values",)), ({"delta": 0.25}, ("values", "values of pixels"))],
-    (None, F.huber_loss): [({"weight": WEIGHT, "delta": 0.25}, ("values",))],
+    (None, F.huber_loss): [({"weight": _WHOLE_WEIGHT, "delta": 0.25}, ("values",))],
     (nn.BCELoss, F.binary_cross_entropy): [
         ({}, ("yes or no",)),
         ({"weight": WEIGHT}, ("yes or no",)),
@@ -233,38 +236,55 @@ def rows() -> Iterator[Row]:
                 yield Row(loss, given, data)
 
 
+def groups() -> dict[str, list[Row]]:
+    """Rows of the same class or function with the same data, which one module can compute together."""
+    made: dict[str, list[Row]] = {}
+    for row in rows():
+        made.setdefault(f"{row.loss.__name__} of {row.data}", []).append(row)
+    return made
+
+
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 class Predicting(nn.Module):
     """A layer whose output a loss takes."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, data: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.shape, self.link, _ = DATA[row.data]
+        self.shape, self.link, _ = DATA[data]
         self.layer = nn.Linear(WIDTH, torch.Size(self.shape).numel())
 
     def predict(self, x: Tensor) -> Tensor:
         return self.link(self.layer(x).unflatten(1, self.shape))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"prediction": self.predict(x)}
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predict(x)
 
 
 class Losing(Predicting):
-    """The same with its loss inside."""
+    """The same with losses inside: each is an output, and the sum of all is the loss.
 
-    def __init__(self, row: Row) -> None:
-        super().__init__(row)
-        self.loss = row.make()
+    Each is divided by its first value, so that none is small beside the others.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(rows[0].data)
+        losses = [row.make() for row in rows]
+        self.modules_of_torch = nn.ModuleList(loss for loss in losses if isinstance(loss, nn.Module))
+        self.losses = losses
+        self.scales = [1.0] * len(rows)
+        values = self(inputs(), *DATA[rows[0].data].targets)
+        self.scales = [1 / max(1e-3, abs(values[f"loss_{i}"].item())) for i in range(len(rows))]
 
     def forward(self, x: Tensor, *targets: Tensor) -> dict[str, Tensor]:
-        value = self.loss(self.predict(x), *targets)
-        return {"loss": value if value.ndim == 0 else value.square().sum()}
-
-    def training_step(self, batch: tuple[Tensor, ...], index: int) -> Tensor:
-        return self(*batch)["loss"]
+        prediction = self.predict(x)
+        values = {}
+        for i, (loss, scale) in enumerate(zip(self.losses, self.scales, strict=True)):
+            value = loss(prediction, *targets)
+            values[f"loss_{i}"] = (value if value.ndim == 0 else value.square().sum()) * scale
+        return {"loss": torch.stack(list(values.values())).sum(), **values}
 
 
 def inputs() -> Tensor:

@@ -19,6 +19,7 @@ from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.convert.snapshot import Group, Snapshot, assemble
 from onward.convert.torch.arguments import Flat, tensors_of
 from onward.convert.torch.clipping import Clip, clip_gradients, clipping_part
+from onward.convert.torch.failures import fault_of_example
 from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.objective import Summand, inner_values, summands
@@ -161,8 +162,11 @@ class _Prober:
     def batch(self, model: Model) -> Arrays:
         """The example, and its targets or random ones that go with it."""
         inputs = self._forward.inputs
-        with torch.no_grad():
-            outputs = self._outputs(copy.deepcopy(self._forward))
+        try:
+            with torch.no_grad():
+                outputs = self._outputs(copy.deepcopy(self._forward))
+        except Exception as error:  # tracing checks less than PyTorch itself
+            raise (fault_of_example(self._forward) or error) from error
         sizes = _sizes(model, {**inputs, **outputs})
         rng = np.random.default_rng(0)
         targets = {value.name or "": value for value in model.step().algorithm.inputs}

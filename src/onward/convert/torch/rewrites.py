@@ -67,6 +67,8 @@ def _refuse_untranslated(program: ExportedProgram) -> None:
         for argument, hint in _UNTRANSLATED.get(node.target, {}).items():
             if given[argument]:
                 problems.add(f"`{name}` has {argument}={given[argument]}", hint)
+        if node.target is torch.ops.aten.multilabel_margin_loss.default:
+            problems.add("`multilabel_margin_loss` is exported with other values", "use `multilabel_soft_margin_loss`")
         if node.target is torch.ops.aten.scatter_reduce.two and given["reduce"] == "mean":
             problems.add('`scatter_reduce` has reduce="mean"', "divide a sum by a sum of ones")
         if node.target in _ANTIALIASED and given["scale_factors"] and not _fits_scale(node, given["scale_factors"]):

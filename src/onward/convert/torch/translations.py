@@ -155,7 +155,30 @@ def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
     return op.ScatterND(zeros, places, rows, reduction="add")
 
 
+# ---- near zero -------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float, x: Any) -> Any:
+    return op.CastLike(op.Constant(value_float=value), x)
+
+
+def _expm1(x: Any) -> Any:
+    """Return exp(x) - 1, exact where exp(x) is near 1."""
+    return op.Mul(op.Tanh(op.Mul(x, _number(0.5, x))), op.Add(op.Exp(x), _number(1.0, x)))
+
+
+def _log1p(x: Any) -> Any:
+    """Return log(1 + x), as 2 atanh(x / (x + 2)) where x is small. Each branch computes its own elements only."""
+    is_small = op.Less(op.Abs(x), _number(0.5, x))
+    near = op.Where(is_small, x, _number(0.0, x))
+    far = op.Where(is_small, _number(1.0, x), op.Add(x, _number(1.0, x)))
+    small = op.Mul(op.Atanh(op.Div(near, op.Add(near, _number(2.0, x)))), _number(2.0, x))
+    return op.Where(is_small, small, op.Log(far))
+
+
 TRANSLATIONS = {
+    ops.aten.expm1.default: _expm1,
+    ops.aten.log1p.default: _log1p,
     ops.aten.cross_entropy_loss.default: _cross_entropy,
     ops.aten.detach.default: _stop_gradient,
     ops.aten.embedding.default: _embedding,
