@@ -18,12 +18,12 @@ from onward.errors import Error, MismatchError
 from representatives import chosen
 
 torch = pytest.importorskip("torch")
-import torch_loss_table as table  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch_loss_table import DATA, Losing, Predicting, Row  # noqa: E402
 
+import torch_loss_table as table  # noqa: E402
 from onward.convert.torch import capture_module, from_torch, to_module  # noqa: E402
+from torch_loss_table import DATA, Losing, Predicting, Row  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 

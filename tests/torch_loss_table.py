@@ -111,7 +111,9 @@ class Row(NamedTuple):
         return f"{self.loss.__name__}({', '.join(words)}) of {self.data}"
 
     def make(self) -> Any:
-        return self.loss(**self.settings) if isinstance(self.loss, type) else functools.partial(self.loss, **self.settings)
+        return (
+            self.loss(**self.settings) if isinstance(self.loss, type) else functools.partial(self.loss, **self.settings)
+        )
 
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.125])
@@ -126,7 +128,8 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
 
 ARGUMENTS: dict[tuple[Any, Any], list[tuple[dict[str, Any], tuple[str, ...]]]] = {
     (nn.CrossEntropyLoss, F.cross_entropy): [
-        ({}, ("classes", "classes, one ignored", "classes of a sequence", "classes of pixels", "a class of one sample")),
+        ({}, ("classes", "classes, one ignored", "classes of a sequence")),
+        ({}, ("classes of pixels", "a class of one sample")),
         ({}, ("probabilities of classes", "probabilities of pixels", "probabilities of one sample")),
         ({"weight": WEIGHT}, ("classes", "classes, one ignored", "classes of pixels", "a class of one sample")),
         ({"weight": WEIGHT}, ("probabilities of classes", "probabilities of pixels", "probabilities of one sample")),
@@ -204,7 +207,10 @@ ARGUMENTS: dict[tuple[Any, Any], list[tuple[dict[str, Any], tuple[str, ...]]]] =
         ({}, ("pairs of vectors", "a pair of vectors")),
         ({"margin": 0.3}, ("pairs of vectors",)),
     ],
-    (nn.MarginRankingLoss, F.margin_ranking_loss): [({}, ("pairs of numbers",)), ({"margin": 0.3}, ("pairs of numbers",))],
+    (nn.MarginRankingLoss, F.margin_ranking_loss): [
+        ({}, ("pairs of numbers",)),
+        ({"margin": 0.3}, ("pairs of numbers",)),
+    ],
     (nn.TripletMarginLoss, F.triplet_margin_loss): [
         ({}, ("triplets", "a triplet")),
         ({"margin": 0.3}, ("triplets",)),

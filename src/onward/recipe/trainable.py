@@ -256,6 +256,8 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
         return Choice(name, "parameter", "a parameter of the PyTorch module")
     if "BUFFER" in kind:
         return Choice(name, "constant", "a buffer of the PyTorch module")
+    if "CONSTANT" in kind:
+        return Choice(name, "constant", "a tensor that the PyTorch module made itself")
     if _is_folded(value):
         return Choice(name, "constant", "equal numbers that the exporter computed")
     if readers and all(_is_setting(node, i) for node, i in readers):
