@@ -139,7 +139,7 @@ def _name_outputs(model: Model, names: Sequence[str]) -> None:
     taken.take(names)
     held = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for value in [value for node in model.graph.all_nodes() for value in node.outputs]:
-        if value.name in names:
+        if value.name and value.name in names:
             value.name = taken.fresh(value.name)
     for value, name in zip(model.graph.outputs, names, strict=True):
         value.name = taken.fresh(name) if name in held else name
