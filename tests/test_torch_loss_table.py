@@ -36,11 +36,11 @@ Trained = tuple[list[float], dict[str, np.ndarray]]
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 INSIDE: dict[Any, str] = {
-    nn.GaussianNLLLoss: "decides by the values of tensors",
-    nn.MultiLabelMarginLoss: "is exported with other values",
-    nn.CTCLoss: "cannot trace `ctc_loss`",
+    **dict.fromkeys((nn.GaussianNLLLoss, F.gaussian_nll_loss), "decides by the values of tensors"),
+    **dict.fromkeys((nn.MultiLabelMarginLoss, F.multilabel_margin_loss), "is exported with other values"),
+    **dict.fromkeys((nn.CTCLoss, F.ctc_loss), "cannot trace `ctc_loss`"),
 }
-"""Classes -> what is said of them inside of modules."""
+"""Losses -> what is said of them inside of modules."""
 
 
 def refusal_inside(row: Row) -> str | None:
@@ -52,8 +52,9 @@ def refusal_inside(row: Row) -> str | None:
         return "drops the `weight` of `l1_loss`"
     if weight is not None and weight.shape[0] == table.N:
         return "with a size of 6 along axis 0 only"
-    if row.loss is nn.MultiMarginLoss and "one sample" in row.data and "reduction" in row.settings:
-        return "the loss is off by" if row.settings["reduction"] == "none" else None
+    is_margin = row.loss in (nn.MultiMarginLoss, F.multi_margin_loss)
+    if is_margin and "one sample" in row.data and row.settings.get("reduction") == "none":
+        return "the loss is off by"  # traced, it has an axis; called, it has none
     return None
 
 
