@@ -165,6 +165,8 @@ class _Prober:
         try:
             with torch.no_grad():
                 outputs = self._outputs(copy.deepcopy(self._forward))
+        except Error:
+            raise
         except Exception as error:  # tracing checks less than PyTorch itself
             raise (fault_of_example(self._forward) or error) from error
         sizes = _sizes(model, {**inputs, **outputs})
