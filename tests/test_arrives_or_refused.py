@@ -30,6 +30,7 @@ TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
 
 USUAL = [
     "cross_entropy on an output", "cross_entropy on an inner value", "bce_with_logits on an inner value",
+    "CrossEntropyLoss(label_smoothing=0.2, weight=...) of classes, one ignored, in a module",
     "a loss that is drawn", "several losses", "several losses, one inside", "a loss of the model's own beside",
     "optimizer adamw", "an optimizer that is drawn", "groups", "clipped by norm", "accumulation", "averages",
     "a scale of the loss", "schedule cosine:steps=8,min=0.01,warmup=4", "augmentation", "preprocessing", "dropout",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Draft:
     has_teacher: bool = False
     second: dict[str, Any] | None = None
     """The recipe of a second step."""
+    inside: str | None = None
+    """A row of `torch_loss_table`: the network is a module of PyTorch that computes this loss itself."""
 
     @property
     def data(self) -> Data:
@@ -48,6 +51,8 @@ class Draft:
 
     def model(self) -> Model:
         """The training model."""
+        if self.inside is not None:
+            return onward.prepare(_losing(self.inside).copy(), loss="value:loss", **self.recipe, **self._teaching())
         proto = recipes.network(self.data.last, sequences=self.loss == "ctc")
         for change in self.changes:
             change(proto)
@@ -77,6 +82,11 @@ class Draft:
         return [self._batch(model, index, seed) for seed in range(STEPS)]
 
     def _batch(self, model: Model, index: int, seed: int) -> Arrays:
+        if self.inside is not None:
+            x = np.random.default_rng(seed).normal(size=(6, 4)).astype("f")
+            return {"x": x} | {
+                value.name: array for value, array in zip(model.inputs[1:], _targets(self.inside), strict=True)
+            }
         x, *targets = self.data.batch(seed)
         if self.has_pictures:
             x = x.reshape(SAMPLES, 1, 1, INPUTS)
@@ -197,6 +207,42 @@ def _penalty(proto: onnx.ModelProto) -> None:
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _losing(row: str) -> Model:
+    """A module of PyTorch with a loss inside, as its exporter and Onward capture it."""
+    from onward.convert.torch import capture_module
+    from torch_loss_table import DATA, Losing, inputs, rows
+
+    found = next(each for each in rows() if str(each) == row)
+    return capture_module(Losing([found]), (inputs(), *DATA[found.data].targets))
+
+
+def _targets(row: str) -> list[np.ndarray]:
+    from torch_loss_table import DATA
+
+    return [tensor.numpy() for tensor in DATA[row.partition(" of ")[2]].targets]
+
+
+def _inside(row: str) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        draft.inside = row
+
+    return change
+
+
+INSIDE = [
+    "CrossEntropyLoss(label_smoothing=0.2, weight=...) of classes, one ignored",
+    "CrossEntropyLoss(label_smoothing=0.2, weight=...) of probabilities of classes",
+    "CrossEntropyLoss(reduction=none) of classes",
+    "NLLLoss(weight=...) of log classes of pixels",
+    "BCEWithLogitsLoss(pos_weight=...) of yes or no, logits",
+    "KLDivLoss(log_target=True, reduction=batchmean) of log distributions",
+    "MultiMarginLoss(p=2) of classes",
+    "TripletMarginLoss(swap=True, margin=3.0) of triplets",
+]
+"""Losses inside of modules: of each kind of operators one."""
+
+
 def _drawn_loss() -> onnx.ModelProto:
     graph = parser.parse_graph(
         """fourth (float[N, 4] prediction, float[N, 4] target) => (float loss) {
@@ -315,6 +361,7 @@ def features() -> dict[str, Feature]:
             for row in recipes.LOSSES
             for where, way in ways.items()
         ),
+        *(Feature(f"{row}, in a module", "loss", _inside(row), _LOSS) for row in INSIDE if find_spec("torch")),
         Feature("a loss that is drawn", "loss", _custom, _LOSS),
         Feature("several losses", "more losses", _several(True), _LOSS),
         Feature("several losses, one inside", "more losses", _several(False), _LOSS),

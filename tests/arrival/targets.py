@@ -64,7 +64,7 @@ def torch_objects(live: bool) -> Target:
         for number, batch in enumerate(batches, 1):
             tensors = {name: torch.from_numpy(np.array(array)) for name, array in batch.items()}
             optimizer.zero_grad()
-            outputs = module(tensors["x"])
+            outputs = module(*(tensors[value.name or ""] for value in model.inputs))
             pairs = [(term.output, [tensors[name] for name in term.inputs]) for term in description.terms]
             if len(pairs) == 1:
                 is_mapping = isinstance(outputs, dict) and pairs[0][0] in {v.name for v in model.outputs}
@@ -90,7 +90,7 @@ def has_dropout(model: Model) -> bool:
 
 
 def keras_model(model: Model, batches: Sequence[Arrays]) -> list[float]:
-    return _fitted(onward.to_keras(model), batches)
+    return _fitted(onward.to_keras(model), model, batches)
 
 
 def keras_program(model: Model, batches: Sequence[Arrays]) -> list[float]:
@@ -99,16 +99,17 @@ def keras_program(model: Model, batches: Sequence[Arrays]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         path, program = write(model, "keras", Path(folder) / "arrived.keras")
         _imported(program)
-        return _fitted(keras.models.load_model(path), batches)
+        return _fitted(keras.models.load_model(path), model, batches)
 
 
-def _fitted(model: Any, batches: Sequence[Arrays]) -> list[float]:
-    losses = []
+def _fitted(made: Any, model: Model, batches: Sequence[Arrays]) -> list[float]:
+    names, losses = {value.name for value in model.inputs}, []
     for batch in batches:
-        x, *targets = batch.values()
-        model.reset_metrics()
-        given = targets[0] if len(targets) == 1 else targets
-        losses.append(float(model.train_on_batch(x, given, return_dict=True)["loss"]))
+        inputs = [array for name, array in batch.items() if name in names]
+        targets = [array for name, array in batch.items() if name not in names]
+        made.reset_metrics()
+        x, given = (arrays[0] if len(arrays) == 1 else arrays for arrays in (inputs, targets))
+        losses.append(float(made.train_on_batch(x, None if not targets else given, return_dict=True)["loss"]))
     return losses
 
 

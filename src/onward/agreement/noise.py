@@ -14,7 +14,7 @@ from onward.agreement.tolerance import Arrays, epsilon_of, farthest, largest
 from onward.engines import Engine
 from onward.errors import UnsupportedError
 
-_ROUNDINGS = 32
+ROUNDINGS = 32
 """How many roundings of the largest gradient of a step no engine can tell from zero."""
 
 
@@ -48,7 +48,7 @@ def noise_in(gradients: Arrays) -> dict[str, np.ndarray]:
     """Which elements of the gradients of a step are rounding errors; those of 16 bits are sums in float32."""
     top = max(map(largest, gradients.values()), default=0.0)
     epsilons = {name: min(epsilon_of(g.dtype), epsilon_of(np.dtype(np.float32))) for name, g in gradients.items()}
-    return {name: np.abs(g) <= _ROUNDINGS * epsilons[name] * top for name, g in gradients.items()}
+    return {name: np.abs(g) <= ROUNDINGS * epsilons[name] * top for name, g in gradients.items()}
 
 
 def _followers(engine: Engine, noise: Arrays) -> Arrays:

@@ -5,6 +5,7 @@ Dropout is left out, since no two frameworks draw the same numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.agreement.noise import noise_in
-from onward.agreement.tolerance import Arrays, Comparison, Tolerance, distance, epsilon_of
-from onward.engines import start
-from onward.errors import MismatchError
+from onward.agreement.noise import ROUNDINGS, noise_in
+from onward.agreement.tolerance import Arrays, Comparison, Tolerance, distance, epsilon_of, largest
+from onward.engines import Engine, start
+from onward.errors import MismatchError, UnsupportedError
 from onward.gradcheck.inputs import generator
 from onward.inspect import describe
 from onward.model import Model
@@ -29,6 +30,8 @@ _SHAKE = 1e-6
 """A change in the last digits of float32, as sums of many terms have it."""
 _SENSITIVE = Tolerance.relative / 20
 """What such a change may lead to in values that are compared."""
+_BEYOND_DOUBT = 10
+"""How many times further apart than such a change makes them gradients must be, to be called different."""
 _INEXACT = "the conversion is not exact: please report the model that it was"
 
 
@@ -66,6 +69,7 @@ def compare_steps(
     with start(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             done.append({name: batch[name] for name in running.inputs})  # some may not matter to the loss
+            gradients = _gradients(running, done[-1]) if number == 1 else {}
             loss, theirs = running.step(done[-1])[running.loss], step(batch)
             noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
             found = {LOSS: np.asarray(loss), **running.state()}
@@ -78,8 +82,41 @@ def compare_steps(
                     return
                 certain = {name: x for name, x in expected.items() if name == LOSS or name not in uncertain}
                 compare(found, certain, ignored=noise, when=f"after step {number} ")
+            _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
             shared = noise.keys() & found.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], found[n]).astype(found[n].dtype) for n in shared})
+
+
+def _gradients(running: Engine, batch: Arrays) -> Arrays:
+    try:
+        return running.gradients(batch)
+    except UnsupportedError:  # a step without a gradient of its own
+        return {}
+
+
+def _compare_gradients(
+    ours: Arrays, theirs: Arrays, compare: Comparison, model: Model, options: dict[str, Any], batch: Arrays
+) -> None:
+    """Raise if gradients differ: a small learning rate, or an optimizer that scales them, hides that in the weights.
+
+    Those in 16 bits are not compared: each side rounds sums where it likes.
+    """
+    if compare.tolerance.epsilon:
+        return
+    # Noise is not left out element by element: it may be on one side only, where the other ends the gradient.
+    top = max((largest(x) for x in (*ours.values(), *theirs.values())), default=0.0)
+    rounding = ROUNDINGS * max((epsilon_of(x.dtype) for x in theirs.values()), default=0.0) * top
+    tolerance = dataclasses.replace(compare.tolerance, least=rounding / compare.tolerance.relative)
+    compare = dataclasses.replace(compare, tolerance=tolerance, describe="the gradient of `{}`".format)
+    try:
+        compare(ours, theirs, when="in step 1 ")
+    except MismatchError:
+        with start(model, **options) as running:
+            _shake(running)
+            others = running.gradients(batch)
+        moved = {name: distance(array, others[name]) for name, array in ours.items()}
+        certain = {n: x for n, x in theirs.items() if n in ours and distance(ours[n], x) > _BEYOND_DOUBT * moved[n]}
+        compare(ours, certain, when="in step 1 ")
 
 
 def _follow_last_digits(model: Model, options: dict[str, Any], batches: Iterable[Arrays], found: Arrays) -> set[str]:
@@ -90,13 +127,18 @@ def _follow_last_digits(model: Model, options: dict[str, Any], batches: Iterable
 
 def with_other_last_digits(model: Model, options: Mapping[str, Any], batches: Iterable[Arrays]) -> Arrays:
     """Return the last loss and the state after steps that begin with weights which differ in their last digits."""
-    rng = generator(0)
     with start(model, **options) as running:
-        weights = {state.name: state.array for state in running.states() if state.role == "parameter"}
-        shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
-        running.load_state({name: array.astype(weights[name].dtype) for name, array in shaken.items()})
+        _shake(running)
         losses = [running.step(batch)[running.loss] for batch in batches]
         return {LOSS: np.asarray(losses[-1]), **running.state()}
+
+
+def _shake(running: Engine) -> None:
+    """Change the last digits of all weights."""
+    rng = generator(0)
+    weights = {state.name: state.array for state in running.states() if state.role == "parameter"}
+    shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
+    running.load_state({name: array.astype(weights[name].dtype) for name, array in shaken.items()})
 
 
 def _describe(name: str) -> str:

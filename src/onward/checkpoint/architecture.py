@@ -124,7 +124,7 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
     module = found if is_module else _construct(found, checkpoint)
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
     made = from_module(module, example_inputs, **how)
-    return _capture_module(made, checkpoint)
+    return _capture_module(made, checkpoint)._replace(probe=made.probe)
 
 
 def _capture_module(made: Architecture, checkpoint: Checkpoint) -> Captured:

@@ -24,6 +24,8 @@ class Captured(NamedTuple):
     """Further names of the checkpoint's tensors."""
     stored: Mapping[str, str] = {}
     """Names of the checkpoint's tensors -> names of the graph, where the framework has others in files."""
+    probe: Callable[[Model, Any], None] | None = None
+    """Compares the model, with its weights, under a loss with the module that it was captured of."""
 
 
 def missing_package(error: ModuleNotFoundError) -> Exception:

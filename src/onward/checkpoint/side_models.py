@@ -41,7 +41,8 @@ class Beside:
     def _write(self, checkpoint: Path, target: Path, module: Any, example: Any, known: dict[str, Any]) -> None:
         opened = open_checkpoint(checkpoint)
         if self._captured is None:
-            self._captured = capture_model(opened, module, example, self._said.loss)
+            captured = capture_model(opened, module, example, self._said.loss)
+            self._captured = captured._replace(probe=None)  # which takes memory that the training may need
         if self._said.schedule is not None:
             known.pop("updates_per_epoch", None)
         said = dataclasses.replace(self._said, **{k: v for k, v in known.items() if getattr(self._said, k) is None})

@@ -74,6 +74,10 @@ def convert(
             "--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch.", UNTOLD
         ),
     ] = None,
+    no_probe: Annotated[
+        bool,
+        option("--no-probe", None, "Do not compare a step of `--module` with one of its graph: saves memory.", UNTOLD),
+    ] = False,
     dry_run: Annotated[
         bool, option("--dry-run", None, "Say what would become of a checkpoint, and write nothing.")
     ] = False,
@@ -95,7 +99,7 @@ def convert(
         raise _missing(source)
     given = {**select_given(UntoldOptions, stated), "module": module}
     told = [f"--{name.replace('_', '-')}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
-    told += ["--dry-run"] * dry_run
+    told += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
     if to is not None:
         if like is not None or told:
             raise Misuse(f"`{'--like' if like else told[0]}` is for the way back, and `--to` is not", "leave one out")
@@ -107,7 +111,7 @@ def convert(
     elif source.suffix == ".onnx":
         raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
     elif _is_foreign(source, bool(told)):
-        given["example_inputs"] = example_in(inputs) if inputs is not None else None
+        given |= {"example_inputs": example_in(inputs) if inputs is not None else None, "probe": not no_probe}
         written = _import(source, output, like, given, dry_run, as_json, data, force)
     else:
         written = [_refill(source, output, like, data, force)]

@@ -32,6 +32,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from onward.build import DOMAIN as OURS
 from onward.constants import constant_tensor, tensor_in
 from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
@@ -337,7 +338,8 @@ def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     usual = _ARITHMETIC if shape else _ARITHMETIC | _PRODUCTS
     if not shape and any(node.op_type == "Expand" for node in value.consumers()):
         usual = usual | {"Loop", "Scan"}  # a first state
-    return all(node.op_type in usual and not _is_bias_of_one(node, i) for node, i in readers)
+    # Functions of ours take their hyper-parameters as inputs.
+    return all((node.op_type in usual or node.domain == OURS) and not _is_bias_of_one(node, i) for node, i in readers)
 
 
 def _is_bias_of_one(node: ir.Node, index: int) -> bool:

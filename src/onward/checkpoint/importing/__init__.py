@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -50,6 +50,8 @@ class Plan:
     """By the names of the graph."""
     notes: tuple[str, ...]
     """How names were found, and what whoever goes on should know."""
+    probe: Callable[[Model, Any], None] | None = None
+    """Compares the graph, with these weights, with the module that it was captured of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class _Arguments(UntoldOptions):
     _: dataclasses.KW_ONLY
     module: Any = None
     example_inputs: Any = None
+    probe: bool = True
 
 
 @taking(_Arguments)
@@ -78,8 +81,10 @@ def from_checkpoint(
     - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
       the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
     - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
+    - `probe`: make a step with `module` and the graph of it, and compare loss and gradients (default: yes). It needs
+      memory for the weights several times
     """
-    others = {name: given.pop(name) for name in ("module", "example_inputs") if name in given}
+    others = {name: given.pop(name) for name in ("module", "example_inputs", "probe") if name in given}
     return apply_plan(plan(path, like, UntoldOptions(**given), **others))
 
 
@@ -90,6 +95,7 @@ def plan(
     *,
     module: Any = None,
     example_inputs: Any = None,
+    probe: bool = True,
     captured: Captured | None = None,
 ) -> Plan:
     """Return what an import would do, without doing it. `captured` is what the checkpoint computes, if known."""
@@ -144,10 +150,8 @@ def plan(
         recipe=recipe,
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
-    return Plan(
-        checkpoint, matched, run, slots, weights,
-        (*matched.rules, *notes, *frozen, *scheduled.notes, *remarks, *checkpoint.remarks),
-    )  # fmt: skip
+    remarks = [*matched.rules, *notes, *frozen, *scheduled.notes, *remarks, *checkpoint.remarks]
+    return Plan(checkpoint, matched, run, slots, weights, tuple(remarks), captured.probe if probe else None)
 
 
 def apply_plan(plan: Plan) -> Model:
@@ -156,6 +160,8 @@ def apply_plan(plan: Plan) -> Model:
         value = plan.run.model.graph.initializers[name]
         assert value.const_value is not None
         value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
+    if plan.probe is not None:
+        plan.probe(plan.run.model, plan.run.loss)
     made = assemble(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():

@@ -4,8 +4,10 @@ tied, and in which order an optimizer was given them."""
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from onward.convert.torch.arguments import tensors_of
 from onward.convert.torch.capture import captured_in_place, check_copyable, unwrap_module
+from onward.convert.torch.native_run import probe_module
 from onward.convert.torch.placeholder_parameters import hollow_copy
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -35,6 +38,8 @@ class Architecture(NamedTuple):
     """All names of each parameter that has several."""
     stored: Mapping[str, str] = {}
     """Names that files have for those of the graph, where they are others."""
+    probe: Callable[[Model, Any], None] | None = None
+    """Compares the model, with weights of any values, under a loss with the module."""
 
 
 def from_configuration(
@@ -74,7 +79,7 @@ def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_tra
     stored = {theirs: ours for ours, theirs in stored_names(module).items() if ours != theirs}
     if in_trainer:
         as_the_trainer_calls(module)
-    return _architecture(module, captured_in_place(module, inputs, axes), orders)._replace(stored=stored)
+    return _architecture(module, inputs, axes, orders)._replace(stored=stored)
 
 
 def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, in_trainer: bool) -> Architecture:
@@ -97,7 +102,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
         )
     if has_step:
         module, example_inputs = _training_step(module, example_inputs)
-    return _architecture(module, captured_in_place(module, example_inputs), _order(module))
+    return _architecture(module, example_inputs, None, _order(module))
 
 
 def _order(module: nn.Module) -> dict[str, Order]:
@@ -123,18 +128,26 @@ def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
             f"`{type(module).__name__}` has a training loop of its own (`automatic_optimization = False`)",
             hint="say the loss of its forward pass: `loss=...`",
         )
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
-
-    def loss_of(batch: Any) -> dict[str, torch.Tensor]:
-        made = module.training_step(*((batch, 0) if takes_index else (batch,)))
-        return {LOSS: made[LOSS] if isinstance(made, Mapping) else made}
-
     shell = copy.copy(module)  # holds the same tensors; a training step may call the forward pass of the module
-    shell.forward = (lambda **batch: loss_of(batch)) if isinstance(batch, Mapping) else loss_of
+    # A bound method, so that a copy of the shell calls a copy of the module.
+    shell.forward = types.MethodType(_loss_by_name if isinstance(batch, Mapping) else _loss_of, module)
     return shell, dict(batch) if isinstance(batch, Mapping) else (batch,)
 
 
-def _architecture(module: nn.Module, model: Model, orders: Mapping[str, Order]) -> Architecture:
+def _loss_of(module: Any, batch: Any) -> dict[str, torch.Tensor]:
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    made = module.training_step(*((batch, 0) if takes_index else (batch,)))
+    return {LOSS: made[LOSS] if isinstance(made, Mapping) else made}
+
+
+def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:
+    return _loss_of(module, batch)
+
+
+def _architecture(
+    module: nn.Module, inputs: Any, axes: Mapping[str, Any] | None, orders: Mapping[str, Order]
+) -> Architecture:
+    model = captured_in_place(module, inputs, axes)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors_of(module):
         names.setdefault(id(tensor), []).append(name)
@@ -145,4 +158,5 @@ def _architecture(module: nn.Module, model: Model, orders: Mapping[str, Order]) 
         loss,
         {origin: tuple(tuple(first[name] for name in group) for group in order) for origin, order in orders.items()},
         tuple(tuple(same) for same in names.values() if len(same) > 1),
+        probe=functools.partial(probe_module, module, inputs),
     )

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -133,10 +133,16 @@ def quiet() -> Iterator[None]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _name_outputs(model: Model, names: Iterable[str]) -> None:
+def _name_outputs(model: Model, names: Sequence[str]) -> None:
+    """Call outputs as the module does. The exporter names values after operators, and those make way."""
     taken = model.names()
+    taken.take(names)
+    held = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for value in [value for node in model.graph.all_nodes() for value in node.outputs]:
+        if value.name and value.name in names:
+            value.name = taken.fresh(value.name)
     for value, name in zip(model.graph.outputs, names, strict=True):
-        value.name = taken.fresh(name)
+        value.name = taken.fresh(name) if name in held else name
 
 
 def _name_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> None:

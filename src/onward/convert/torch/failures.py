@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
@@ -31,6 +32,12 @@ def explain(error: Exception, what: str = "the module") -> UnsupportedError:
             f"the forward pass decides by the values of tensors what to do ({_place(causes)}), and a graph cannot",
             hint="choose by `torch.where`, or write both branches with `torch.cond`",
         )
+    for cause in causes:
+        if isinstance(cause, DynamicOutputShapeException) and "ctc_loss" in str(cause):
+            return UnsupportedError(
+                "PyTorch cannot trace `ctc_loss`",
+                hint="let the module return its log-probabilities, and say the loss: `loss=nn.CTCLoss()`",
+            )
     return UnsupportedError(
         f"PyTorch cannot export {what}: {first_line(causes[-1])}",
         hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",

@@ -16,22 +16,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.agreement.data import example_inputs
 from onward.agreement.steps import Step, compare_steps, without_dropout
-from onward.convert.snapshot import Snapshot, assemble
-from onward.convert.torch.arguments import Flat
+from onward.convert.snapshot import Group, Snapshot, assemble
+from onward.convert.torch.arguments import Flat, tensors_of
 from onward.convert.torch.clipping import Clip, clip_gradients, clipping_part
+from onward.convert.torch.failures import fault_of_example
+from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.objective import Summand
+from onward.convert.torch.objective import Summand, inner_values, summands
+from onward.convert.torch.placeholder_parameters import hollow_copy
 from onward.convert.torch.randomness import NothingDropped
 from onward.convert.torch.targets import drawn_targets
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
-from onward.errors import Error
+from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
 from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
 from onward.model.core import values
+from onward.recipe import objective
+from onward.recipe.spec import Spec
+from onward.recipe.trainable import gradient_edges
 
 _STEPS = 3
+_RATE = 1e-3
+"""Learning rate of a probe without an optimizer. Gradients are compared by themselves."""
 
 
 @dataclasses.dataclass
@@ -49,7 +57,7 @@ class NativeRun:
     """Updates between two steps of the scheduler."""
 
 
-def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any) -> None:
+def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any, steps: int = _STEPS) -> None:
     """Compare a run with its training model. The run makes the steps: it must be the caller's own.
 
     Targets are made up where there are none.
@@ -60,7 +68,7 @@ def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any) -> None:
     prober = _Prober(native, run.step, _flat(native.module, example_inputs), terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
-        batches = [prober.batch(model)] * _STEPS
+        batches = [prober.batch(model)] * steps
         compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
 
 
@@ -80,6 +88,33 @@ def probe_made(native: NativeRun, run: Snapshot) -> None:
         slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in owners}
         probe_native(native, dataclasses.replace(run, state=slots), inputs)  # without what Dropout draws from
         return
+
+
+def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any) -> None:
+    """Compare a step of a captured model with one of its module, which is given the weights of the model.
+
+    Raises:
+        MismatchError: the loss, a gradient or a statistic differs.
+    """
+    module = hollow_copy(module)
+    held = {name: tensor for name, tensor in tensors_of(module) if name in model.graph.initializers}  # tied ones once
+    for name, tensor in held.items():
+        tensor.data = from_array(model.array(name)).to(tensor.dtype)
+    try:
+        given = make_loss(loss, inner_values(loss, model))
+    except UnsupportedError:  # of a graph that PyTorch has no module for: it is not what is compared
+        loss = [{value.name: "mse"} for value in model.outputs if value.dtype and value.dtype.is_floating_point()]
+        given = make_loss(loss)
+    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    trained = {name: x for name, x in held.items() if x.requires_grad and model.graph.initializers[name] in edges}
+    if not trained:
+        return
+    group = Group(Spec("sgd", {"lr": _RATE}), list(trained))
+    run = Snapshot(model=model, loss=loss, groups=[group], statistics="sample")
+    native = NativeRun(
+        module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1
+    )
+    probe_native(native, run, example_inputs, steps=1)
 
 
 def _turn_dropout_off(module: nn.Module) -> None:
@@ -127,8 +162,13 @@ class _Prober:
     def batch(self, model: Model) -> Arrays:
         """The example, and its targets or random ones that go with it."""
         inputs = self._forward.inputs
-        with torch.no_grad():
-            outputs = self._outputs(copy.deepcopy(self._forward))
+        try:
+            with torch.no_grad():
+                outputs = self._outputs(copy.deepcopy(self._forward))
+        except Error:
+            raise
+        except Exception as error:  # tracing checks less than PyTorch itself
+            raise (fault_of_example(self._forward) or error) from error
         sizes = _sizes(model, {**inputs, **outputs})
         rng = np.random.default_rng(0)
         targets = {value.name or "": value for value in model.step().algorithm.inputs}

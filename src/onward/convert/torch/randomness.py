@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from onward.errors import UnsupportedError
 
 
 class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
@@ -22,10 +25,26 @@ class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.lt and id(args[0]) in self._drawn and _is_zero(args[1]):
             return False
+        if function is F.l1_loss:
+            _refuse_weight()
         result = function(*args, **(kwargs or {}))
         if function is torch.rand and result.ndim == 0:
             self._drawn[id(result)] = result  # which keeps its id from being used again
         return result
+
+
+def _refuse_weight() -> None:
+    """Refuse the `weight` of a call of `l1_loss` that is on the stack: PyTorch does not hand it to modes such as these.
+
+    Its exporter traces by them, and the comparison with the module runs under one: both would leave it out.
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code is F.l1_loss.__code__ and frame.f_locals.get("weight") is not None:
+            raise UnsupportedError(
+                "PyTorch drops the `weight` of `l1_loss` while it traces",
+                hint="write it out: `((x - y).abs() * weight).sum() / weight.sum()`",
+            )
 
 
 def _is_zero(limit: Any) -> bool:

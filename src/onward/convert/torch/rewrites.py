@@ -8,6 +8,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from onward.convert.problems import Problems
+
 _MOVES = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.contiguous.default)
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
 _QUOTIENTS = (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor)
@@ -15,11 +17,27 @@ _BERNOULLI = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 _BY_DEFAULT = 0.5
 """How often Bernoulli draws a one."""
 _FLOORS = (torch.ops.aten.floor.default, torch.ops.aten.floor_.default)
+_CLASS_LOSSES = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)
+_NONE = 0
+"""The reduction of a loss that stays as it is."""
+_EMBEDDING = "leave it out, or write the sum as products with `F.one_hot`"
+_WINDOWS = "multiply a pool of `divisor_override=None` by the size of a window and divide by the number"
+_UNTRANSLATED = {
+    torch.ops.aten.embedding.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    torch.ops.aten.embedding_bag.padding_idx: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    torch.ops.aten.embedding_bag.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    torch.ops.aten.embedding_renorm_.default: {"max_norm": _EMBEDDING},
+    torch.ops.aten.avg_pool2d.default: {"divisor_override": _WINDOWS},
+    torch.ops.aten.avg_pool3d.default: {"divisor_override": _WINDOWS},
+}
+"""Arguments that the exporter drops without a word -> what to do without them."""
+_ANTIALIASED = (torch.ops.aten._upsample_bilinear2d_aa.vec, torch.ops.aten._upsample_bicubic2d_aa.vec)
 
 
 def rewrite(program: ExportedProgram) -> None:
-    """Say in plain operators, in place, what the exporter does not translate."""
+    """Say in plain operators, in place, what the exporter does not translate, or refuse it."""
     graph = program.graph_module.graph
+    _refuse_untranslated(program)
     for node in list(graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             for result in list(node.users):
@@ -34,8 +52,69 @@ def rewrite(program: ExportedProgram) -> None:
             _drop_by_rounding(node)
         elif node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
             _lay_out(node)
+        elif node.target in _CLASS_LOSSES:
+            _give_axes(node)
     graph.lint()
     program.graph_module.recompile()
+
+
+def _refuse_untranslated(program: ExportedProgram) -> None:
+    problems = Problems("the module")
+    graphs = (each.graph for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule))
+    for node in (node for graph in graphs for node in graph.nodes):
+        given = _arguments(node)
+        name = str(node.target).split(".")[-2].removesuffix("_renorm_") if given else ""
+        for argument, hint in _UNTRANSLATED.get(node.target, {}).items():
+            if given[argument]:
+                problems.add(f"`{name}` has {argument}={given[argument]}", hint)
+        if node.target is torch.ops.aten.multilabel_margin_loss.default:
+            problems.add("`multilabel_margin_loss` is exported with other values", "use `multilabel_soft_margin_loss`")
+        if node.target is torch.ops.aten.scatter_reduce.two and given["reduce"] == "mean":
+            problems.add('`scatter_reduce` has reduce="mean"', "divide a sum by a sum of ones")
+        if node.target in _ANTIALIASED and given["scale_factors"] and not _fits_scale(node, given["scale_factors"]):
+            problems.add(
+                "`interpolate` has antialias=True and a scale_factor that does not give whole sizes",
+                "say `recompute_scale_factor=True`, or `size=...`",
+            )
+    problems.refuse()
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """Return all arguments of a call of an ATen operator by their names, defaults included."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    declared = node.target._schema.arguments
+    given = dict(zip((argument.name for argument in declared), node.args, strict=False))
+    return {argument.name: argument.default_value for argument in declared} | given | dict(node.kwargs)
+
+
+def _fits_scale(node: Node, scales: Any) -> bool:
+    """True if the sizes of an image are exactly multiplied: the exporter knows sizes only."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    before, after = (tensor.meta["val"].shape[2:] for tensor in (x, node))
+    return all(int(size) * scale == int(other) for size, scale, other in zip(before, scales, after, strict=True))
+
+
+def _give_axes(node: Node) -> None:
+    """Add the axes to a loss of classes that one sample lacks, and a last one where each sample keeps its loss.
+
+    Without the last, PyTorch's decompositions take `reduction="none"` of a vector of labels for a scalar, and leave
+    out the sum that comes after it.
+    """
+    given, call = _arguments(node), node.graph.call_function
+    scores, target = given["self"], given["target"]
+    keeps, rank = given["reduction"] == _NONE, scores.meta["val"].ndim
+    is_soft = target.meta["val"].is_floating_point()
+    axes = [0] * (rank == 1) + [-1] * (keeps and rank < 3 and not is_soft)
+    with node.graph.inserting_before(node):
+        for axis in axes:
+            scores, target = (call(torch.ops.aten.unsqueeze.default, (x, axis)) for x in (scores, target))
+    node.args = (scores, target, *node.args[2:])
+    if keeps:
+        for axis in axes:
+            with node.graph.inserting_after(node):
+                _come_between(node, call(torch.ops.aten.squeeze.dim, (node, axis)))
 
 
 def _detach(node: Node) -> None:

@@ -9,29 +9,47 @@ from onnxscript import opset20 as op
 from onnxscript.values import Op, Opset
 from torch import ops
 
-from onward.build import DOMAIN, DOMAIN_VERSION
+from onward.build import DOMAIN, DOMAIN_VERSION, Function
 from onward.model import Model
+from onward.recipe.losses import functions as losses
 from onward.recipe.stop_gradient import stop_gradient
 
 _SUM, _MEAN = range(2)
 """Modes of EmbeddingBag."""
+_REDUCTIONS = ("none", "mean", "sum")
+"""Names of the reductions of losses, which ATen numbers."""
+_FUNCTIONS = (
+    stop_gradient,
+    losses.SmoothedCrossEntropy,
+    losses.CrossEntropyWithProbabilities,
+    losses.SmoothLabels,
+    losses.WeightClasses,
+)
+"""Functions that translations call."""
+_FLOATS = [f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")]
 
 
-def _stopping() -> Op:
-    """The call of our function, as an operator of which the exporter knows no more than that."""
-    parameter = onnx.defs.OpSchema.FormalParameter
-    schema = onnx.defs.OpSchema(
-        stop_gradient.name,
+def _operator(function: Function, **attributes: onnx.defs.OpSchema.AttrType) -> Op:
+    """Return the call of a function as an operator with a schema, which is what the exporter asks for."""
+    schema = onnx.defs.OpSchema
+    # Labels are integers and numbers doubles, whatever the type of a prediction: no two inputs share a type.
+    made = schema(
+        function.name,
         DOMAIN,
         DOMAIN_VERSION,
-        inputs=[parameter("x", "T")],
-        outputs=[parameter("y", "T")],
-        type_constraints=[("T", [f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")], "")],
+        inputs=[schema.FormalParameter(name, f"T_{name}") for name in function.inputs],
+        outputs=[schema.FormalParameter(name, f"T_{function.inputs[0]}") for name in function.outputs],
+        attributes=[schema.Attribute(name, kind) for name, kind in attributes.items()],
+        type_constraints=[(f"T_{name}", [*_FLOATS, "tensor(int64)"], "") for name in function.inputs],
     )
-    return Op(Opset(DOMAIN, DOMAIN_VERSION), stop_gradient.name, schema)
+    return Op(Opset(DOMAIN, DOMAIN_VERSION), function.name, made)
 
 
-_stop = _stopping()
+_stop = _operator(stop_gradient)
+_smoothed_cross_entropy = _operator(losses.SmoothedCrossEntropy, ignore_index=onnx.defs.OpSchema.AttrType.INT)
+_cross_entropy_with_probabilities = _operator(losses.CrossEntropyWithProbabilities)
+_smooth_labels = _operator(losses.SmoothLabels)
+_weight_classes = _operator(losses.WeightClasses)
 
 
 def _stop_gradient(x: Any) -> Any:
@@ -39,9 +57,50 @@ def _stop_gradient(x: Any) -> Any:
 
 
 def define_functions(model: Model) -> None:
-    """Add what calls of translated operators refer to."""
-    if any(node.domain == DOMAIN for node in model.graph.all_nodes()):
-        stop_gradient.define(model.functions, model.opset)
+    """Add the functions that translations call."""
+    called = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
+    for function in _FUNCTIONS:
+        if function.name in called:
+            function.define(model.functions, model.opset)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    scores: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy of class indices or class probabilities. The exporter's own drops `label_smoothing`."""
+    kind, smoothing = _REDUCTIONS[reduction], op.Constant(value=_double(label_smoothing))
+    if target.dtype.is_floating_point():
+        target = _smooth_labels(target, smoothing) if label_smoothing else target
+        target = target if weight is None else _weight_classes(target, weight)
+        loss = _reduce(_cross_entropy_with_probabilities(scores, target), kind)
+    elif label_smoothing:
+        weight = op.Constant(value=_double(1.0)) if weight is None else weight
+        loss, counted = _smoothed_cross_entropy(scores, target, weight, smoothing, ignore_index=ignore_index)
+        loss = op.Div(_reduce(loss, "sum"), _reduce(counted, "sum")) if kind == "mean" else _reduce(loss, kind)
+    else:
+        loss, _ = op.SoftmaxCrossEntropyLoss(scores, target, weight, reduction=kind, ignore_index=ignore_index)
+    return loss
+
+
+def _double(number: float) -> onnx.TensorProto:
+    return onnx.helper.make_tensor("", onnx.TensorProto.DOUBLE, [], [number])
+
+
+def _reduce(loss: Any, kind: str) -> Any:
+    if kind == "none":
+        return loss
+    return (op.ReduceMean if kind == "mean" else op.ReduceSum)(loss, keepdims=0)
+
+
+# ---- embeddings ------------------------------------------------------------------------------------------------------
 
 
 def _embedding(
@@ -96,7 +155,31 @@ def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
     return op.ScatterND(zeros, places, rows, reduction="add")
 
 
+# ---- near zero -------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float, x: Any) -> Any:
+    return op.CastLike(op.Constant(value_float=value), x)
+
+
+def _expm1(x: Any) -> Any:
+    """Return exp(x) - 1, exact where exp(x) is near 1."""
+    return op.Mul(op.Tanh(op.Mul(x, _number(0.5, x))), op.Add(op.Exp(x), _number(1.0, x)))
+
+
+def _log1p(x: Any) -> Any:
+    """Return log(1 + x), as 2 atanh(x / (x + 2)) where x is small. Each branch computes its own elements only."""
+    is_small = op.Less(op.Abs(x), _number(0.5, x))
+    near = op.Where(is_small, x, _number(0.0, x))
+    far = op.Where(is_small, _number(1.0, x), op.Add(x, _number(1.0, x)))
+    small = op.Mul(op.Atanh(op.Div(near, op.Add(near, _number(2.0, x)))), _number(2.0, x))
+    return op.Where(is_small, small, op.Log(far))
+
+
 TRANSLATIONS = {
+    ops.aten.expm1.default: _expm1,
+    ops.aten.log1p.default: _log1p,
+    ops.aten.cross_entropy_loss.default: _cross_entropy,
     ops.aten.detach.default: _stop_gradient,
     ops.aten.embedding.default: _embedding,
     ops.aten._embedding_bag.default: _embedding_bag,

@@ -20,9 +20,9 @@ NO_LABEL = -100
 
 def _labels(prediction: ir.Value, *, axis: int, target: str = "indices", **_: Any) -> tuple[Target]:
     """Class indices have the shape of the prediction without its classes."""
+    dims = _dims(prediction, rank=2, form="[N, C, ...]" if one_of("axis", axis, 1, -1) == 1 else "[..., C]")
     if one_of("target", target, "indices", "probabilities") == "probabilities":
         return (Target("target", dtype_of(prediction), prediction.shape),)
-    dims = _dims(prediction, rank=2, form="[N, C, ...]" if one_of("axis", axis, 1, -1) == 1 else "[..., C]")
     if dims is not None:
         del dims[axis]
     return (Target("labels", ir.DataType.INT64, None if dims is None else ir.Shape(dims)),)
@@ -38,7 +38,11 @@ def _sequences(prediction: ir.Value, *, batch_first: bool, **_: Any) -> tuple[Ta
 
 def _dims(prediction: ir.Value, *, rank: int, form: str) -> list[int | ir.SymbolicDim] | None:
     shape = prediction.shape
-    check(shape is None or len(shape) >= rank, f"`{prediction.name}` has the shape {shape}; this loss needs {form}")
+    check(
+        shape is None or len(shape) >= rank,
+        f"`{prediction.name}` has the shape {shape}; this loss needs {form}",
+        "add the axes that it lacks, of size 1 (`Unsqueeze`)",
+    )
     return None if shape is None else list(shape)
 
 
