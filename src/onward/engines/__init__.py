@@ -22,6 +22,7 @@ from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, load
 from onward.model.walk import graphs_of
+from onward.transform.padding import write_padding
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
@@ -93,7 +94,8 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     - `engine`, `options`: as for `start`
     """
     check_engine(engine)
-    model = load(source)
+    model = load(source).copy()
+    write_padding(model)
     check_gradients_of(model)
     refuse_endless_loops(graphs_of(model))
     inputs = [value.name or "" for value in model.inputs]
