@@ -232,9 +232,14 @@ def test_what_rounding_decides_is_not_compared():
 
 
 @pytest.mark.slow
-def test_a_network_that_comes_with_keras():
-    model = keras.applications.MobileNetV3Small(weights=None, classes=5, input_shape=(32, 32, 3))
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "sparse_categorical_crossentropy")
+@pytest.mark.parametrize(
+    ("name", "optimizer", "settings"), [("MobileNetV3Small", "sgd", {}), ("MobileNet", "adam", {"alpha": 0.25})]
+)
+def test_a_network_that_comes_with_keras(name, optimizer, settings):
+    """Keras itself is off by up to 1 % from float64: rounding switches units of a ReLU, eight samples to a batch."""
+    keras.utils.set_random_seed(1)
+    model = getattr(keras.applications, name)(weights=None, classes=5, input_shape=(32, 32, 3), **settings)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
     training = from_keras(model)
     assert {v.path for v in model.trainable_variables} <= set(training.step().update)
 
