@@ -199,7 +199,7 @@ def test_gradients_that_are_rounding_errors():
 
 _SWITCH = """<ir_version: 10, opset_import: ["" : 20]>
     g (float[N, 1] x) => (float[N, 1] y)
-    <float[1, 1] w = {1}, float[1] b = {-1.0000008}, float[1, 1] v = {1}, float[1] c = {0.25}> {
+    <float[1, 1] w = {1}, float[1] b = {-1.0000006}, float[1, 1] v = {1}, float[1] c = {0.25}> {
         product = MatMul (x, w)
         before = Add (product, b)
         h = Relu (before)
@@ -212,7 +212,7 @@ def _switched_on(batch, factor=1.0):
     """A step of a framework that rounds the other way, and so sees a gradient behind the ReLU."""
     gradient = np.float32(2 * (0.25 - batch["target"].mean()))
     gradients = {"w": np.full((1, 1), gradient), "b": np.full(1, gradient), "c": np.full(1, gradient)}
-    start = {"w": np.ones((1, 1), np.float32), "b": np.float32([-1.0000008]), "c": np.float32([0.25])}
+    start = {"w": np.ones((1, 1), np.float32), "b": np.float32([-1.0000006]), "c": np.float32([0.25])}
     weights = {name: start[name] - np.float32(0.1) * gradients[name] * (factor if name == "c" else 1) for name in start}
     return Step(float((0.25 - batch["target"].mean()) ** 2), gradients, weights)
 

@@ -75,7 +75,8 @@ def compare_steps(
             expected = {_LOSS: np.asarray(theirs.loss), **theirs.weights}
             try:
                 compare(found, expected, ignored=noise, when=f"after step {number} ")
-            except MismatchError as mismatch:
+            except MismatchError as error:
+                mismatch = error
                 for uncertain in _follow_last_digits(model, options, done, found):
                     if number > 1 and _LOSS in uncertain:
                         return
