@@ -130,6 +130,9 @@ class Engine(ABC):
         wrong = [misfit(name, given[name], known[name].dtype, known[name].shape, self._takes_tensors) for name in names]
         if any(wrong):
             raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
+        sizes = [given[name].shape for name in names if given[name].shape]
+        if sizes and all(0 in shape for shape in sizes):  # a mean of nothing is 0 to some runtimes; others crash
+            raise DataError("the batch has no rows", hint="leave out empty batches")
         return given
 
     def _fitting_state(self, state: Arrays) -> dict[str, Any]:
