@@ -75,6 +75,15 @@ def test_wrong_batches_and_states(name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_batches_without_rows(name):
+    """Runtimes make 0, NaN or an abort of the mean of nothing."""
+    with loaded(name) as engine:
+        for call in (engine.step, engine.gradients, engine.evaluate):
+            with pytest.raises(DataError, match="no rows"):
+                call({key: array[:0] for key, array in GOOD.items()})
+
+
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float8e4m3fn", "float8e5m2", "string"])
 def test_inputs_of_rare_types(name, kind):
     """A cast, and what follows is float32; text is compared first."""
