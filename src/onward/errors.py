@@ -65,7 +65,7 @@ class ArgumentError(Error, TypeError):
     """A function was called with an argument that it does not have, without one that it needs, or of another type."""
 
 
-class UnknownNameError(Error, LookupError):
+class UnknownNameError(Error, KeyError):
     """A name or pattern matches nothing."""
 
 
