@@ -41,8 +41,9 @@ def _pads(
         return list(given["pads"] or [0] * 2 * len(kernel))
     if given["auto_pad"] == "VALID":
         return [0] * 2 * len(kernel)
-    if not all(isinstance(n, int) for n in sizes):
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes):
         return None
-    numbers = zip(sizes, kernel, strides, dilations, strict=True)
+    numbers = zip(known, kernel, strides, dilations, strict=True)
     pads = [same_padding(size, (n - 1) * gap + 1, stride, given["auto_pad"]) for size, n, stride, gap in numbers]
     return [n for side in zip(*pads, strict=True) for n in side]

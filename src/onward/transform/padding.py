@@ -102,7 +102,8 @@ def _kernel(node: ir.Node) -> list[int] | None:
     if value is None:
         return None
     shape = value.shape if value.const_value is None else value.const_value.shape
-    return [int(n) for n in shape[2:]] if shape is not None and shape.is_static() else None  # type: ignore[arg-type]
+    sizes = [n for n in list(shape or ())[2:] if isinstance(n, int)]
+    return sizes if shape is not None and len(sizes) == len(shape) - 2 else None
 
 
 def _sizes(node: ir.Node) -> list[int | None]:
