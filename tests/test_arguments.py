@@ -55,7 +55,7 @@ def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[No
 def told(function: Any, *arguments: Any, **named: Any) -> str:
     with pytest.raises(onward.Error) as caught:
         function(*arguments, **named)
-    return f"{caught.value} | {caught.value.hint}"
+    return f"{caught.value.message} | {caught.value.hint}"
 
 
 @pytest.mark.parametrize(

@@ -569,7 +569,7 @@ def test_blocked_layouts_are_refused():
 )  # fmt: skip
 def test_what_only_some_devices_do_is_refused(graph, what, x):
     error = refused(graph, xs=[x])
-    assert str(error).endswith(f"with {what}") and error.hint
+    assert error.message.endswith(f"with {what}") and error.hint
 
 
 def test_every_rewrite_has_a_case():

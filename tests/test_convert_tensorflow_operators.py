@@ -192,6 +192,10 @@ CASES = {
     "conv transposed valid": (
         lambda x, w: tf().nn.conv2d_transpose(x, w, [2, 9, 8, 4], 1, "VALID"), IMAGE, normal(3, 3, 4, 3),
     ),
+    "conv transposed with gaps": (
+        lambda x, w: tf().nn.conv2d_transpose(x, w, [2, 21, 18, 4], 3, "SAME"), IMAGE, normal(1, 1, 4, 3),
+    ),
+    "conv strided far": (lambda x, w: tf().nn.conv2d(x, w, 4, "SAME"), IMAGE, normal(1, 2, 3, 4)),
     "max pool": (lambda x: tf().nn.max_pool2d(x, 3, 2, "SAME"), IMAGE),
     "average pool": (lambda x: tf().nn.avg_pool2d(x, [2, 3], 1, "SAME"), IMAGE),
     "resized": (lambda x: tf().image.resize(x, [9, 4]), IMAGE),
@@ -234,7 +238,14 @@ CASES = {
 }  # fmt: skip
 
 KERNELS = {"conv 3d", "conv dilated", "depthwise", "separable"}
-FIRST_AXIS_KNOWN = {*KERNELS, "scatter_nd", "conv transposed", "conv transposed valid"}
+FIRST_AXIS_KNOWN = {
+    *KERNELS,
+    "scatter_nd",
+    "conv transposed",
+    "conv transposed valid",
+    "conv transposed with gaps",
+    "conv strided far",
+}
 NO_GRADIENT_IN_TENSORFLOW = {"conv dilated"}
 
 

@@ -18,7 +18,7 @@ from conftest import needs
 from models import digits_mlp
 from onward.engines import endless_loops, function, start
 from onward.engines.numpy import Numpy
-from onward.errors import DataError, Error, OutOfMemoryError, UnknownNameError, UnsupportedError
+from onward.errors import DataError, Error, InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
 ENGINES = [
     "onnxruntime",
@@ -72,6 +72,15 @@ def test_wrong_batches_and_states(name):
         engine.load_state({"fc1.weight": np.full_like(weight, np.nan)})
         assert np.isnan(engine.step(GOOD)["loss"])  # and so the state stays
         np.testing.assert_array_equal(engine.state()["fc2.weight"], before["fc2.weight"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_batches_without_rows(name):
+    """Runtimes make 0, NaN or an abort of the mean of nothing."""
+    with loaded(name) as engine:
+        for call in (engine.step, engine.gradients, engine.evaluate):
+            with pytest.raises(DataError, match="no rows"):
+                call({key: array[:0] for key, array in GOOD.items()})
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -194,3 +203,60 @@ def test_a_loop_on_onnxruntime_hears_an_interruption():
         timer.cancel()
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_results_that_there_are_not(name):
+    """A KeyError, as of any mapping, that lists what there is."""
+    with loaded(name) as engine:
+        results = engine.step(GOOD), engine.evaluate(GOOD), engine.gradients(GOOD), engine.state()
+        for named, wrong, right in zip(results, ("los", "logit", "fc1.weights", "fc1.weights"),
+                                       ("loss", "logits", "fc1.weight", "fc1.weight"), strict=True):  # fmt: skip
+            with pytest.raises(KeyError, match=f"no result `{wrong}`\nhint: .*`{right}`"):
+                named[wrong]
+            assert named.get(wrong) is None and wrong not in named and right in named
+
+
+IMAGE = GOOD["image"]
+WRONG_FEEDS = {
+    "nothing": None,
+    "an array": IMAGE,
+    "no input": {},
+    "another input": {"image": IMAGE, "mask": IMAGE},
+    "a weight": {"image": IMAGE, "fc1.weight": np.zeros((64, 8), np.float32)},
+    "None": {"image": None},
+    "text": {"image": np.full((2, 64), "one")},
+    "objects": {"image": IMAGE.astype(object)},
+    "another type": {"image": IMAGE.astype(np.float64)},
+    "complex": {"image": IMAGE.astype(np.complex64)},
+    "another rank": {"image": IMAGE[0]},
+    "another size": {"image": IMAGE[:, :63]},
+    "lists": {"image": IMAGE.tolist()},
+    "a number": {"image": 1.0},
+    "anything": {"image": object()},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_wrong_inputs_of_functions(name):
+    compute = function(digits_mlp(8), engine=name)
+    for what, given in WRONG_FEEDS.items():
+        with pytest.raises((DataError, UnknownNameError)):
+            compute(given)
+            pytest.fail(f"{what} was accepted")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("batch", [None, IMAGE, [IMAGE], "text"])
+def test_batches_that_are_none(name, batch):
+    with loaded(name) as engine, pytest.raises(DataError, match="not arrays by name"):
+        engine.step(batch)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_inputs_without_a_type(name):
+    model = digits_mlp(8)
+    model.graph.input[0].ClearField("type")
+    for use in (lambda: function(model, engine=name), lambda: onward.prepare(model, loss="cross_entropy")):
+        with pytest.raises(InvalidModelError, match="`image` has no type"):
+            use()

@@ -80,6 +80,21 @@ def test_attention_and_its_gradient_are_those_of_torch(shape, mask, causal, leng
     np.testing.assert_array_equal(out, again)
 
 
+@pytest.mark.parametrize("guarded", [0, 1])
+def test_numbers_that_are_none_are_not_hidden(guarded):
+    """A query without numbers has no result, also where queries that see nothing get zeros."""
+    rng = np.random.default_rng(0)
+    q, k, v, dy = (rng.standard_normal((1, 2, 5, 8)).astype(np.float32) for _ in range(4))
+    q[0, 1, 3, 2] = np.nan
+    out, sums = run_kernel("Attention", q, k, v, outputs=2, guarded=guarded)
+    wide = [torch.tensor(array, requires_grad=True) for array in (q, k, v)]
+    y = attend(*wide, None, 1, False, bool(guarded))
+    np.testing.assert_allclose(out, y.detach(), rtol=1e-4, atol=1e-5)
+    found = run_kernel("AttentionGradient", dy, q, k, v, out, sums, outputs=3, guarded=guarded)
+    for gradient, wanted in zip(found, torch.autograd.grad(y, wide, torch.tensor(dy)), strict=True):
+        np.testing.assert_array_equal(np.isnan(gradient), torch.isnan(wanted).numpy())
+
+
 def test_queries_that_see_nothing_get_zeros_where_that_is_asked_for():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, 2, 40, 8)).astype(np.float32) for _ in range(4)]

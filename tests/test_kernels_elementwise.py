@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import onward
 from models import digits_mlp
 from native_kernels import assert_the_same_with_kernels, needs_kernels, run_kernel
+from onward.engines import function, start
 from onward.lowering.step import Manner, lower_for_engine
 
 pytestmark = needs_kernels
@@ -176,7 +177,47 @@ def test_cross_entropy_takes_any_number():
     loss, logarithms = run_kernel("CrossEntropy", scores, nothing, outputs=2, ignores=1, ignore_index=-1)
     assert np.isnan(loss)  # of nothing there is no mean
     given = np.ones((), np.float32), logarithms, scores, nothing
-    assert (run_kernel("CrossEntropyGradient", *given, ignores=1, ignore_index=-1)[0] == 0).all()
+    gradient = run_kernel("CrossEntropyGradient", *given, ignores=1, ignore_index=-1)[0]
+    wanted = torch.tensor(scores, requires_grad=True)
+    F.cross_entropy(wanted, torch.tensor(nothing), ignore_index=-1, reduction="sum").backward()
+    np.testing.assert_array_equal(gradient, wanted.grad)  # NaN for the first row, as PyTorch has it
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_ignored_rows_that_are_no_numbers(value):
+    """The loss leaves them out; gradients are those of the plain graph and of PyTorch."""
+    rng = np.random.default_rng(0)
+    w, b = rng.standard_normal((4, 5)).astype(np.float32), np.zeros(5, np.float32)
+    model = parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[N, 4] x) => (float[N, 5] y) <float[4, 5] w, float[5] b> {
+            product = MatMul (x, w) y = Add (product, b)
+        }""")
+    model.graph.initializer.extend([numpy_helper.from_array(w, "w"), numpy_helper.from_array(b, "b")])
+    training = onward.prepare(model, loss="cross_entropy:ignore_index=-1")
+    x, labels = rng.standard_normal((3, 4)).astype(np.float32), np.array([0, -1, 2])
+    x[1, 2] = value
+    results = []
+    for kernels in (True, False):
+        with start(training, kernels=kernels) as engine:
+            batch = dict(zip(("x", next(n for n in engine.inputs if n != "x")), (x, labels), strict=True))
+            results.append({**engine.gradients(batch), "loss": engine.step(batch)[engine.loss]})
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in (("w", w), ("b", b))}
+    scores = torch.tensor(x) @ tensors["w"] + tensors["b"]
+    loss = F.cross_entropy(scores, torch.tensor(labels), ignore_index=-1)
+    loss.backward()
+    expected = {"loss": loss.detach(), **{name: tensor.grad for name, tensor in tensors.items()}}
+    for found in results:
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_slope_of_hard_swish_far_away():
+    x = np.array([-np.inf, -3e38, 3e38, np.inf], np.float32)
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 20]> g (float[4] x) => (float[4] y) { y = HardSwish (x) }"""
+    )
+    slopes = function(onward.gradient(model, "y", ["x"]), engine="onnxruntime")({"x": x})["x/grad"]
+    np.testing.assert_array_equal(slopes, [0, 0, 1, 1])
 
 
 # ---- mistakes, and instructions --------------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ def test_reports_all_problems_at_once(folder: Path) -> None:
     items = [w(f"none{i}.data") for i in range(30)]
     with pytest.raises(ExternalDataError) as raised:
         storage.check_external(one(w("/a"), w("../b"), *items), folder)
-    lines = str(raised.value).splitlines()
+    lines = raised.value.message.splitlines()
     assert "absolute" in lines[1] and "leaves" in lines[2] and lines[-1] == "  and 12 more"
 
 

@@ -15,6 +15,7 @@ import models
 import onward
 from conftest import needs
 from onward.agreement.noise import noise_in
+from onward.agreement.steps import Step, compare_steps
 from onward.agreement.tolerance import Comparison
 from onward.engines import start
 from onward.engines.framework_engine import framework_class
@@ -194,3 +195,32 @@ def test_gradients_that_are_rounding_errors():
     noise = noise_in({"a": np.float32([1, 1e-5]), "b": np.float32([1e-6, 0])})
     assert {name: mask.tolist() for name, mask in noise.items()} == {"a": [False, False], "b": [True, True]}
     Comparison("", "")({"b": np.ones(2)}, {"b": np.zeros(2)}, ignored=noise)
+
+
+_SWITCH = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[N, 1] x) => (float[N, 1] y)
+    <float[1, 1] w = {1}, float[1] b = {-1.0000006}, float[1, 1] v = {1}, float[1] c = {0.25}> {
+        product = MatMul (x, w)
+        before = Add (product, b)
+        h = Relu (before)
+        out = MatMul (h, v)
+        y = Add (out, c)
+    }"""
+
+
+def _switched_on(batch, factor=1.0):
+    """A step of a framework that rounds the other way, and so sees a gradient behind the ReLU."""
+    gradient = np.float32(2 * (0.25 - batch["target"].mean()))
+    gradients = {"w": np.full((1, 1), gradient), "b": np.full(1, gradient), "c": np.full(1, gradient)}
+    start = {"w": np.ones((1, 1), np.float32), "b": np.float32([-1.0000006]), "c": np.float32([0.25])}
+    weights = {name: start[name] - np.float32(0.1) * gradients[name] * (factor if name == "c" else 1) for name in start}
+    return Step(float((0.25 - batch["target"].mean()) ** 2), gradients, weights)
+
+
+def test_a_unit_that_rounding_switches_is_no_mismatch():
+    """Not the first change in the last digits switches it; what no change explains is a mismatch still."""
+    training = onward.prepare(parser.parse_model(_SWITCH), loss="mse", optimizer="sgd:lr=0.1")
+    given = [{name: np.ones((2, 1), np.float32) for name in ("x", "target")}]
+    compare_steps(training, given, _switched_on, framework="another")
+    with pytest.raises(MismatchError, match="`c` is off"):
+        compare_steps(training, given, lambda one: _switched_on(one, factor=1.01), framework="another")

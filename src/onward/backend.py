@@ -24,7 +24,6 @@ from onnx.backend.base import Backend, BackendRep, namedtupledict
 from onward.arguments import fitting
 from onward.engines import check_engine, function, is_installed
 from onward.engines.catalogue import devices
-from onward.engines.engine import misfit
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.standard import is_standard
@@ -51,9 +50,6 @@ class Prepared(BackendRep):
         A tensor is an array, a sequence is a list, an optional that is empty is None.
         """
         given = {name: _value(self._declared.get(name), value) for name, value in self._named(inputs).items()}
-        wrong = [_misfit(self._declared[name], value) for name, value in given.items() if name in self._declared]
-        if any(wrong):
-            raise DataError("the inputs do not fit the model: " + "; ".join(filter(None, wrong)))
         with _skip_unsupported():
             results = self._compute(given)
         return self._results(*(results[name] for name in self._names))
@@ -168,16 +164,6 @@ def _value(declared: ir.Value | None, value: Any) -> Any:
         return value and [_value(None, item) for item in value]
     dtype = declared.dtype if declared is not None and not hasattr(value, "dtype") else None
     return np.asarray(value, dtype.numpy() if dtype is not None else None)
-
-
-def _misfit(declared: ir.Value, value: Any) -> str | None:
-    """What is wrong with an input, in words."""
-    name = declared.name or ""
-    if isinstance(declared.type, ir.TensorType):
-        return misfit(name, value, declared.dtype, declared.shape)
-    if isinstance(declared.type, ir.SequenceType) and not isinstance(value, list):
-        return f"`{name}` is {type(value).__name__}, not a list of arrays"
-    return None
 
 
 def _type(value: Any) -> onnx.TypeProto:

@@ -14,9 +14,10 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Error(Exception):
-    """Base of all errors a user can cause. `str(error)` is the message; `error.hint` is the way out.
+    """Base of all errors a user can cause: `error.message` is the fact, `error.hint` what to do about it.
 
-    Both often quote files, and print as text whatever those hold.
+    `str(error)`, and so a traceback, shows both: the message, then `hint: ...` on a line of its own. Both often quote
+    files, and print as text whatever those hold.
     """
 
     def __init__(self, message: str, *, hint: str | None = None):
@@ -25,7 +26,7 @@ class Error(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        return self.message
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
 class InvalidModelError(Error, ValueError):
@@ -64,7 +65,7 @@ class ArgumentError(Error, TypeError):
     """A function was called with an argument that it does not have, without one that it needs, or of another type."""
 
 
-class UnknownNameError(Error, LookupError):
+class UnknownNameError(Error, KeyError):
     """A name or pattern matches nothing."""
 
 
@@ -116,9 +117,14 @@ def safe(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an error, without its hint, to quote it in another one."""
+    return error.message if isinstance(error, Error) else str(error)
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else says, in one line; what it is, if it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """Return the first line of the message of an error, or its class if it has none."""
+    return message_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def list_names(names: Sequence[str], most: int) -> str:

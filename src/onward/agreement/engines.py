@@ -77,7 +77,7 @@ def verify(
         except Error as error:
             refusals[way] = error
     if not runs:
-        reasons = dict.fromkeys(str(error) for error in refusals.values())
+        reasons = dict.fromkeys(error.message for error in refusals.values())
         hints = dict.fromkeys(error.hint for error in refusals.values() if error.hint)
         raise UnsupportedError("no engine can run this model:\n" + "\n".join(reasons), hint="; ".join(hints) or None)
     limit = _default_tolerance(model, step) if tolerance is None else tolerance
@@ -85,7 +85,7 @@ def verify(
     rows = [
         _compare(model, step, way, reference, runs, batches, limit)
         if way in runs
-        else Row(way.engine, way.derivative, "cannot", note=str(refusals[way]))
+        else Row(way.engine, way.derivative, "cannot", note=refusals[way].message)
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)

@@ -160,7 +160,7 @@ def _by_the_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[s
     try:
         named = [with_names(each, orders, shapes) for each in checkpoint.optimizers]
     except UnsupportedError as error:
-        rules.append(f"{checkpoint.path}: {error}")
+        rules.append(f"{checkpoint.path}: {error.message}")
         return checkpoint
     rules.extend(how for _, how in named if how)
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in named))

@@ -199,7 +199,7 @@ def report(error: BaseException, debug: bool) -> int:
 
 def _explain(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, Error | Misuse):
-        return str(error), error.hint
+        return error.message, error.hint
     if isinstance(error, typer.TyperException):
         return _usage(error)
     if lacks_memory(error):

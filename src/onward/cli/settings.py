@@ -114,7 +114,7 @@ def _initializer(source: Model, name: str, step: int) -> ir.TensorProtocol:
     except UnknownNameError as error:
         meant = [f"`{known}`" for known in hyperparameters(source, step) if known.endswith(f"/{name}")]
         hint = f"did you mean {' or '.join(meant)}?" if meant else error.hint or "`--list` shows what can be set"
-        raise UnknownNameError(str(error), hint=hint) from error
+        raise UnknownNameError(error.message, hint=hint) from error
     assert tensor is not None
     return tensor
 

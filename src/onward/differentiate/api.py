@@ -24,6 +24,7 @@ from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.standard import OLDEST_OPSET
 from onward.transform.opset import of_one_opset
+from onward.transform.padding import write_padding
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
 
@@ -105,6 +106,7 @@ def _open_model(
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy()
     model.steps = []
+    write_padding(model)
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (y, *xs) if name not in known]
     if missing:

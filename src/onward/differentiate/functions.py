@@ -96,7 +96,7 @@ class FunctionRules:
             try:
                 self._halves[kind] = self._differentiated(node, wanted, given)
             except UnsupportedError as error:
-                raise UnsupportedError(f"{error}\nin the function `{node.op_type}`", hint=error.hint) from error
+                raise UnsupportedError(f"{error.message}\nin the function `{node.op_type}`", hint=error.hint) from error
         return self._halves[kind]
 
     def _differentiated(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:

@@ -15,13 +15,15 @@ from typing import Any
 from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
 from onward.engines.endless_loops import refuse_endless_loops
-from onward.engines.engine import Engine, check_names, check_options
+from onward.engines.engine import Engine, check_options, fitting_inputs
 from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, load
+from onward.model.signature import check_signatures
 from onward.model.walk import graphs_of
+from onward.transform.padding import write_padding
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
@@ -95,18 +97,19 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     - `engine`, `options`: as for `start`
     """
     check_engine(engine)
-    model = load(source)
+    model = check_signatures(load(source)).copy()
+    write_padding(model)
     check_gradients_of(model)
     refuse_endless_loops(graphs_of(model))
-    inputs = [value.name or "" for value in model.inputs]
-    defaults = list(model.graph.initializers)
+    inputs = {value.name or "": value for value in model.inputs}
+    # Of inputs with a default, frameworks take the default for a constant.
+    defaults = {} if engine != "onnxruntime" else {value.name or "": value for value in model.graph.inputs}
     if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
         model = lower_for_engine(model, part="inference")
     compute = _array_function(model, engine, options)
 
     def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:
-        check_names(arrays, inputs, defaults)
-        return compute(arrays)
+        return compute(fitting_inputs(arrays, inputs, defaults, engine in FRAMEWORKS))
 
     return checked
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.engines.endless_loops import refuse_endless_loops
 from onward.engines.group import Alone, Group
-from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
 from onward.model.state import State, carried_state, states
@@ -32,6 +32,18 @@ class Part:
     numbers: np.ndarray
     size: int
     """How many the whole tensor has."""
+
+
+class Results(dict[str, Any]):
+    """Results by name. A name that is not among them is an error that lists those that are."""
+
+    def __missing__(self, name: str) -> Any:
+        raise no_result(name, self)
+
+
+def no_result(name: str, results: Iterable[str]) -> UnknownNameError:
+    """Return the error for a result that there is not."""
+    return UnknownNameError(f"there is no result `{name}`", hint=near_or_first(str(name), results))
 
 
 class Engine(ABC):
@@ -123,13 +135,16 @@ class Engine(ABC):
     def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
         """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
         with fewer words; a part may take less."""
-        arrays = batch if isinstance(batch, Mapping) else of_round(batch)
+        arrays = batch if isinstance(batch, Mapping) else of_round(_as_batches(batch))
         known = self._known | self.inputs
         given = {name: _array(array) for name, array in arrays.items() if name not in known or name in names}
         check_names(given, names)
         wrong = [misfit(name, given[name], known[name].dtype, known[name].shape, self._takes_tensors) for name in names]
         if any(wrong):
             raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
+        sizes = [given[name].shape for name in names if given[name].shape]
+        if sizes and all(0 in shape for shape in sizes):  # a mean of nothing is 0 to some runtimes; others crash
+            raise DataError("the batch has no rows", hint="leave out empty batches")
         return given
 
     def _fitting_state(self, state: Arrays) -> dict[str, Any]:
@@ -214,6 +229,45 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
         raise UnknownNameError(
             "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
         )
+
+
+def fitting_inputs(
+    given: Any, inputs: Mapping[str, ir.Value], defaults: Mapping[str, ir.Value], takes_tensors: bool
+) -> dict[str, Any]:
+    """Return the inputs of a graph as arrays, lists of them and None; raise if they do not fit it."""
+    if not isinstance(given, Mapping):
+        raise DataError(
+            f"the inputs are {type(given).__name__}, not arrays by name", hint=f"it takes {', '.join(inputs)}"
+        )
+    check_names(given, inputs, defaults)
+    values = {name: _array(value) for name, value in given.items()}
+    known = {**defaults, **inputs}
+    wrong = [_misfit_of(known[name], value, takes_tensors) for name, value in values.items()]
+    if any(wrong):
+        raise DataError("the inputs do not fit the model: " + "; ".join(filter(None, wrong)))
+    return values
+
+
+def _as_batches(batch: Any) -> Sequence[Arrays]:
+    """Return the batches of a round of several steps; raise if they are no such thing."""
+    if isinstance(batch, list | tuple) and all(isinstance(each, Mapping) for each in batch):
+        return batch
+    raise DataError(f"the batch is {type(batch).__name__}, not arrays by name", hint="give a dict: input -> array")
+
+
+def _misfit_of(declared: ir.Value, value: Any, takes_tensors: bool) -> str | None:
+    """What is wrong with an input that may be a sequence, in words."""
+    name = declared.name or ""
+    if isinstance(declared.type, ir.TensorType):
+        return misfit(name, value, declared.dtype, declared.shape, takes_tensors)
+    if isinstance(declared.type, ir.SequenceType):
+        if not isinstance(value, list):
+            return f"`{name}` is {type(value).__name__}, not a list of arrays"
+        parts = (
+            misfit(f"{name}[{i}]", _array(part), declared.dtype, None, takes_tensors) for i, part in enumerate(value)
+        )
+        return next(filter(None, parts), None)
+    return None
 
 
 def misfit(

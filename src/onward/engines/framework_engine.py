@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
-from onward.engines.engine import Arrays, Engine, check_options
+from onward.engines.engine import Arrays, Engine, Results, check_options, no_result
 from onward.engines.expression import express
 from onward.engines.failures import memory_of
 from onward.engines.finite_updates import keep_unless_finite
@@ -85,7 +85,7 @@ def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mappi
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         results = execute({name: _map_arrays(_placing(framework), value) for name, value in inputs.items()})
-        return {name: _map_arrays(framework.owned, value) for name, value in results.items()}
+        return Results({name: _map_arrays(framework.owned, value) for name, value in results.items()})
 
     return run
 
@@ -167,21 +167,21 @@ class Interpreted(Engine):
         part = self._part("step")
         new, results = part.run(self._state, self._fitting(batch, self.inputs))
         self._state = self._state | new
-        return Results(self._framework, {name: results[name] for name in part.contract.metrics})
+        return FetchedResults(self._framework, {name: results[name] for name in part.contract.metrics})
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("gradients")
         _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
-        return {x: self._framework.owned(results[name]) for name, x in part.contract.gradients.items()}
+        return Results({x: self._framework.owned(results[name]) for name, x in part.contract.gradients.items()})
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("evaluation")
         _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
         names = (*part.contract.metrics, *part.contract.outputs)
-        return {name: _map_arrays(self._framework.owned, results[name]) for name in names}
+        return Results({name: _map_arrays(self._framework.owned, results[name]) for name in names})
 
     def state(self) -> dict[str, np.ndarray]:
-        return {name: self._framework.owned(tensor) for name, tensor in self._state.items()}
+        return Results({name: self._framework.owned(tensor) for name, tensor in self._state.items()})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         given = self._fitting_state(state)
@@ -306,7 +306,7 @@ def _large_constants(model: Model) -> dict[str, np.ndarray]:
     return {name: as_input(graph, name).numpy() for name in large}
 
 
-class Results(Mapping[str, np.ndarray]):
+class FetchedResults(Mapping[str, np.ndarray]):
     """Metrics that are fetched from the device when they are looked at, so that a step need not wait for them."""
 
     def __init__(self, framework: Framework, tensors: Tensors):
@@ -315,6 +315,8 @@ class Results(Mapping[str, np.ndarray]):
         self._fetched: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._tensors:
+            raise no_result(name, self)
         if name not in self._fetched:
             with memory_of(self._framework.name):  # a step that nobody has waited for may fail only now
                 self._fetched[name] = self._framework.owned(self._tensors[name])

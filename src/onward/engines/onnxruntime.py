@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.differentiate.recompute import Choice
-from onward.engines.engine import Arrays, Engine
+from onward.engines.engine import Arrays, Engine, Results
 from onward.engines.failures import memory_of
 from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
@@ -118,7 +118,7 @@ class OnnxRuntime(Engine):
         with memory_of("ONNX Runtime"), explain_failures(DataError, "could not make a step with this batch"):
             self._stoppable(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
-        metrics = {name: np.array(_array(value)) for name, value in results}  # whose memory the next step writes again
+        metrics = Results({name: np.array(_array(value)) for name, value in results})  # the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
             self._bound.reverse()
             self._read, self._write = self._write, self._read
@@ -130,7 +130,7 @@ class OnnxRuntime(Engine):
             self._gradients = self._session(made), contract_of(made).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
-        return {parameter: results[name] for name, parameter in names.items()}
+        return Results({parameter: results[name] for name, parameter in names.items()})
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
@@ -148,7 +148,7 @@ class OnnxRuntime(Engine):
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with explain_failures(DataError, "could not compute anything from this batch"):
             results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
-        return {name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)}
+        return Results({name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)})
 
     def _given(self, name: str, array: np.ndarray) -> ort.OrtValue | np.ndarray:
         """An input of a batch; of types that numpy itself does not have, the number is told. Text stays as it is."""
@@ -161,7 +161,7 @@ class OnnxRuntime(Engine):
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous(array), dtype.value)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {name: np.array(_array(value)) for name, value in self._read.items()}
+        return Results({name: np.array(_array(value)) for name, value in self._read.items()})
 
     def load_state(self, state: Arrays) -> None:
         for name, array in self._fitting_state(state).items():
@@ -247,7 +247,7 @@ def array_function(
         with explain_failures(DataError, "could not compute anything from these inputs"):
             results = runs(lambda options: session.run(None, given, options))
         typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
-        return dict(zip(names, typed, strict=True))
+        return Results(zip(names, typed, strict=True))
 
     return run
 

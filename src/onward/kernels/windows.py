@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
-from onward.rules.windows import half_of_padding
 from onward.shapes import Dims
+from onward.transform.padding import same_padding
 
 T = TypeVar("T")
 
@@ -43,9 +41,9 @@ def _pads(
         return list(given["pads"] or [0] * 2 * len(kernel))
     if given["auto_pad"] == "VALID":
         return [0] * 2 * len(kernel)
-    if not all(isinstance(n, int) for n in sizes):
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes):
         return None
-    whole, steps, reach = (np.asarray(numbers, np.int64) for numbers in (sizes, strides, dilations))
-    missing = (-(-whole // steps) - 1) * steps + (np.asarray(kernel) - 1) * reach + 1 - whole
-    before = half_of_padding(None, missing, given["auto_pad"])
-    return [*before.tolist(), *(np.maximum(missing, 0) - before).tolist()]
+    numbers = zip(known, kernel, strides, dilations, strict=True)
+    pads = [same_padding(size, (n - 1) * gap + 1, stride, given["auto_pad"]) for size, n, stride, gap in numbers]
+    return [n for side in zip(*pads, strict=True) for n in side]

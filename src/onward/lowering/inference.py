@@ -13,6 +13,7 @@ from onward.lowering.standard_operators import OPTIMIZERS
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.walk import nodes_of
 from onward.transform.inline import inline_calls
+from onward.transform.padding import write_padding
 from onward.transform.training import drop_unused_definitions
 from onward.transform.unused import remove_unused
 
@@ -29,6 +30,7 @@ def plain_inference(model: Model, differentiate: bool = True, recompute: Choice 
     """
     made = model.copy()
     made.steps = []
+    write_padding(made)
     if differentiate and has_training_operators(made):
         made = lower_gradients(made, recompute=recompute)
         expand(made.ir, OPTIMIZERS)

@@ -36,6 +36,7 @@ from onward.standard import IR_VERSION, OLDEST_OPSET, STANDARD
 from onward.transform import linear
 from onward.transform.inline import inline_calls
 from onward.transform.opset import of_one_opset
+from onward.transform.padding import write_padding
 from onward.transform.unused import remove_unused
 
 _STANDARD = (*STANDARD, linear.DOMAIN)
@@ -266,6 +267,7 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 def _open_step(model: Model, index: int, manner: Manner) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
+    write_padding(combined)
     if manner.share.size > 1:  # what is summed up over samples must be seen
         inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
     give_two_axes(combined.ir)

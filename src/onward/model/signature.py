@@ -30,7 +30,7 @@ class _Signature(NamedTuple):
 
 def check_signatures(model: Model) -> Model:
     """The model itself, unless it has a node of the standard that breaks the rules of its operator."""
-    for value in model.inputs:
+    for value in (*model.inputs, *(value for step in model.steps for value in step.algorithm.inputs)):
         if problem := _problem_of_input(value):
             raise InvalidModelError(f"the input `{value.name}` {problem}", hint=_MORE)
     containers: list[ir.Graph | ir.Function] = [model.graph, *(step.algorithm for step in model.steps)]
@@ -63,7 +63,7 @@ def _signature(operator: str, domain: str, version: int) -> _Signature | None:
 
 
 def _problem_of_input(value: ir.Value) -> str | None:
-    if value.dtype == ir.DataType.UNDEFINED:
+    if value.type is None or value.dtype == ir.DataType.UNDEFINED:
         return "has no type"
     negative = [dim for dim in value.shape or () if isinstance(dim, int) and dim < 0]
     return f"has a size of {negative[0]}" if negative else None

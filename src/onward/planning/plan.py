@@ -119,7 +119,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
         except UnsupportedError as error:
             if asked.strategy is not None:
                 raise
-            refused[name] = str(error)
+            refused[name] = error.message
     if not estimates:
         raise UnsupportedError(next(iter(refused.values())), hint="take another batch, or another number of devices")
     if asked.strategy is None:

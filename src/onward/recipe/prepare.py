@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.arguments import fitting, is_empty
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, warn
+from onward.errors import RecipeError, list_names, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import tie, untie
@@ -39,6 +39,7 @@ from onward.recipe.update import Update
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
+from onward.transform.padding import write_padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Recipe(StepOptions):
         model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
+        if written := write_padding(model):
+            warn(f"SAME padding of {list_names(written, 3)} is written out: ONNX Runtime computes it differently")
         tie(model.graph)  # a loss of a gradient depends on what the gradient is of
         open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []

@@ -154,7 +154,8 @@ def shrink(op, dy, x, *, lambd):
 def hard_swish(op, dy, x):
     """Y = X h, h = X / 6 + 1/2 cut to 0..1: dX = dY (h + X / 6 where 0 < h < 1)."""
     h = op.Clip(x / 6 + 0.5, 0, 1)
-    return dy * (h + x * op.Sign(h * (1 - h)) / 6)
+    near = op.Clip(x, -3, 3)  # beyond, h does not change, and 0 times infinity is not 0
+    return dy * (h + near * op.Sign(h * (1 - h)) / 6)
 
 
 @gradient("Gelu")

@@ -48,7 +48,7 @@ def check_values(values: dict[str, Any], hints: Mapping[str, Any], name: str, hi
         except (ArgumentError, RecipeError) as error:
             problems.append(error)
     if problems:
-        told = "; ".join(map(str, problems))
+        told = "; ".join(problem.message for problem in problems)
         raise DataError(f"{name} cannot be used: {told}", hint=problems[0].hint or hint)
     return values
 

@@ -11,6 +11,7 @@ from onward.model.state import all_states, with_metadata
 from onward.recipe import lora
 from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
+from onward.transform.padding import write_padding
 from onward.transform.quantised import stored_as_integers, stored_biases
 from onward.transform.training import strip
 
@@ -38,6 +39,7 @@ def in_form_of(original: Model, training: Model) -> Model:
         if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):
             return trained  # a weight that is tied to another place was merged beside it
     result = original.copy()
+    write_padding(result)  # as it was trained
     return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
 
 

@@ -9,7 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 
 from onward.engines import Engine
-from onward.errors import MEMORY_HINT, DataError, Error, OutOfMemoryError, TrainingError, WriteError, lacks_memory
+from onward.errors import (
+    MEMORY_HINT,
+    DataError,
+    Error,
+    OutOfMemoryError,
+    TrainingError,
+    WriteError,
+    lacks_memory,
+    message_of,
+)
 from onward.recipe.measures import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import PLACEHOLDER, Config
@@ -212,7 +221,7 @@ class Loop:
     def _blame(self, callback: Callback, hook: str, error: Exception) -> TrainingError:
         where = f"the callback `{type(callback).__name__}` failed in `{hook}`, after step {self.at.step:,}"
         again = f"`onward.resume({str(self.run.path)!r}, callbacks=...)` goes on" if self._can_go_on else "start again"
-        return TrainingError(f"{where}: {type(error).__name__}: {error}", hint=f"mend it; then {again}")
+        return TrainingError(f"{where}: {type(error).__name__}: {message_of(error)}", hint=f"mend it; then {again}")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -220,7 +229,7 @@ class Loop:
         try:
             yield
         except WriteError as error:
-            raise WriteError(str(error), hint=self._way_on()) from error
+            raise WriteError(error.message, hint=self._way_on()) from error
         except Error:
             raise
         except OSError as error:

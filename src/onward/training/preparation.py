@@ -101,6 +101,6 @@ def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str
     except UnsupportedError as error:
         if wanted is not None:
             raise
-        return model, size, [f"{error}; so it is trained with those"]
+        return model, size, [f"{error.message}; so it is trained with those"]
     note = f"the model is for batches of {size}; for training it was made to take any size"
     return freed, wanted or USUAL_BATCH, [note]

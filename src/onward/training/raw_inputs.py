@@ -39,7 +39,7 @@ def with_data(
         return {**given, **found}
     assert first_problem is not None
     hint = f"{first_problem.hint}; or let preprocessing begin with `channels_first`, `to_rgb` or `resize`"
-    raise DataError(str(first_problem), hint=hint)
+    raise DataError(first_problem.message, hint=hint)
 
 
 def check_masks(

@@ -154,7 +154,7 @@ class _ForCalls:
                 convert_graph(graph, function.opset_import, self._version, Names(names_within(graph)))
             except UnsupportedError as error:
                 where = f"in the function `{function.domain}.{function.name}`"
-                raise UnsupportedError(f"{error}\n{where}", hint=error.hint) from error
+                raise UnsupportedError(f"{error.message}\n{where}", hint=error.hint) from error
         made = FunctionProto()
         made.CopyFrom(function)
         made.name, made.overload = self._names.fresh(f"{function.name}_{self._version}"), ""

@@ -116,7 +116,7 @@ def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: 
             return trace_optimizer(tx, state, weights, idle), True
         except (UnsupportedError, MismatchError) as error:
             hints = "; ".join(hint for each in (unread, error) if (hint := each.hint))
-            raise UnsupportedError(f"{unread}; and as a function: {error}", hint=hints) from error
+            raise UnsupportedError(f"{unread.message}; and as a function: {error.message}", hint=hints) from error
     return _drop_idle(found, idle), False
 
 

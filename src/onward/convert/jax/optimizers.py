@@ -74,7 +74,7 @@ def _recognize_each(
             clips[str(clip)] = clip
             recognized[name] = recognize(rest)
         except UnsupportedError as error:
-            problems.setdefault(str(error), error)
+            problems.setdefault(error.message, error)
     if len(clips) > 1:
         _add(problems, "some gradients are clipped in another way than others, or not at all")
     return recognized, next(iter(clips.values()), None)
@@ -159,7 +159,7 @@ def _rates(
             read = read_schedule(rate.schedule, rate.factor) if rate.schedule else (rate.factor, [])
             known[rate] = (-read[0], [scale_rates(spec, -1.0) for spec in read[1]])
         except UnsupportedError as error:
-            problems.setdefault(str(error), error)
+            problems.setdefault(error.message, error)
     rates = {name: known[each.rate] for name, each in recognized.items() if each.rate in known}
     if any(lr < 0 for lr, _ in rates.values()):
         _add(problems, "updates go up the gradient, not down")

@@ -168,7 +168,7 @@ def _trace(function: Any, what: str) -> None:
     except Error as error:
         open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
         raise UnsupportedError(
-            f"`{what}` cannot be made a graph of TensorFlow: {error}",
+            f"`{what}` cannot be made a graph of TensorFlow: {error.message}",
             hint=_FIXING if open_sizes else None,
         ) from error
 

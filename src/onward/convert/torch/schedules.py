@@ -72,7 +72,7 @@ def _complete(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
     try:
         return complete(pieces)
     except RecipeError as error:
-        problems.add(str(error), error.hint or "use other numbers")
+        problems.add(error.message, error.hint or "use other numbers")
         return []
 
 

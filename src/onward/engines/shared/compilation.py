@@ -41,6 +41,6 @@ class Compiled:
         except UnsupportedError as error:
             if self._framework.only_compiled:
                 raise
-            warnings.warn(f"the step is not compiled: {error}", stacklevel=4)
+            warnings.warn(f"the step is not compiled: {error.message}", stacklevel=4)
             self._refused.add(shapes)
             return self(state, constants, batch)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onward.transform.padding import same_padding
+
 Pair = tuple[int, int]
 
 
@@ -23,11 +25,10 @@ def paddings(
     if auto_pad in ("NOTSET", "VALID"):
         pads = pads if pads and auto_pad == "NOTSET" else [0] * 2 * count
         return list(zip(pads[:count], pads[count:], strict=True))
-    totals = [
-        max((math.ceil(size / stride) - 1) * stride + reach(length, dilation) - size, 0)
+    return [
+        same_padding(size, reach(length, dilation), stride, auto_pad)
         for size, length, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True)
     ]
-    return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
 
 
 def cut_off(

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onward.engines.engine import Arrays, Engine, Part
 from onward.engines.failures import memory_of
-from onward.engines.framework_engine import Results, if_finite, interpreter
+from onward.engines.framework_engine import FetchedResults, if_finite, interpreter
 from onward.engines.group import Group, copies_of, join_group
 from onward.engines.torch import Torch
 from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
@@ -210,7 +210,7 @@ class TorchParallel(Engine):
             outputs, gradients = self._differentiate(batch, self.inputs)
             self._commit(outputs, gradients)
         metrics = [*self._contract.metrics, *self._update_contract.metrics]
-        return Results(self._framework, {name: outputs[name] for name in metrics if name in outputs})
+        return FetchedResults(self._framework, {name: outputs[name] for name in metrics if name in outputs})
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
         given = self._samples(batch, inputs)

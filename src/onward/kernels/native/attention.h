@@ -172,7 +172,7 @@ struct Attention : AttentionKernel {  // q, k, v, mask -> y, and of each query t
                  columns, true);
       }
       for (Index m = 0; m < rows; m++) {
-        const bool counts = keys > 0 && (!guarded || total[m] > 0);
+        const bool counts = keys > 0 && (!guarded || total[m] != 0);  // NaN is no hidden row
         const float inverse = counts ? 1 / total[m] : 0;
         sums[(query + m) * 2] = largest[m];
         sums[(query + m) * 2 + 1] = inverse;

@@ -96,7 +96,8 @@ struct CrossEntropyGradient : CrossEntropyKernel {  // dloss, logarithms, scores
         float* to = dscores.data + r * g.rows.length;
         const Index label = g.labels.data[r];
         if (is_ignored(label)) {
-          std::fill(to, to + g.rows.length, 0.f);
+          // 0 times a softmax: NaN where the scores have none, as without kernels and in PyTorch.
+          std::fill(to, to + g.rows.length, std::isfinite(logarithms.data[r]) ? 0.f : std::nanf(""));
           continue;
         }
         const float share = each * weight(g, r), logarithm = logarithms.data[r];

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, message_of
 
 PathLike = str | os.PathLike[str]
 PAGE = 4096
@@ -89,7 +89,7 @@ def sync(folder: Path, *, strict: bool) -> bool:
 
 def reason(error: Exception) -> str:
     """What went wrong, in the system's words and without its numbers."""
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return (isinstance(error, OSError) and error.strerror) or message_of(error) or type(error).__name__
 
 
 SENSELESS = (AttributeError, LookupError, TypeError, ValueError)

@@ -57,7 +57,7 @@ def _config(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         return (read_configuration(path), None) if path.exists() else ({}, None)
     except DataError as error:
-        return {}, str(error)
+        return {}, error.message
 
 
 def _refuse_to_replace(path: Path, folder: Path, force: bool) -> None:

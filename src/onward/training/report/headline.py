@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onward.errors import first_line
 from onward.inspect import Summary, describe
 from onward.inspect.formatting import amount, quantity, setting
 from onward.inspect.rows import step_rows
@@ -34,7 +35,7 @@ def summary_of(folder: Path) -> tuple[Summary | None, str | None]:
     try:
         return describe(path), None
     except Exception as error:  # whatever is wrong with it: a page without it is better than none
-        return None, f"training.onnx cannot be read ({error}), so this page knows only what the log says."
+        return None, f"training.onnx cannot be read ({first_line(error)}), so this page knows only what the log says."
 
 
 def best_step(history: History) -> int | None:

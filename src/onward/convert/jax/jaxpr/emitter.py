@@ -123,7 +123,7 @@ class Emitter(Builder):
             results = row(self, *operands, **_keywords_of(row, eqn))
         except UnsupportedError as error:
             where = source_info_util.summarize(eqn.source_info)
-            self.refused.append(f"{eqn.primitive.name} ({where}): {error}")
+            self.refused.append(f"{eqn.primitive.name} ({where}): {error.message}")
             return [declare_value(var.aval, "refused") for var in eqn.outvars]
         results = results if isinstance(results, tuple | list) else (results,)
         return [_typed_value(expr, var) for expr, var in zip(results, eqn.outvars, strict=True)]

@@ -40,16 +40,21 @@ def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
     return result
 
 
+def _relu6(op: Builder, x: Expr) -> Expr:
+    """Not a Clip, whose slope at 0 is 1: channels that are dead after a normalization are exactly 0."""
+    return op.Min(op.Relu(x), 6.0)
+
+
 def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
     """Not the operator of that name, which rounds in another way: logarithms of it are taken."""
-    return op.Clip(x + 3.0, 0.0, 6.0) / 6.0
+    return _relu6(op, x + 3.0) / 6.0
 
 
 _SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     **{name.lower(): same_operator(name) for name in _SAME},
     "leaky_relu": lambda op, x: op.LeakyRelu(x, alpha=0.2),
-    "relu6": lambda op, x: op.Clip(x, 0.0, 6.0),
+    "relu6": _relu6,
     "elu": lambda op, x: op.Elu(x, alpha=1.0),
     "celu": lambda op, x: op.Celu(x, alpha=1.0),
     "soft_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.5),

@@ -7,7 +7,7 @@ import numpy as np
 from onward.convert.graph_building import as_pads, permute
 from onward.convert.tensorflow.graph import Refused
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import paddings
+from onward.engines.shared.windows import paddings, reach
 
 operators = Operators()
 
@@ -84,13 +84,19 @@ def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, expli
     wanted = _spatial(sizes, data_format)
     if None in wanted:
         raise Refused("the size of its result is not known")
+    steps, gaps = _spatial(strides, data_format), _spatial(dilations, data_format)
+    kernel = [node.size(1, axis) for axis in range(len(gaps))]
+    windows = paddings("SAME_UPPER" if padding == "SAME" else "VALID", None, wanted, kernel, steps, gaps)
+    numbers = zip(wanted, windows, kernel, steps, gaps, strict=True)
+    # What no window of the convolution reached, at the end, is zero.
+    more = [(n + sum(both) - reach(k, gap)) % step for n, both, k, step, gap in numbers]
     y = op.ConvTranspose(
         channels_first(op, dy, data_format),
         permute(op, w, [3, 2, 0, 1]),
-        strides=_spatial(strides, data_format),
-        dilations=_spatial(dilations, data_format),
-        output_shape=wanted,
-        auto_pad="SAME_UPPER" if padding == "SAME" else "NOTSET",
+        strides=steps,
+        dilations=gaps,
+        pads=as_pads(windows),
+        output_padding=more,
     )
     return channels_last(op, y, data_format)
 
