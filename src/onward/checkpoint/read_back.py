@@ -26,7 +26,7 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
     try:
         again = format.read(path)
     except Error as error:
-        raise UnsupportedError(f"`{format.name}` could not be read back: {error}") from error
+        raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
     names = _paired_names(checkpoint, again)
     _compare(format, "tensor", _tensors(checkpoint, again, names))
     if "optimizers" in format.keeps or not format.keeps:
