@@ -52,7 +52,7 @@ def tried(cell: Cell) -> Outcome:
         started = recipes.started(cell.kind, cell.row)
         outcome, losses = framework.make(cell.kind, started.training.copy(), started.batches)
     except UnsupportedError as refusal:
-        return Outcome("refused", " ".join(str(refusal).split()))
+        return Outcome("refused", " ".join(refusal.message.split()))
     np.testing.assert_allclose(losses, started.losses, rtol=1e-5)
     return outcome
 

@@ -134,6 +134,12 @@ def case(request):
     return model, batch, functools.cache(functools.partial(part, model))
 
 
+def own_metrics(model):
+    """Return the names of metrics in the file, in which two values cannot be called `loss`."""
+    step = model.step()
+    return [value.name for value in step.algorithm.outputs if value.name not in step.update.values()]
+
+
 class Part:
     """A lowered part on ONNX Runtime, driven by what the file says and nothing else."""
 

@@ -334,7 +334,7 @@ def detector(shape: str) -> onnx.ModelProto:
         (detector("4, 4"), {"move_with_image": "target"}, "`crop` moves by pixels, and `target` is 4 x 4, not 8 x 8"),
         (detector("10, 4"), {"move_with_image": "target"}, "`target` is 10 x 4 and the image 8 x 8"),
         (detector("4"), {"move_with_image": "target"}, "`target` has no height and width that could move"),
-        (segmenter(), {"move_with_image": ["targte"]}, "no input or target `targte` to move | did you mean `target`?"),
+        (segmenter(), {"move_with_image": ["targte"]}, "did you mean `target`?"),
         (segmenter(), {"augment": "noise", "move_with_image": "target"}, "has no effect without `flip` or `crop`"),
         (segmenter(more=", float[N, 4, 4] low"), {}, "`low` [N, 4, 4] may have to move with `image`"),
         (
@@ -357,7 +357,7 @@ def detector(shape: str) -> onnx.ModelProto:
 def test_what_may_have_to_move_is_refused(model: onnx.ModelProto, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(Error) as caught:
         pixelwise(model, **settings)
-    assert why in f"{caught.value} | {caught.value.hint}"
+    assert why in str(caught.value)
 
 
 def test_what_stays_is_said() -> None:

@@ -329,7 +329,7 @@ def test_a_checkpoint_that_tells_must_agree(given: dict[str, Any]) -> None:
     assert checkpoint.clip == {"norm": 1.0, "variant": "torch"} and checkpoint.accumulate == 1
     same = UntoldOptions(clip="norm:1", accumulate=1)
     assert settled_options(checkpoint, None, [], same)[:2] == ({}, checkpoint.clip)
-    with pytest.raises(onward.Error, match=r"in the checkpoint$") as caught:
+    with pytest.raises(onward.Error, match=r"in the checkpoint\n") as caught:
         settled_options(checkpoint, None, [], UntoldOptions(**given))
     assert "leave" in str(caught.value.hint)
 

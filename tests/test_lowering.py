@@ -8,7 +8,7 @@ from onnx import numpy_helper, parser
 
 import onward
 from broken_models import GOOD
-from lowered import IMAGES, LABELS, SQUARE, TOKENS, Part, assert_close, case, part, penalised, stored
+from lowered import IMAGES, LABELS, SQUARE, TOKENS, Part, assert_close, case, own_metrics, part, penalised, stored
 from models import digits_mlp, small_cnn, small_transformer
 from onward.engines import start
 from onward.lowering.contract import contract_of
@@ -33,12 +33,6 @@ def test_a_step_is_what_the_algorithm_computes(case):
         )
         state.update(step.new_state(results))
     assert_close(state, reference.state)
-
-
-def own_metrics(model):
-    """Their names in the file, in which two values cannot be called `loss`."""
-    step = model.step()
-    return [value.name for value in step.algorithm.outputs if value.name not in step.update.values()]
 
 
 def test_gradients_and_apply_make_a_step(case):

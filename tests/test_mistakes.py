@@ -154,7 +154,7 @@ WRONG = [
     ("show cut.onnx", "not valid protobuf", "compare its size"),
     ("show nowhere/digits.onnx", "there is no file `nowhere/digits.onnx`", "check the path"),
     ("show training.onnx --graph nowhere/x.svg", "nowhere/x.svg", ""),
-    ("check folder", "`folder` is a folder", ".onnx"),
+    ("check folder", "`folder` holds no run", "onward train"),
     ("check weights.pt", "PyTorch file", "onward.from_torch"),
     ("train digits.onnx --data nope.npz --loss ce", "nope.npz", "path"),
     ("train digits.onnx --data d.npz", "one must know its loss", "--loss cross_entropy"),

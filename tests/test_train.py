@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 import onward
 from models import digits_mlp, small_cnn
-from onward.errors import DataError, RecipeError, UnsupportedError
+from onward.errors import DataError, InvalidModelError, RecipeError, UnsupportedError
 from onward.training.api import find_lr, resume, train
 from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, accuracy, digits, filled, outputs, state
@@ -432,7 +432,7 @@ def test_functions_that_are_nested_deep(engine: str, folder: Path) -> None:
 def test_an_input_without_a_type(folder: Path) -> None:
     model = digits_mlp()
     model.graph.input[0].ClearField("type")
-    with pytest.raises(UnsupportedError, match="the input `image` has no type"):
+    with pytest.raises(InvalidModelError, match="the input `image` has no type"):
         train(model, "digits.npz", **RECIPE, engine="numpy", run="run", quiet=True)
 
 
@@ -448,9 +448,9 @@ def test_too_little_memory(folder: Path) -> None:
         try:
             onward.training.data.open_data({"x": range(1 << 30)})
         except onward.errors.OutOfMemoryError as error:
-            print(error, "|", error.hint)
+            print(error)
     """
     if not Path("/proc/self/statm").exists() or resource is None:
         pytest.skip("needs /proc")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0 and done.stdout.startswith("not enough memory to read the data | close"), done.stderr
+    assert done.returncode == 0 and "not enough memory to read the data\nhint: close" in done.stdout, done.stderr

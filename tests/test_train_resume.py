@@ -344,12 +344,14 @@ def test_a_bad_row_is_named_and_the_run_continues_without_it(
     with pytest.raises(DataError) as caught:
         train(digits_mlp(), "bad.npz", run="run", shuffle=False, **RECIPE)
     assert said in str(caught.value) and hint in str(caught.value.hint) and "begin at 1" not in str(caught.value.hint)
-    assert "once the cause is removed, continue with `onward train --resume run`" in capfd.readouterr().err
+    said_last = capfd.readouterr().err
+    assert "once the cause is removed, continue with `onward train --resume run`" in said_last
+    assert "if you repaired the data, add `--data-changed`" in said_last
     with pytest.raises(DataError, match="row 90"):
         resume("run", quiet=True)
     data[column][90] = good
     np.savez("bad.npz", **data)
-    assert resume("run", quiet=True).progress["step"] == 3
+    assert resume("run", data_changed=True, quiet=True).progress["step"] == 2 + 3  # the epoch starts over
 
 
 def test_labels_that_begin_at_1(folder: Path) -> None:

@@ -233,7 +233,7 @@ def _import(
 
     place = target(source, output, "training", data=data, force=force or dry_run)
     with working(f"reading {source}"):
-        others = {name: given.pop(name) for name in ("module", "example_inputs")}
+        others = {name: given.pop(name) for name in ("module", "example_inputs", "probe")}
         planned = plan(source, like, UntoldOptions(**given), **others)
         made = apply_plan(planned)
     if dry_run and as_json:

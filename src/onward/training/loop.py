@@ -74,7 +74,7 @@ class Loop:
                 raise self._stop_at(error) from None
             except Exception as error:
                 if not isinstance(error, WriteError):  # then nothing more can be saved
-                    self._save_after_failure()
+                    self._save_after_failure(error)
                 self.status.reason = "failed"
                 self._end()
                 if lacks_memory(error) and not isinstance(error, Error):
@@ -270,11 +270,13 @@ class Loop:
                 problems.append(error)
         return problems
 
-    def _save_after_failure(self) -> None:
+    def _save_after_failure(self, error: BaseException) -> None:
         if self._can_go_on and not self.engine.is_sharded:  # others may be in the midst of a step
             with contextlib.suppress(Exception):  # what went wrong first is what counts
                 self._saver.save(self.status)
                 text = f"saved after step {self.at.step:,}: once the cause is removed, continue with {self._resumption}"
+                if isinstance(error, DataError):
+                    text += "; if you repaired the data, add `--data-changed` (`data_changed=True`)"
                 self.status.say(text)
 
     def _stop_at(self, error: NotFiniteError) -> TrainingError:

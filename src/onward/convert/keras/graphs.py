@@ -119,14 +119,19 @@ class Parts:
         combined = Model(self.model.combined())
         known = {value.name: value for value in values(combined.graph)}
         watched = [known[self._trained.get(name, name)] for name in self._watched]
-        loss = known[self._loss_name]
+        loss = known[self._trained.get(self._loss_name, self._loss_name)]
         combined.graph.outputs.clear()
-        given = [_as_input(combined.graph, value) for value in watched]
+        given = {value: _as_input(combined.graph, value) for value in watched}
+        if loss in given:  # an output of the model is minimized
+            node = ir.node("Identity", [given[loss]])
+            combined.graph.append(node)
+            loss = node.outputs[0]
+            loss.name = f"{self._loss_name}/minimized"
         self._open(combined, [loss])
         inputs = open_inputs(combined)
         targets = [value for name in self._targets for value in inputs if value.name == name]
         accepted = {
-            *(_names(given)),
+            *(_names(given.values())),
             *self._targets,
             *self.frozen,
             *(state.name for state in carried_state(self.model)),
@@ -136,7 +141,7 @@ class Parts:
                 f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
                 hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
             )
-        return Loss(self._made(combined), self._loss_name, _names(given), targets)
+        return Loss(self._made(combined), str(loss.name), _names(given.values()), targets)
 
     def apply(self) -> tuple[Any, Contract]:
         """The update as a function of gradients and state, and its contract."""

@@ -28,12 +28,13 @@ def read_proto(path: PathLike) -> ModelProto:
         raise no_model(path)
     name, path = f"`{os.fspath(path)}`", Path(path)
     try:
-        info = regular(path)
+        regular(path)
         with path.open("rb") as file:
-            _refuse(name, file.read(PAGE), info.st_size)
+            size = os.fstat(file.fileno()).st_size  # a run may have replaced the file since
+            _refuse(name, file.read(PAGE), size)
             file.seek(0)
             with needing_memory(f"read {name}"):
-                return _parse(name, file.read(min(info.st_size, PROTO_LIMIT) + 1))  # which allocates as much
+                return _parse(name, file.read(min(size, PROTO_LIMIT) + 1))  # which allocates as much
     except FileNotFoundError:
         siblings = (entry.name for entry in listing(path.parent))
         hint = near(path.name, siblings) or "check the path; it is relative to the current folder"

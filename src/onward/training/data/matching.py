@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.errors import DataError, UnknownNameError, near
 from onward.training.data.dataset import Column
 from onward.training.data.fitting import Binding, Wanted, fit, is_float
 
@@ -33,11 +33,6 @@ def match(
         mapping: {input: column} for some; a pattern (`pixel*`) or a list means several columns side by side.
         may_be_noise: inputs for which a hint may offer random numbers, such as that of a generator.
     """
-    if untyped := [name for name, value in inputs.items() if value.dtype is None]:
-        raise UnsupportedError(
-            f"the input `{untyped[0]}` has no type, so that no data can be matched with it",
-            hint="export the model again, or declare it in `graph.input`: `onward check MODEL` names the place",
-        )
     wanted = {name: Wanted.by(value) for name, value in inputs.items()}
     return _Sides(columns, wanted, may_be_noise).match(mapping or {})
 
