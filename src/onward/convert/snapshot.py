@@ -56,8 +56,14 @@ class Group:
 
     @property
     def lr(self) -> float:
-        given = self.optimizer
-        return given.lr if isinstance(given, FunctionOptimizer) else float(given.options["lr"])
+        if isinstance(self.optimizer, FunctionOptimizer):
+            return self.optimizer.lr
+        if "lr" not in self.optimizer.options:
+            raise UnsupportedError(
+                f"the training model has no learning rate for {list_names(self.parameters, 3)}",
+                hint="`onward check` names the damage",
+            )
+        return float(self.optimizer.options["lr"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,8 @@ def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.
     """The files of an archive, by their names without an ending."""
     found: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
+        if not info.filename:
+            raise ValueError("a file in it has no name")
         name = info.filename.removesuffix(ending)
         if name in found:  # readers differ in which one they take
             raise ValueError(f"`{name}` is in it twice")

@@ -135,17 +135,15 @@ class _File:
             except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
                 if not self._is_mapped:
                     source.seek(0)
-                yield from map(_validate, pa.ipc.open_stream(source))
+                batches = iter(pa.ipc.open_stream(source))
             else:
-                yield from (_validate(file.get_batch(number)) for number in range(file.num_record_batches))
-        except (OSError, pa.ArrowException) as error:
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+            for batch in batches:
+                batch.validate(full=True)  # Arrow itself follows offsets wherever they lead
+                batch.schema.names  # noqa: B018 (names are decoded when they are asked for)
+                yield batch
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
-
-
-def _validate(batch: Any) -> Any:
-    """A batch whose offsets lead to its own bytes: Arrow itself follows them wherever they lead."""
-    batch.validate(full=True)
-    return batch
 
 
 def _survey(file: _File) -> tuple[list[int], bool]:
