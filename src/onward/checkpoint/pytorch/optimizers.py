@@ -63,8 +63,13 @@ def is_optimizer_state(tree: Any) -> bool:
         isinstance(tree, Mapping)
         and isinstance(tree.get("state"), Mapping)
         and isinstance(tree.get("param_groups"), list)
-        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in tree["param_groups"])
+        and all(isinstance(group, Mapping) and _are_numbers(group.get("params")) for group in tree["param_groups"])
     )
+
+
+def _are_numbers(parameters: Any) -> bool:
+    """True if these are parameters as optimizers list them: by number, or by name in distributed checkpoints."""
+    return isinstance(parameters, list) and all(isinstance(each, int | str) for each in parameters)
 
 
 def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimizer:

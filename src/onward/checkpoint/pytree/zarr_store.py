@@ -14,6 +14,7 @@ import numpy as np
 
 from onward.checkpoint.tensors import Tensor
 from onward.errors import ExternalDataError, InvalidModelError, UnsupportedError
+from onward.model.storage.files import reason, regular
 from onward.model.storage.stream import advance
 
 _CHUNK = 32 << 20
@@ -74,6 +75,10 @@ class ZarrTensor(Tensor):
 def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bool) -> dict[str, ZarrTensor]:
     """The arrays of these names, of which nothing but their sizes is read."""
     ts, place = tensorstore(), folder.resolve()
+    try:  # tensorstore waits for a pipe for ever
+        size = sum(regular(path).st_size for path in place.rglob("*") if not path.is_dir())
+    except OSError as error:
+        raise InvalidModelError(f"`{folder}` is not a whole folder of arrays: {reason(error)}") from None
     context = ts.Context(_CACHE)
     driver = "zarr3" if version3 else "zarr"
     pending = {
@@ -82,7 +87,7 @@ def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bo
         )
         for name in names
     }
-    most = max(_FREE, _DENSEST * sum(path.stat().st_size for path in place.rglob("*") if path.is_file()))
+    most = max(_FREE, _DENSEST * size)
     found = {}
     for name, future in pending.items():
         try:
