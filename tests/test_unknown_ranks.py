@@ -46,11 +46,13 @@ def batch(sizes):
 @pytest.mark.parametrize("engine", ["onnxruntime", "numpy"])
 @pytest.mark.parametrize("name", NETS)
 def test_training_is_the_same_without_shapes(name, engine):
+    """To the last digits on the plain graph: which kernels apply depends on shapes, and each sums in its own order."""
     proto, loss, _, sizes = NETS[name]
+    plain = {"kernels": False} if engine == "onnxruntime" else {}
     fed, losses = batch(sizes), []
     for model in (proto, bare(proto)):
         training = onward.prepare(model, loss=loss, optimizer="sgd:lr=0.1")
-        with onward.engines.start(training, engine=engine) as running:
+        with onward.engines.start(training, engine=engine, **plain) as running:
             losses.append([float(next(iter(running.step(fed).values()))) for _ in range(3)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
