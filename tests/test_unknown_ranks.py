@@ -54,7 +54,8 @@ def test_training_is_the_same_without_shapes(name, engine):
         training = onward.prepare(model, loss=loss, optimizer="sgd:lr=0.1")
         with onward.engines.start(training, engine=engine, **plain) as running:
             losses.append([float(next(iter(running.step(fed).values()))) for _ in range(3)])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    rounding = 1e-7 * max(losses[0])  # a small loss is what is left of terms that cancel
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6, atol=rounding)
 
 
 @pytest.mark.parametrize("name", NETS)
