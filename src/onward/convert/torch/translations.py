@@ -233,6 +233,7 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Return the cosine. Where `eps` takes the place of a norm, the slope is still that of the norm."""
     if a.dtype != b.dtype:
         raise NotImplementedError("cosine_similarity of different types")
+    least = _constant(eps, a)
     if tuple(a.shape) != tuple(b.shape):
         shape = op.Shape(op.Add(a, b))
         a, b = op.Expand(a, shape), op.Expand(b, shape)
@@ -241,7 +242,7 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     for x in (a, b):
         norm = op.ReduceL2(x, axes, keepdims=1)
         fixed = _stop(norm)
-        norm = op.Add(op.Max(fixed, _constant(eps, x)), op.Sub(norm, fixed))  # adds 0, and its slope
+        norm = op.Add(op.Max(fixed, least), op.Sub(norm, fixed))  # adds 0, and its slope
         for_each.append(op.Div(x, norm))
     return op.ReduceSum(op.Mul(*for_each), axes, keepdims=0)
 

@@ -127,4 +127,6 @@ def bit_cast(x, *, to):
 def clip(x, low=None, high=None, *, is_relu6=False):
     if is_relu6:
         return F.relu6(x)
+    if low is not None and high is not None and torch.is_tensor(low) != torch.is_tensor(high):
+        x, low = torch.clamp(x, low), None  # PyTorch takes two numbers, or two tensors
     return x if low is None and high is None else torch.clamp(x, low, high)
