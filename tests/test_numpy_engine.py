@@ -32,8 +32,6 @@ NOT_AS_ON_ONNXRUNTIME = {
     "rule_cases.attention.scores_behind_a_mask": "it writes the lowest number for minus infinity",
     "rule_cases.movement.split_with_an_output_left_out": "it crashes",
     "rule_cases.recurrent.gru_reverse": "for a sequence of no elements it returns zeros, not the initial state",
-    "rule_cases.sampling.grid_sample_cubic_border_corners": "it moves to the border only what it reads, no coordinate",
-    "rule_cases.sampling.grid_sample_cubic_border_edges": "it moves to the border only what it reads, no coordinate",
 }
 
 

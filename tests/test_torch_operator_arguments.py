@@ -139,7 +139,7 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "antialias_twice": partial(F.interpolate, mode="bicubic", scale_factor=2.0, antialias=True),
         **{
             f"sampled_{mode}_{padding}_{corners}": sampled(mode, padding, corners)
-            for mode in ("bilinear", "nearest")
+            for mode in ("bilinear", "nearest", "bicubic")
             for padding in ("zeros", "border", "reflection")
             for corners in (True, False)
         },

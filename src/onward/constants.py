@@ -20,6 +20,22 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value if value.const_value is not None else tensor_in(value.producer())
 
 
+def constant_number(value: ir.Value | None) -> float | None:
+    """Return the only number in a constant; None if it is not a constant of one number."""
+    tensor = constant_tensor(value)
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
+
+
+def is_relu6(low: ir.Value | None, high: ir.Value | None) -> bool:
+    """True if a Clip with these bounds is a ReLU6, whose slope at both bounds is 0; that of other Clips is 1.
+
+    ONNX has no ReLU6: exporters of all frameworks write a Clip from 0 to 6, and hardly anything else has these bounds.
+    """
+    tensor = constant_tensor(low)
+    is_float = tensor is not None and tensor.dtype.is_floating_point()
+    return is_float and constant_number(low) == 0 and constant_number(high) == 6
+
+
 def tensor_in(node: ir.Node | None) -> ir.TensorProtocol | None:
     """The tensor of a Constant node, in which numbers may be written out, too; None of any other node."""
     if node is None or node.op_type != "Constant" or any(given.is_ref() for given in node.attributes.values()):

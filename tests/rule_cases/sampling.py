@@ -33,7 +33,10 @@ EXCLUDED = {
 
 
 class GridSample(op_grid_sample.GridSample):
-    """The reference rounds coordinates to float32, and fails to mirror them in one pixel."""
+    """The reference rounds coordinates to float32, and fails to mirror them in one pixel.
+
+    With cubic interpolation it moves coordinates to the border; PyTorch and ONNX Runtime move each pixel that they read.
+    """
 
     def _gs_denormalize_coordinates(self, n, dims, align_corners):
         return np.array([self._gs_denormalize(v, d, align_corners) for v, d in zip(n, dims, strict=True)])
@@ -43,6 +46,12 @@ class GridSample(op_grid_sample.GridSample):
 
     def _run(self, x, grid, mode=None, padding_mode=None, align_corners=None):
         mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+        if (mode, padding_mode) == ("cubic", "border"):
+            size = 4 * max(x.shape)  # more than coordinates go beyond the image
+            x = np.pad(x, [(0, 0), (0, 0), *[(size, size)] * (x.ndim - 2)], "edge")
+            inner = [n - 2 * size for n in x.shape[:1:-1]]
+            grow = [(n - 1) / (n + 2 * size - 1) if align_corners else n / (n + 2 * size) for n in inner]
+            return super()._run(x, grid * np.array(grow, grid.dtype), mode, "zeros", align_corners)
         return super()._run(x, grid, mode, padding_mode, align_corners)
 
 

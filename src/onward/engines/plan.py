@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.calls import array_of, newest_form
+from onward.constants import is_relu6
+from onward.engines.calls import Form, array_of, newest_form
 from onward.engines.framework import Function, keywords
 from onward.engines.fusion import Match, matches
 from onward.engines.host import ONLY_ON_HOST
@@ -104,9 +105,12 @@ class _Planner:
         self._fuses = fuses
         self._scope: tuple[ir.Graph, ...] = ()
         self._known: dict[str, ir.Value] = {}
+        self._variables: set[str] = set()
+        """Names of what any Gradient differentiates by."""
 
     def graph(self, graph: ir.Graph) -> Plan:
         outside, self._scope = self._scope, (*self._scope, graph)
+        self._variables.update(name for node in filter(is_gradient, graph) for name in strings(node, "xs"))
         known, self._known = self._known, {**self._known, **visible([graph])}
         inputs = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
         outputs = list(graph.outputs)
@@ -178,6 +182,7 @@ class _Planner:
         outputs = [value if value.name else None for value in node.outputs]
         available = {name: value for name, value in form.attributes.items() if name not in graphs}
         available["outputs"] = len(outputs)
+        available["is_relu6"] = self._is_relu6(form)
         return Call(
             form.operator,
             None if form.operator in ONLY_ON_HOST else _with(self._functions[form.operator], available),
@@ -186,6 +191,18 @@ class _Planner:
             outputs,
             graphs,
             described,
+        )
+
+    def _is_relu6(self, form: Form) -> bool:
+        """True if a Clip has the constant bounds 0 and 6, not ones that are differentiated."""
+        if form.operator != "Clip" or len(form.inputs) < 3:
+            return False
+        low, high = form.inputs[1:3]
+        return (
+            isinstance(low, ir.Value)
+            and isinstance(high, ir.Value)
+            and is_relu6(low, high)
+            and self._variables.isdisjoint({low.name, high.name})
         )
 
     # ---- derivatives -------------------------------------------------------------------------------------------------

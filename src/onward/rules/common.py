@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import tensor_in
+from onward.constants import constant_number, tensor_in
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -49,9 +49,7 @@ def fixed_number(x) -> float | None:
 
 def never_zero(x) -> bool:
     """Whether `x` is a single number, given with the graph, other than 0."""
-    number = fixed_number(x)
-    if number is None and x.value.const_value is not None and x.value.const_value.size == 1:
-        number = float(x.value.const_value.numpy().reshape(()))
+    number = constant_number(x.value)
     return number is not None and number != 0
 
 

@@ -9,6 +9,7 @@ import functools
 import math
 
 from onward.build import DOMAIN
+from onward.constants import is_relu6
 from onward.rules.common import cast_like, finite, fixed_number, largest, least_root, never_zero, tiny
 from onward.rules.registry import elementwise, gradient, no_gradient
 
@@ -197,8 +198,13 @@ def _swish_slope(s, swished, alpha):
 
 
 @gradient("Clip", broadcasts=(1, 2))
-def clip(op, dy, x, low, high):
-    """dX = dY within the bounds and at them; a bound gets dY where it cuts, the upper one alone if they are crossed."""
+def clip(op, dy, x, low, high, *, wanted):
+    """dX = dY within the bounds and at them; a bound gets dY where it cuts, the upper one alone if they are crossed.
+
+    Constant bounds 0 and 6 are those of ReLU6: dX = 0 at them.
+    """
+    if wanted == [0] and low is not None and high is not None and is_relu6(low.value, high.value):
+        return op.Where(op.And(x > 0, x < 6), dy, 0)
     dlow = dhigh = None
     if high is not None:
         above = x > high if low is None else op.Or(x > high, low > high)

@@ -138,16 +138,12 @@ def _taps(op, p, size, mode="linear", padding="zeros", align_corners=0):
 
 
 def _inside(op, p, size, mode, padding, align_corners):
-    """Coordinates after padding."""
-    if padding == "zeros":
+    """Return coordinates after padding. With mode "cubic" each of the pixels around them is padded instead."""
+    if padding == "zeros" or mode == "cubic":
         return p
     if padding == "reflection":
-        mirrored = _reflect(op, p, size, align_corners)
-        return mirrored if mode == "cubic" else _clip_to_image(op, mirrored, size)
-    if mode != "cubic":
-        return _clip_to_image(op, p, size)
-    outside = op.Or(p < 0, p > size - 1) if align_corners else op.Or(p < -0.5, p > size - 0.5)
-    return op.Where(outside, _clip_to_image(op, p, size), p)
+        p = _reflect(op, p, size, align_corners)
+    return _clip_to_image(op, p, size)
 
 
 def _weights(op, f, mode):
@@ -196,7 +192,8 @@ def _sample(op, x, sizes, taps):
 def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
     """X at the coordinates of the grid: the sum of the pixels around, each times its weight.
 
-    With mode "nearest" the grid has no gradient. Outside the image, coordinates have none with padding "border".
+    With mode "nearest" the grid has no gradient. Outside the image, coordinates have none with padding "border" and mode
+    "linear". With mode "cubic" PyTorch and ONNX Runtime pad each pixel, the onnx reference coordinates first.
     """
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     rank = _spatial_rank(op, x, grid)

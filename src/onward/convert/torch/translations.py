@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -176,7 +177,86 @@ def _log1p(x: Any) -> Any:
     return op.Where(is_small, small, op.Log(far))
 
 
+# ---- slopes at kinks ------------------------------------------------------------------------------------------------
+
+
+def _constant(value: float, x: Any) -> Any:
+    """Return a number in the type of `x`, as a constant: a Clip between constants is known (see `is_relu6`)."""
+    return op.Constant(value=onnx.helper.make_tensor("", int(x.dtype), [], [value]))
+
+
+def _relu6(x: Any) -> Any:
+    return op.Clip(x, _constant(0, x), _constant(6, x))
+
+
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+    """Return a ReLU6, or what has the slope 0 at the bounds, too. That of a Clip is 1 there, as of `torch.clamp`."""
+    if (min_val, max_val) == (0, 6):
+        return _relu6(x)
+    low, high = _constant(min_val, x), _constant(max_val, x)
+    return op.Where(op.LessOrEqual(x, low), low, op.Where(op.GreaterOrEqual(x, high), high, x))
+
+
+def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Any:
+    """Return a Clip; two of them where one would be a ReLU6."""
+    bounds = [None if bound is None else _constant(bound, x) for bound in (min, max)]
+    if (min, max) == (0, 6):
+        return op.Clip(op.Clip(x, bounds[0], None), None, bounds[1])
+    return op.Clip(x, *bounds) if bounds != [None, None] else op.Identity(x)
+
+
+def _clamp_tensor(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Return `x` between tensors; where it is equal to one, its slope is 1. Max and Min would share it."""
+    if min is not None:
+        min = op.CastLike(min, x)
+        x = op.Where(op.Less(x, min), min, x)
+    if max is not None:
+        max = op.CastLike(max, x)
+        x = op.Where(op.Greater(x, max), max, x)
+    return op.Identity(x)
+
+
+def _chooser(position: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the translation of `max` or `min` along an axis: of elements that tie the first has the whole slope."""
+
+    def choose(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+        if not x.shape:
+            return op.Identity(x), op.Constant(value_int=0)
+        index = position(x, axis=dim, keepdims=1)
+        values, axes = op.GatherElements(x, index, axis=dim), op.Constant(value_ints=[dim])
+        return (values, index) if keepdim else (op.Squeeze(values, axes), op.Squeeze(index, axes))
+
+    return choose
+
+
+def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Return the cosine. Where `eps` takes the place of a norm, the slope is still that of the norm."""
+    if a.dtype != b.dtype:
+        raise NotImplementedError("cosine_similarity of different types")
+    least = _constant(eps, a)
+    if tuple(a.shape) != tuple(b.shape):
+        shape = op.Shape(op.Add(a, b))
+        a, b = op.Expand(a, shape), op.Expand(b, shape)
+    axes = op.Constant(value_ints=[dim])
+    for_each = []
+    for x in (a, b):
+        norm = op.ReduceL2(x, axes, keepdims=1)
+        fixed = _stop(norm)
+        norm = op.Add(op.Max(fixed, least), op.Sub(norm, fixed))  # adds 0, and its slope
+        for_each.append(op.Div(x, norm))
+    return op.ReduceSum(op.Mul(*for_each), axes, keepdims=0)
+
+
 TRANSLATIONS = {
+    ops.aten.cosine_similarity.default: _cosine_similarity,
+    ops.aten.relu6.default: _relu6,
+    ops.aten.hardtanh.default: _hardtanh,
+    ops.aten.clamp.default: _clamp,
+    ops.aten.clamp.Tensor: _clamp_tensor,
+    ops.aten.clamp_min.Tensor: lambda x, min_: _clamp_tensor(x, min_),
+    ops.aten.clamp_max.Tensor: lambda x, max_: _clamp_tensor(x, None, max_),
+    ops.aten.max.dim: _chooser(op.ArgMax),
+    ops.aten.min.dim: _chooser(op.ArgMin),
     ops.aten.expm1.default: _expm1,
     ops.aten.log1p.default: _log1p,
     ops.aten.cross_entropy_loss.default: _cross_entropy,

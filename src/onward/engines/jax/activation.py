@@ -13,8 +13,8 @@ from onward.engines.framework import Operators
 operators = Operators()
 operators(
     Relu=jax.nn.relu,
-    LeakyRelu=lambda x, *, alpha: jnp.where(x < 0, alpha * x, x),
-    PRelu=lambda x, slope: jnp.where(x < 0, slope * x, x),
+    LeakyRelu=lambda x, *, alpha: jnp.where(x > 0, x, alpha * x),
+    PRelu=lambda x, slope: jnp.where(x > 0, x, slope * x),
     Elu=lambda x, *, alpha: jax.nn.elu(x, alpha),
     Celu=lambda x, *, alpha: jax.nn.celu(x, alpha),
     Selu=lambda x, *, alpha, gamma: gamma * jax.nn.elu(x, alpha),

@@ -89,7 +89,15 @@ def bit_cast(x, *, to):
     return lax.bitcast_convert_type(x, dtype)
 
 
+@operators.define("Abs")
+def absolute(x):
+    """Return the absolute value. Its slope at 0 is 0; that of `jnp.abs` is 1."""
+    return jnp.abs(jnp.where(x == 0, 0, x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+
+
 @operators.define("Clip")
-def clip(x, low=None, high=None):
+def clip(x, low=None, high=None, *, is_relu6=False):
+    if is_relu6:
+        return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
     x = x if low is None else jnp.where(x < low, low, x)  # at a bound the slope is that of x
     return x if high is None else jnp.where(x > high, high, x)

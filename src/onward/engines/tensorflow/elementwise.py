@@ -183,7 +183,9 @@ def _same_bits(x, dtype):
 
 
 @operators.define("Clip")
-def clip(x, low=None, high=None):
+def clip(x, low=None, high=None, *, is_relu6=False):
     """At a bound the gradient is that of x; if they are crossed, the upper one holds."""
+    if is_relu6:
+        return tf.nn.relu6(x)
     x = x if low is None else tf.maximum(x, low)
     return x if high is None else tf.minimum(x, high)

@@ -27,7 +27,7 @@ def swish(x, *, alpha):
 
 operators(
     SwiGLU=lambda gate, x, *, alpha: swish(gate, alpha=alpha) * x,
-    HardSigmoid=lambda x, *, alpha, beta: (alpha * x + beta).clamp(0, 1),
+    HardSigmoid=lambda x, *, alpha, beta: F.hardtanh(alpha * x + beta, 0, 1),
     HardSwish=lambda x: F.hardswish(x),
     Sigmoid=torch.sigmoid,
     Softplus=lambda x: F.softplus(x, threshold=40),

@@ -7,6 +7,7 @@ import operator
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from onward.engines.framework import Operators
 from onward.engines.shared import elementwise
@@ -123,5 +124,9 @@ def bit_cast(x, *, to):
 
 @operators.define("Clip")
 @in_int64
-def clip(x, low=None, high=None):
+def clip(x, low=None, high=None, *, is_relu6=False):
+    if is_relu6:
+        return F.relu6(x)
+    if low is not None and high is not None and torch.is_tensor(low) != torch.is_tensor(high):
+        x, low = torch.clamp(x, low), None  # PyTorch takes two numbers, or two tensors
     return x if low is None and high is None else torch.clamp(x, low, high)

@@ -27,7 +27,7 @@ from onward.recipe.stop_gradient import stop_gradient
 primitives = Operators()
 
 _SAME = (
-    "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp",
+    "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp",
     "Floor", "Log", "Pow", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
 )  # fmt: skip
 """Operators that primitives have the names of."""
@@ -44,6 +44,12 @@ primitives(
     rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
     cbrt=lambda op, x: op.Sign(x) * op.Abs(x) ** (1 / 3),
 )
+
+
+@primitives.define("abs")
+def absolute(op, x):
+    """Return the absolute value. Its slope at 0 is 1 in JAX, that of the operator 0."""
+    return op.Where(x < 0, -x, x) if x.dtype.is_floating_point() else op.Abs(x)
 
 
 @primitives.define("div")
@@ -66,7 +72,16 @@ def _by_integers(op, a, b, compute, by_zero):
 
 
 _larger, _smaller = widely(same_operator("Max")), widely(same_operator("Min"))
-primitives(max=_larger, min=_smaller, clamp=lambda op, low, x, high: _smaller(op, _larger(op, x, low), high))
+primitives(max=_larger, min=_smaller)
+
+
+@primitives.define("clamp")
+def clamp(op, low, x, high):
+    """Return `x` between bounds, at which its slope is 0."""
+    if not x.dtype.is_floating_point():
+        return _smaller(op, _larger(op, x, low), high)
+    cut = op.Where(x <= low, low, x)
+    return op.Where(cut >= high, high, cut)
 
 
 @primitives.define("integer_pow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
 from onward.build import Builder, Expr
@@ -41,8 +42,24 @@ def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
 
 
 def _relu6(op: Builder, x: Expr) -> Expr:
-    """Not a Clip, whose slope at 0 is 1: channels that are dead after a normalization are exactly 0."""
-    return op.Min(op.Relu(x), 6.0)
+    return op.Clip(x, 0.0, 6.0)
+
+
+def _hard_tanh(op: Builder, x: Expr) -> Expr:
+    """Return x from -1 to 1. At both, the slope is 0 on PyTorch, and 1, that of a Clip, on other backends."""
+    if keras.backend.backend() != "torch":
+        return op.Clip(x, -1.0, 1.0)
+    return op.Where(x <= -1.0, -1.0, op.Where(x >= 1.0, 1.0, x))
+
+
+def _leaky_relu(op: Builder, x: Expr, slope: float) -> Expr:
+    """Return x, below 0 times a slope. At 0, the slope is 1 on JAX, and that below 0 on other backends."""
+    return op.Where(x < 0.0, x * slope, x) if keras.backend.backend() == "jax" else op.LeakyRelu(x, alpha=slope)
+
+
+def _at_most(op: Builder, x: Expr, most: float) -> Expr:
+    """Return `min(x, most)`. Where both are equal, the slope is 0.5 on JAX, and 1 on other backends."""
+    return op.Min(x, most) if keras.backend.backend() == "jax" else op.Clip(x, None, most)
 
 
 def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
@@ -53,7 +70,7 @@ def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
 _SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     **{name.lower(): same_operator(name) for name in _SAME},
-    "leaky_relu": lambda op, x: op.LeakyRelu(x, alpha=0.2),
+    "leaky_relu": lambda op, x: _leaky_relu(op, x, 0.2),
     "relu6": _relu6,
     "elu": lambda op, x: op.Elu(x, alpha=1.0),
     "celu": lambda op, x: op.Celu(x, alpha=1.0),
@@ -62,7 +79,7 @@ _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     "tanh_shrink": lambda op, x: x - op.Tanh(x),
     "silu": lambda op, x: x * op.Sigmoid(x),
     "squareplus": lambda op, x: (x + op.Sqrt(x * x + 4.0)) * 0.5,
-    "hard_tanh": lambda op, x: op.Clip(x, -1.0, 1.0),
+    "hard_tanh": _hard_tanh,
     "log_sigmoid": lambda op, x: -op.Softplus(-x),
     "exponential": lambda op, x: op.Exp(x),
     "hard_sigmoid": _hard_sigmoid,
@@ -87,13 +104,15 @@ def relu(c: Call, x: Tensor) -> Tensor:
     layer = c.layer
     c.refuse_unless(not layer.threshold, f"has the threshold {layer.threshold}")
     slope, most = float(layer.negative_slope), layer.max_value
-    result = x.map(lambda e: c.op.LeakyRelu(e, alpha=slope) if slope else c.op.Relu(e))
-    return result if most is None else result.map(lambda e: c.op.Min(e, float(most)))
+    if most == 6 and not slope:
+        return x.map(lambda e: _relu6(c.op, e))
+    result = x.map(lambda e: _leaky_relu(c.op, e, slope) if slope else c.op.Relu(e))
+    return result if most is None else result.map(lambda e: _at_most(c.op, e, float(most)))
 
 
 @row("LeakyReLU")
 def leaky_relu(c: Call, x: Tensor) -> Tensor:
-    return x.map(lambda e: c.op.LeakyRelu(e, alpha=float(c.layer.negative_slope)))
+    return x.map(lambda e: _leaky_relu(c.op, e, float(c.layer.negative_slope)))
 
 
 @row("ELU")

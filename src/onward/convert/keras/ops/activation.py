@@ -13,22 +13,27 @@ operators(Relu=ops.relu, Sigmoid=ops.sigmoid, Softplus=ops.softplus, Softsign=op
 
 @operators.define("LeakyRelu")
 def leaky_relu(x, *, alpha=0.01):
-    return ops.where(x < 0, alpha * x, x)
+    return ops.where(x > 0, x, alpha * x)
 
 
 @operators.define("PRelu")
 def parametric_relu(x, slope):
-    return ops.where(x < 0, slope * x, x)
+    return ops.where(x > 0, x, slope * x)
+
+
+def _below_zero(x):
+    """Return what is not above 0. At 0 backends do not agree about the slope of `minimum`."""
+    return ops.where(x > 0, ops.zeros_like(x), x)
 
 
 @operators.define("Elu")
 def elu(x, *, alpha=1.0):
-    return ops.where(x > 0, x, alpha * ops.expm1(ops.minimum(x, 0)))
+    return ops.where(x > 0, x, alpha * ops.expm1(_below_zero(x)))
 
 
 @operators.define("Celu")
 def celu(x, *, alpha=1.0):
-    return ops.where(x > 0, x, alpha * ops.expm1(ops.minimum(x, 0) / alpha))
+    return ops.where(x > 0, x, alpha * ops.expm1(_below_zero(x) / alpha))
 
 
 @operators.define("Selu")
@@ -53,7 +58,8 @@ def swish(x, *, alpha=1.0):
 
 @operators.define("HardSigmoid")
 def hard_sigmoid(x, *, alpha=0.2, beta=0.5):
-    return ops.clip(alpha * x + beta, 0, 1)
+    y = alpha * x + beta  # at the bounds backends do not agree about the slope of `clip`
+    return ops.where(y <= 0, ops.zeros_like(y), ops.where(y >= 1, ops.ones_like(y), y))
 
 
 @operators.define("ThresholdedRelu")

@@ -105,7 +105,9 @@ def convert_like(x, like):
 
 
 @operators.define("Clip")
-def clip(x, low=None, high=None):
+def clip(x, low=None, high=None, *, is_relu6=False):
     """At a bound the slope is that of x."""
+    if is_relu6:
+        return ops.relu6(x)
     x = x if low is None else ops.where(x < low, low, x)
     return x if high is None else ops.where(x > high, high, x)

@@ -9,6 +9,6 @@ operators = Operators()
 _SAME = ("Relu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax", "LogSoftmax")
 operators(**{name: same_operator(name) for name in _SAME})
 operators(
-    Relu6=lambda op, x: op.Min(op.Relu(x), 6),
+    Relu6=lambda op, x: op.Clip(x, op.scalar(0, x), op.scalar(6, x)),
     LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from onward.constants import is_relu6
 from onward.convert.elementwise_formulas import (
     atan2,
     erf_inv,
@@ -78,6 +79,8 @@ operators(
 def clip_by_value(op, x, low, high, *, node):
     if node.rank(1) or node.rank(2):
         raise Refused("ONNX has the same bounds for all elements")
+    if is_relu6(low.value, high.value):  # whose slope at the bounds is 0, and here it is 1
+        return op.Clip(op.Clip(x, low), None, high)
     return op.Clip(x, low, high)
 
 
