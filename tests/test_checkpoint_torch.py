@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,29 @@ def test_groups_of_a_training_model(like: onward.Model, tmp_path: Path) -> None:
         else:
             with pytest.raises(onward.Error, match="names are not stored"):
                 onward.from_checkpoint(tmp_path / "there.pt", training, step=5)
+
+
+def test_assumptions_are_warnings(like: onward.Model, tmp_path: Path) -> None:
+    """What could change numbers is a warning in Python, and what cannot is none."""
+    module = net()
+    module[0].requires_grad_(False)
+    backbone, head = [*module[0].parameters(), *module[1].parameters()], [*module[3].parameters()]
+    optimizer = torch.optim.AdamW([{"params": backbone[:3]}, {"params": backbone[3:] + head, "lr": 0.01}])
+    steps(module, optimizer, None, range(5))
+    torch.save({"m": module.state_dict(), "o": optimizer.state_dict()}, tmp_path / "there.pt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        onward.from_checkpoint(tmp_path / "there.pt", like, loss="cross_entropy")
+    rows, frozen, untold = [str(each.message) for each in caught]
+    assert "groups are taken in a row" in rows and "`--names`" in rows
+    assert frozen == "not trained, as the optimizer keeps no state of them: `0.weight`, `0.bias`"
+    assert "taken as none: gradient clipping, gradient accumulation" in untold
+    assert {each.filename for each in caught} == {__file__}
+    names = [name for name, _ in module.named_parameters()]
+    said = {"freeze": ["0.*"], "names": names, "clip": float("inf"), "accumulate": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        onward.from_checkpoint(tmp_path / "there.pt", like, loss="cross_entropy", **said)
 
 
 def test_names_that_wrappers_change(like: onward.Model, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from onward.checkpoint.tensors import Tensor
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, assemble, disassemble
-from onward.errors import ArgumentError, UnsupportedError
+from onward.errors import ArgumentError, UnsupportedError, warn
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
@@ -49,7 +49,9 @@ class Plan:
     weights: Mapping[str, Tensor]
     """By the names of the graph."""
     notes: tuple[str, ...]
-    """How names were found, and what whoever goes on should know."""
+    """How names were found, and what else is not in the options."""
+    assumptions: tuple[str, ...]
+    """Those of the notes that change numbers where they are wrong."""
     probe: Callable[[Model, Any], None] | None = None
     """Compares the graph, with these weights, with the module that it was captured of."""
 
@@ -73,7 +75,7 @@ def from_checkpoint(
         training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy", clip=1.0)
 
     What a checkpoint does not tell is given here, or taken from `like` if that is a training model. What it does tell
-    must agree with that.
+    must agree with that. A warning names each assumption, such as no gradient clipping where nothing tells of it.
 
     - `path`: the file or folder, or what `open_checkpoint` returned
     - `like`: the ONNX model that computes what the checkpoint's model does. Not needed where the checkpoint has its
@@ -85,7 +87,11 @@ def from_checkpoint(
       memory for the weights several times
     """
     others = {name: given.pop(name) for name in ("module", "example_inputs", "probe") if name in given}
-    return apply_plan(plan(path, like, UntoldOptions(**given), **others))
+    planned = plan(path, like, UntoldOptions(**given), **others)
+    made = apply_plan(planned)
+    for assumption in planned.assumptions:
+        warn(assumption)
+    return made
 
 
 def plan(
@@ -150,8 +156,10 @@ def plan(
         recipe=recipe,
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
-    remarks = [*matched.rules, *notes, *frozen, *scheduled.notes, *remarks, *checkpoint.remarks]
-    return Plan(checkpoint, matched, run, slots, weights, tuple(remarks), captured.probe if probe else None)
+    notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
+    said_notes = (*matched.rules, *notes)
+    assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
+    return Plan(checkpoint, matched, run, slots, weights, said_notes, assumptions, captured.probe if probe else None)
 
 
 def apply_plan(plan: Plan) -> Model:

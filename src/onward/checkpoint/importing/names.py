@@ -10,7 +10,7 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
-from onward.checkpoint.naming import TRAINER, Order, Shapes, stored_shapes, with_names
+from onward.checkpoint.naming import NOT_PROVEN, TRAINER, Order, Shapes, stored_shapes, with_names
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
@@ -27,10 +27,13 @@ def with_optimizer_names(
     base: Snapshot | None,
     given: Sequence[str] | None,
     known: Mapping[str, Order],
-) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint with names for what its optimizers keep, and notes on how these were found."""
+) -> tuple[Checkpoint, dict[str, bool]]:
+    """Return the checkpoint with names for what its optimizers keep, and notes on how these were found.
+
+    A note has True if it is on an assumption that changes numbers where it is wrong.
+    """
     if all(optimizer.has_names for optimizer in checkpoint.optimizers):
-        return checkpoint, []
+        return checkpoint, {}
     graph = list(model.graph.initializers)
     learns = {weight.name for weight in describe(model).weights if weight.role not in ("constant", "statistics")}
     stored = [name for name in checkpoint.tensors if matched.names.get(name) in learns]
@@ -38,7 +41,7 @@ def with_optimizer_names(
     theirs = {ours: name for name, ours in matched.names.items()}
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     in_trainer = checkpoint.format == TRAINER
-    optimizers, notes = [], []
+    optimizers, notes = [], dict[str, bool]()
     for optimizer in checkpoint.optimizers:
         orders: dict[str, Order] = {}
         if given is not None:
@@ -62,7 +65,7 @@ def with_optimizer_names(
             orders["the order of the graph"] = [sorted(stored, key=lambda name: place[matched.names[name]])]
         named, how = with_names(optimizer, orders, shapes, in_trainer=in_trainer)
         optimizers.append(named)
-        notes += [how] if how else []
+        notes |= {how: how.endswith(NOT_PROVEN)} if how else {}
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)), notes
 
 

@@ -30,18 +30,18 @@ def trained_groups(
     base: Snapshot | None,
     loss: Any,
     said: UntoldOptions,
-) -> tuple[list[RunGroup], list[str]]:
-    """Return the groups without parameters that are frozen, and notes on these.
+) -> tuple[list[RunGroup], dict[str, bool]]:
+    """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
     Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
     never had an update.
     """
-    notes: list[str] = []
+    notes: dict[str, bool] = {}
 
-    def keep(groups: Sequence[RunGroup], names: set[str], why: str) -> list[RunGroup]:
+    def keep(groups: Sequence[RunGroup], names: set[str], why: str, is_assumed: bool = False) -> list[RunGroup]:
         kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
         if frozen := [name for each in groups for name in each.parameters if name not in names]:
-            notes.append(f"not trained, {why}: {list_names(frozen, 6)}")
+            notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
         return [each for each in kept if each.parameters]
 
     recipe = (given.step().fact("train.recipe") or {}) if base else {}
@@ -58,7 +58,7 @@ def trained_groups(
         groups = keep(groups, names, "as you said")
     elif base and (recipe.get("freeze") or recipe.get("trainable")):
         groups = keep(groups, {*base.parameters}, "as in the model that was given")
-    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them")
+    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them", True)
     if not groups:
         raise UnsupportedError("no parameter is left to train", hint="freeze less: `--freeze`, `--trainable`")
     return groups, notes
