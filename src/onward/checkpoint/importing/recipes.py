@@ -15,6 +15,7 @@ from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError, list_names
 from onward.inspect import describe
+from onward.inspect.formatting import quantity
 from onward.model import Model
 from onward.options import UntoldOptions
 from onward.recipe import prepare
@@ -108,6 +109,11 @@ def settled_options(
         )
     if checkpoint.averages and decay is None:
         notes.append("its averages do not go on, as their decay is not known (`--ema`)")
+    count = checkpoint.average_updates
+    if decay is not None and count is not None and checkpoint.step not in (None, count):
+        notes.append(
+            f"its averages had {quantity(count, 'update')} in {checkpoint.step} steps; from now on, one in each step"
+        )
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
     if base and tells_optimizers(checkpoint) and said.optimizer is None:
