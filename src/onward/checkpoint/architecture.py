@@ -52,11 +52,6 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
 
 
 def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) -> Captured:
-    if loss is None and checkpoint.arguments.get("label_smoothing_factor"):
-        raise UnsupportedError(
-            f"the Trainer smooths labels by {checkpoint.arguments['label_smoothing_factor']}, in a loss of its own",
-            hint="say the loss of its logits: `loss=...`; or give a training model: `--like training.onnx`",
-        )
     _refuse_configuration(checkpoint.configuration, checkpoint)
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == TRAINER}

@@ -15,7 +15,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured
 from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
 from onward.checkpoint.importing.optimizers import run_groups, with_slot_names
-from onward.checkpoint.importing.recipes import settled_options, trained_groups
+from onward.checkpoint.importing.recipes import check_smoothing, settled_options, trained_groups
 from onward.checkpoint.importing.schedules import schedule_by_updates
 from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
 from onward.checkpoint.lazy_initializers import as_initializer
@@ -127,6 +127,7 @@ def plan(
     groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
     loss = _loss(checkpoint, base, captured.loss if said.loss is None else said.loss)
+    check_smoothing(checkpoint, loss)
     groups, frozen = trained_groups(checkpoint, matched, groups, given, base, loss, said)
     if checkpoint.waiting:
         raise UnsupportedError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
 from onward.checkpoint.matching import Match
+from onward.checkpoint.naming import TRAINER
 from onward.checkpoint.scales import scaling_of
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
@@ -19,6 +21,7 @@ from onward.inspect.formatting import quantity
 from onward.model import Model
 from onward.options import UntoldOptions
 from onward.recipe import prepare
+from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
 from onward.transform.training import without_steps
 
@@ -123,6 +126,19 @@ def settled_options(
                 f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
             )
     return recipe, clip or None, notes
+
+
+def check_smoothing(checkpoint: Checkpoint, loss: Any) -> None:
+    """Raise an Error if the Trainer of transformers smooths labels, outside of the model, and a loss does not."""
+    smoothing = checkpoint.arguments.get("label_smoothing_factor") if checkpoint.format == TRAINER else None
+    if not smoothing:
+        return
+    if not any(math.isclose(term.spec.options.get("label_smoothing", 0), smoothing) for term in terms(loss)):
+        raise UnsupportedError(
+            f"the Trainer smooths labels by {smoothing:g}, and the loss does not",
+            hint=f"say the loss of the logits: `--loss logits=cross_entropy:label_smoothing={smoothing:g}`, "
+            "or `loss=...`; or give a training model that has it: `--like training.onnx`",
+        )
 
 
 def _settle(name: str, said: Any, own: Any, stored: Any) -> Any:
