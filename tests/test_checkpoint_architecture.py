@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -52,6 +53,27 @@ def test_a_folder_of_the_trainer_alone(tmp_path: Path) -> None:
         found = engine.evaluate({name: tensor.numpy() for name, tensor in batch.items()})
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=1e-6)
     np.testing.assert_allclose(found["loss"], expected.loss.numpy(), rtol=1e-6)
+
+
+@needs("transformers", "onnxscript")
+def test_labels_that_the_trainer_smooths() -> None:
+    """The loss must have the smoothing of the arguments, and is then that of the Trainer; any other is refused."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    opened = onward.open_checkpoint(RECORDED / "trainer")
+    opened = dataclasses.replace(opened, arguments={**opened.arguments, "label_smoothing_factor": 0.1})
+    for loss in (None, "logits=cross_entropy", "logits=cross_entropy:label_smoothing=0.2"):
+        with pytest.raises(onward.Error, match=r"smooths labels by 0\.1") as caught:
+            onward.from_checkpoint(opened, loss=loss)
+        assert "logits=cross_entropy:label_smoothing=0.1" in str(caught.value.hint)
+    model = onward.from_checkpoint(opened, loss="logits=cross_entropy:label_smoothing=0.1")
+    batch = {name: np.array([[1, 2, 3], [4, 5, 6]]) for name in ("input_ids", "attention_mask")}
+    batch["attention_mask"][:] = 1
+    labels = next(value.name for value in [*model.inputs, *model.step().algorithm.inputs] if value.name not in batch)
+    with start(model, threads=1) as engine:
+        found = engine.evaluate({**batch, labels: np.array([0, 1])})
+    expected = LabelSmoother(0.1)({"logits": torch.tensor(found["logits"])}, torch.tensor([0, 1]))
+    np.testing.assert_allclose(found["loss"], expected.item(), rtol=1e-6)
 
 
 @needs("transformers")

@@ -281,6 +281,29 @@ def test_the_learning_rate_of_each_group(like: onward.Model, tmp_path: Path) -> 
     assert [(group["lr"], group["initial_lr"]) for group in groups] == [(0.015, 0.03), (0.005, 0.01)]
 
 
+def test_averages_that_begin_with_a_copy(like: onward.Model, tmp_path: Path) -> None:
+    """The first update of an `AveragedModel` copies; a later one has the decay that is said."""
+    run = Run(LOOPS["averaged"])
+    fresh = torch.optim.swa_utils.AveragedModel(run.module, multi_avg_fn=run.averages.multi_avg_fn)
+    run.losses(BEFORE)
+    told = {"loss": "cross_entropy", "ema": DECAY, "clip": float("inf"), "accumulate": 1}
+    torch.save({**run.state, "average": fresh.state_dict()}, tmp_path / "fresh.pt")
+    with pytest.raises(onward.Error, match="have had no update") as caught:
+        onward.from_checkpoint(tmp_path / "fresh.pt", like, **told)
+    assert "`--ema`" in str(caught.value.hint)
+    run.averages = fresh
+    run.losses(AFTER[:1])
+    torch.save(run.state, tmp_path / "begun.pt")
+    with pytest.warns(UserWarning, match="had 1 update in 7 steps"):
+        model = onward.from_checkpoint(tmp_path / "begun.pt", like, **told)
+    after = steps_of_onward(model, AFTER[1:])[1]
+    run.losses(AFTER[1:])
+    averages = dict(run.averages.module.named_parameters())
+    averages.pop("0.bias")  # in front of BatchNorm: its gradient is a rounding error, which Adam makes large
+    for name, average in averages.items():
+        np.testing.assert_allclose(after.array(f"ema/{name}"), average.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
 # ---- Lightning, whose loops count ------------------------------------------------------------------------------------
 
 LOSSES: dict[str, list[float]] = json.loads((RECORDED / "losses.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,94 @@ def test_groups_of_parameters(like: onward.Model, tmp_path: Path) -> None:
     with pytest.raises(onward.Error, match="names are not stored") as caught:
         onward.from_checkpoint(tmp_path / "other.pt", like, loss="cross_entropy")
     assert "names=" in str(caught.value.hint) and "shapes differ" in str(caught.value.hint)
+
+
+def _weights_and_biases(module: Any) -> list[dict[str, Any]]:
+    return [{"params": each["params"], "weight_decay": each["weight_decay"]} for each in _groups(module)]
+
+
+def _matrices_and_vectors(module: Any) -> list[dict[str, Any]]:
+    matrices, vectors = ([p for p in module.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _layers_alike(module: Any) -> list[dict[str, Any]]:
+    return [{"params": layer.parameters()} for layer in reversed(module) if [*layer.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "momentum", "is_known"),
+    [
+        (_weights_and_biases, 0.0, False),
+        (_weights_and_biases, 0.9, False),
+        (_matrices_and_vectors, 0.0, False),
+        (_matrices_and_vectors, 0.9, True),
+        (_layers_alike, 0.0, True),
+        (_layers_alike, 0.9, False),
+    ],
+)
+def test_groups_by_number(
+    groups: Callable[[Any], Any], momentum: float, is_known: bool, like: onward.Model, tmp_path: Path
+) -> None:
+    """Groups in another order than the module: exact if shapes tell, or settings are the same, or names are given."""
+    module = net()
+    optimizer = torch.optim.SGD(groups(module), lr=0.1, momentum=momentum)
+    steps(module, optimizer, None, range(5))
+    torch.save({"m": module.state_dict(), "o": optimizer.state_dict()}, tmp_path / "there.pt")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    expected = steps(module, optimizer, None, range(5, 10))
+    said: dict[str, Any] = {"loss": "cross_entropy", "step": 5}
+    if not is_known:
+        with pytest.raises(onward.Error, match="names are not stored") as caught:
+            onward.from_checkpoint(tmp_path / "there.pt", like, **said)
+        assert "names=[...]" in str(caught.value.hint) and "like=" in str(caught.value.hint)
+        said["names"] = order
+    model = onward.from_checkpoint(tmp_path / "there.pt", like, **said)
+    close(steps_of_onward(model, range(5, 10))[0], expected)
+
+
+def test_groups_of_a_training_model(like: onward.Model, tmp_path: Path) -> None:
+    """Groups of a training model are those of the same settings, whatever their order."""
+    module = net()
+    optimizer = torch.optim.SGD(_weights_and_biases(module), lr=0.1)
+    steps(module, optimizer, None, range(5))
+    torch.save({"m": module.state_dict(), "o": optimizer.state_dict()}, tmp_path / "there.pt")
+    expected = steps(module, optimizer, None, range(5, 10))
+    for decays, is_known in (((0.1, 0.0), True), ((0.0, 0.2), False)):
+        groups = [f"*bias:weight_decay={decays[1]}"]
+        training = onward.prepare(
+            like, loss="cross_entropy", optimizer=f"sgd:lr=0.1,weight_decay={decays[0]}", groups=groups
+        )
+        if is_known:
+            model = onward.from_checkpoint(tmp_path / "there.pt", training, step=5)
+            close(steps_of_onward(model, range(5, 10))[0], expected)
+        else:
+            with pytest.raises(onward.Error, match="names are not stored"):
+                onward.from_checkpoint(tmp_path / "there.pt", training, step=5)
+
+
+def test_assumptions_are_warnings(like: onward.Model, tmp_path: Path) -> None:
+    """What could change numbers is a warning in Python, and what cannot is none."""
+    module = net()
+    module[0].requires_grad_(False)
+    backbone, head = [*module[0].parameters(), *module[1].parameters()], [*module[3].parameters()]
+    optimizer = torch.optim.AdamW([{"params": backbone[:3]}, {"params": backbone[3:] + head, "lr": 0.01}])
+    steps(module, optimizer, None, range(5))
+    torch.save({"m": module.state_dict(), "o": optimizer.state_dict()}, tmp_path / "there.pt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        onward.from_checkpoint(tmp_path / "there.pt", like, loss="cross_entropy")
+    rows, frozen, untold = [str(each.message) for each in caught]
+    assert "groups are taken in a row" in rows and "`--names`" in rows
+    assert frozen == "not trained, as the optimizer keeps no state of them: `0.weight`, `0.bias`"
+    assert "taken as none: gradient clipping, gradient accumulation" in untold
+    assert {each.filename for each in caught} == {__file__}
+    names = [name for name, _ in module.named_parameters()]
+    said = {"freeze": ["0.*"], "names": names, "clip": float("inf"), "accumulate": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        onward.from_checkpoint(tmp_path / "there.pt", like, loss="cross_entropy", **said)
 
 
 def test_names_that_wrappers_change(like: onward.Model, tmp_path: Path) -> None:

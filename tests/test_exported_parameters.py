@@ -139,6 +139,67 @@ def test_losses_are_those_of_pytorch(kind, exporter):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+class Tokens(torch.nn.Module):
+    """An embedding with padding whose table is the matrix of the head, too, and another one without padding."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = torch.nn.Embedding(11, 6, **options), torch.nn.Embedding(4, 6)
+        torch.nn.init.normal_(self.words.weight)
+
+    def forward(self, tokens):
+        x = torch.tanh(self.words(tokens) + self.places(torch.arange(4)))
+        return torch.nn.functional.linear(x.mean(1), self.words.weight)
+
+
+def _steps_on_tokens(module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        tokens, target = rng.integers(0, 4, (5, 4)), rng.standard_normal((5, 11)).astype(np.float32)
+        loss = torch.nn.functional.mse_loss(module(torch.tensor(tokens)), torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield tokens, target, loss.item()
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("padding", [0, -8])
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_padding_do_not_learn(padding, optimize):
+    module = Tokens(padding_idx=padding)
+    proto = dynamo(module, torch.zeros(5, 4, dtype=torch.long), optimize=optimize)
+    training = onward.prepare(proto, loss="mse", optimizer="adam:lr=0.02")
+    assert not onward.check(training)
+    row = padding % 11
+    assert f"row {row} of `words.weight` gets no gradient where it is padding (`padding_idx`)" in (
+        onward.describe(training).remarks
+    )
+    names = [training.inputs[0].name, training.step().algorithm.inputs[0].name]
+    there, optimizer, *_, loss_of = onward.to_torch(training)
+    with start(training, threads=1) as engine:
+        for tokens, target, expected in _steps_on_tokens(module):
+            found = engine.step(dict(zip(names, (tokens, target), strict=True)))["loss"]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            optimizer.zero_grad()
+            loss_of(there(torch.tensor(tokens)), torch.tensor(target)).backward()
+            optimizer.step()
+        trained = engine.updated()
+    expected = module.words.weight.detach().numpy()
+    np.testing.assert_allclose(trained.array("words.weight"), expected, atol=1e-5)
+    (table,) = (p.detach().numpy() for name, p in there.named_parameters() if "words" in name)
+    np.testing.assert_allclose(table, expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_are_scaled_by_frequency_are_refused():
+    proto = dynamo(Tokens(scale_grad_by_freq=True), torch.zeros(5, 4, dtype=torch.long))
+    with pytest.raises(onward.Error, match="scales gradients by frequency"):
+        onward.prepare(proto, loss="mse")
+
+
 # ---- what is said, and what comes back -------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, missing_package
 from onward.checkpoint.formats import FORMATS
+from onward.checkpoint.naming import TRAINER
 from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
@@ -27,8 +28,8 @@ _LIKE = (
 _MOST_LAYERS, _LARGEST_SIZE, _DEEPEST = 1_000, 100_000, 8
 """Layers, and the size of a layer, that a configuration may have in any case; mappings within each other."""
 _SIZE = re.compile(r"_(size|dim|labels|heads|experts)$|^(n_embd|n_inner|d_model|d_ff|dim)$")
-_TRAINER, _LIGHTNING = "hf", "lightning"
-"""Formats of which more is known than that they are of PyTorch."""
+_LIGHTNING = "lightning"
+"""The format whose arguments are those of the module."""
 
 
 def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss: Any) -> Captured:
@@ -51,14 +52,9 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
 
 
 def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) -> Captured:
-    if loss is None and checkpoint.arguments.get("label_smoothing_factor"):
-        raise UnsupportedError(
-            f"the Trainer smooths labels by {checkpoint.arguments['label_smoothing_factor']}, in a loss of its own",
-            hint="say the loss of its logits: `loss=...`; or give a training model: `--like training.onnx`",
-        )
     _refuse_configuration(checkpoint.configuration, checkpoint)
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
-    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
+    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == TRAINER}
     try:
         from onward.convert.torch.architecture import from_configuration
 
@@ -122,7 +118,7 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
     found = _import_object(given) if isinstance(given, str) else given
     is_module = hasattr(found, "named_parameters") and not isinstance(found, type)
     module = found if is_module else _construct(found, checkpoint)
-    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
+    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == TRAINER}
     made = from_module(module, example_inputs, **how)
     return _capture_module(made, checkpoint)._replace(probe=made.probe)
 

@@ -13,7 +13,7 @@ from onward.checkpoint.description import COUNT, Checkpoint
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.facts import Fact, facts
 from onward.checkpoint.matching import by_name
-from onward.checkpoint.naming import with_names, with_own_names
+from onward.checkpoint.naming import TRAINER, with_names, with_own_names
 from onward.checkpoint.opening import open_either
 from onward.checkpoint.tensors import Tensor, as_tensor, transpose
 from onward.errors import UnsupportedError
@@ -158,7 +158,9 @@ def _by_the_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[s
     order = [name for group in groups for name in group]
     orders = {"the groups of the other": groups, "the order of the other": [order]}
     try:
-        named = [with_names(each, orders, shapes) for each in checkpoint.optimizers]
+        named = [
+            with_names(each, orders, shapes, in_trainer=checkpoint.format == TRAINER) for each in checkpoint.optimizers
+        ]
     except UnsupportedError as error:
         rules.append(f"{checkpoint.path}: {error.message}")
         return checkpoint

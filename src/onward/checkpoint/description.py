@@ -117,6 +117,8 @@ class Checkpoint:
     """Averaged parameters, by name, beside those that are trained."""
     average_decay: float | None = None
     """How much of an average stays in each update, where averages go on."""
+    average_updates: int | None = None
+    """Updates of the averages. None: not known."""
     clip: Mapping[str, Any] | None = None
     """How gradients are clipped, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`. Empty: they are not
     clipped. None: not known."""

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Names
+from onward.build import Builder, Names
 from onward.constants import add_initializer, constant_tensor
-from onward.errors import list_names
+from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.recipe.constants import expose, is_uniform, under_name
+from onward.recipe.stop_gradient import stop_gradient
 
 Origin = Literal["parameter", "buffer", "constant"]
 
@@ -33,6 +34,8 @@ _CALL = "pkg.torch.onnx.fx_node"
 _HELD = re.compile(r"^(\w+): (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']*)'", re.MULTILINE)
 _NAME = re.compile(r"'([^']*)'")
 _ARGUMENT = re.compile(r"%(\w+)")
+_EMBEDDING = re.compile(r"aten\.embedding\.default\]\(args = \(%\w+, %\w+, (?P<row>-?\d+)(?:, (?P<scales>True|False))?")
+"""A call with a row for the padding, -1 for none."""
 _INTERNAL = re.compile(r"val_\d+")
 """Names of what the exporter makes itself; parameters that are only transposed or reshaped get such names, too."""
 _MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
@@ -86,16 +89,21 @@ class Restored:
     """Copies that the exporter made of a parameter -> the parameter, which is used in their place."""
     biases: list[str] = dataclasses.field(default_factory=list)
     """Biases of zeros that the exporter had dropped."""
+    padding: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tables of embeddings -> the row that gets no gradient (`padding_idx`), which is in notes alone."""
 
     @classmethod
     def from_fact(cls, fact: Any) -> Restored:
         """Read what a training model records, which may be anything."""
         recorded = fact if isinstance(fact, dict) else {}
-        separated, joined, biases = (recorded.get(name) for name in ("separated", "joined", "biases"))
+        separated, joined, biases, padding = (recorded.get(field.name) for field in dataclasses.fields(cls))
         return cls(
             {str(new): str(old) for new, old in separated.items()} if isinstance(separated, dict) else {},
             {str(new): str(old) for new, old in joined.items()} if isinstance(joined, dict) else {},
             [str(name) for name in biases] if isinstance(biases, list) else [],
+            {str(name): row for name, row in padding.items() if isinstance(row, int)}
+            if isinstance(padding, dict)
+            else {},
         )
 
     def remarks(self) -> Iterator[str]:
@@ -109,6 +117,8 @@ class Restored:
             yield f"biases of zeros that the exporter dropped are trained: {list_names(self.biases, 4)}"
         for copy, parameter in self.joined.items():
             yield f"`{copy}` is a copy of `{parameter}` that the exporter made: they are trained as one"
+        for table, row in self.padding.items():
+            yield f"row {row} of `{table}` gets no gradient where it is padding (`padding_idx`)"
 
 
 def origin(value: ir.Value) -> Origin | None:
@@ -229,6 +239,7 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
             join_copies()
         if unfold:
             restoration.unfold()
+        restoration.end_gradients_of_padding()
     return restoration.made
 
 
@@ -399,6 +410,42 @@ class _Restoration:
             for table in tables.get(_sizes(value)[::-1], ()):
                 if self._join(value, table):
                     break
+
+    def end_gradients_of_padding(self) -> None:
+        """End gradients at rows that embeddings read for padding, which only the notes tell.
+
+        Raises:
+            UnsupportedError: an embedding scales gradients by how often a row is read.
+        """
+        for node in list(self._graph):
+            call = _EMBEDDING.search(node.metadata_props.get(_CALL, "")) if node.op_type == "Gather" else None
+            if call is None:
+                continue
+            table, indices, rows = node.inputs[0], node.inputs[1], node.outputs[0]
+            assert table is not None and indices is not None
+            if call["scales"] == "True":
+                raise UnsupportedError(
+                    f"the embedding `{table.name}` scales gradients by frequency, which no training model does",
+                    hint="export the module without `scale_grad_by_freq`",
+                )
+            row = int(call["row"])
+            if row < 0 or any(use.node.op_type == stop_gradient.name for use in rows.uses()):
+                continue  # the latter is written by `from_torch`
+            readers = list(rows.uses())
+            branch = ir.Graph([], [], nodes=[], opset_imports=self._graph.opset_imports)
+            op = Builder(branch, opset=self._model.opset, names=self._names, functions=self._model.functions)
+            is_padding = op.Unsqueeze(op.Equal(indices, op.CastLike(np.int64(row), indices)), np.array([-1]))
+            kept = op.Where(is_padding, op.call(stop_gradient, rows), rows).like(rows)
+            for use in readers:
+                use.node.replace_input_with(use.idx, kept.value)
+            self._graph.outputs[:] = [kept.value if output is rows else output for output in self._graph.outputs]
+            name = rows.name or ""
+            rows.name = self._names.fresh(f"{name}/rows")
+            kept.value.name = name
+            nodes = list(branch)
+            branch.remove(nodes)
+            node.append(nodes)
+            self.made.padding[table.name or ""] = row
 
     def unfold(self) -> None:
         """Store weights of linear layers, and of GroupNormalization, as modules do."""

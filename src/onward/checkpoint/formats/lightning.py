@@ -13,7 +13,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
-from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
+from onward.checkpoint.pytorch.trees import averages_made, checkpoint_of, mapping, progress_of
 from onward.errors import Error
 
 _VERSION = "pytorch-lightning_version"
@@ -49,6 +49,7 @@ def read(path: Path) -> Checkpoint:
         {path.name: tree},
         tensors=mapping(tree.get("current_model_state" if averaged else "state_dict")),
         averages=mapping(tree.get("state_dict")) if averaged else {},
+        **({"average_updates": averages_made(mapping(tree.get("averaging_state")))} if averaged else {}),
         progress=progress_of(tree),
         keeps_order=True,
         arguments=mapping(given.state if isinstance(given, Object) else given),

@@ -81,8 +81,6 @@ def _remarks(arguments: Mapping[str, Any]) -> list[str]:
         "the Trainer adds noise to embeddings (`neftune_noise_alpha`), and a training model does not": arguments.get(
             "neftune_noise_alpha"
         ),
-        "the Trainer smooths labels: say it with `--loss cross_entropy:label_smoothing="
-        f"{arguments.get('label_smoothing_factor')}`": arguments.get("label_smoothing_factor"),
         "of the batches that make an update, the Trainer weighs each by its labels, and a training model weighs all "
         "alike": int(arguments.get("gradient_accumulation_steps") or 1) > 1,
     }

@@ -15,7 +15,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured
 from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
 from onward.checkpoint.importing.optimizers import run_groups, with_slot_names
-from onward.checkpoint.importing.recipes import settled_options, trained_groups
+from onward.checkpoint.importing.recipes import check_smoothing, settled_options, trained_groups
 from onward.checkpoint.importing.schedules import schedule_by_updates
 from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
 from onward.checkpoint.lazy_initializers import as_initializer
@@ -27,7 +27,7 @@ from onward.checkpoint.tensors import Tensor
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, assemble, disassemble
-from onward.errors import ArgumentError, UnsupportedError
+from onward.errors import ArgumentError, UnsupportedError, warn
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
@@ -49,7 +49,9 @@ class Plan:
     weights: Mapping[str, Tensor]
     """By the names of the graph."""
     notes: tuple[str, ...]
-    """How names were found, and what whoever goes on should know."""
+    """How names were found, and what else is not in the options."""
+    assumptions: tuple[str, ...]
+    """Those of the notes that change numbers where they are wrong."""
     probe: Callable[[Model, Any], None] | None = None
     """Compares the graph, with these weights, with the module that it was captured of."""
 
@@ -73,7 +75,7 @@ def from_checkpoint(
         training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy", clip=1.0)
 
     What a checkpoint does not tell is given here, or taken from `like` if that is a training model. What it does tell
-    must agree with that.
+    must agree with that. A warning names each assumption, such as no gradient clipping where nothing tells of it.
 
     - `path`: the file or folder, or what `open_checkpoint` returned
     - `like`: the ONNX model that computes what the checkpoint's model does. Not needed where the checkpoint has its
@@ -85,7 +87,11 @@ def from_checkpoint(
       memory for the weights several times
     """
     others = {name: given.pop(name) for name in ("module", "example_inputs", "probe") if name in given}
-    return apply_plan(plan(path, like, UntoldOptions(**given), **others))
+    planned = plan(path, like, UntoldOptions(**given), **others)
+    made = apply_plan(planned)
+    for assumption in planned.assumptions:
+        warn(assumption)
+    return made
 
 
 def plan(
@@ -121,6 +127,7 @@ def plan(
     groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
     loss = _loss(checkpoint, base, captured.loss if said.loss is None else said.loss)
+    check_smoothing(checkpoint, loss)
     groups, frozen = trained_groups(checkpoint, matched, groups, given, base, loss, said)
     if checkpoint.waiting:
         raise UnsupportedError(
@@ -150,8 +157,10 @@ def plan(
         recipe=recipe,
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
-    remarks = [*matched.rules, *notes, *frozen, *scheduled.notes, *remarks, *checkpoint.remarks]
-    return Plan(checkpoint, matched, run, slots, weights, tuple(remarks), captured.probe if probe else None)
+    notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
+    said_notes = (*matched.rules, *notes)
+    assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
+    return Plan(checkpoint, matched, run, slots, weights, said_notes, assumptions, captured.probe if probe else None)
 
 
 def apply_plan(plan: Plan) -> Model:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
 from onward.checkpoint.matching import Match
+from onward.checkpoint.naming import TRAINER
 from onward.checkpoint.scales import scaling_of
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError, list_names
 from onward.inspect import describe
+from onward.inspect.formatting import quantity
 from onward.model import Model
 from onward.options import UntoldOptions
 from onward.recipe import prepare
+from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
 from onward.transform.training import without_steps
 
@@ -30,18 +34,18 @@ def trained_groups(
     base: Snapshot | None,
     loss: Any,
     said: UntoldOptions,
-) -> tuple[list[RunGroup], list[str]]:
-    """Return the groups without parameters that are frozen, and notes on these.
+) -> tuple[list[RunGroup], dict[str, bool]]:
+    """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
     Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
     never had an update.
     """
-    notes: list[str] = []
+    notes: dict[str, bool] = {}
 
-    def keep(groups: Sequence[RunGroup], names: set[str], why: str) -> list[RunGroup]:
+    def keep(groups: Sequence[RunGroup], names: set[str], why: str, is_assumed: bool = False) -> list[RunGroup]:
         kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
         if frozen := [name for each in groups for name in each.parameters if name not in names]:
-            notes.append(f"not trained, {why}: {list_names(frozen, 6)}")
+            notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
         return [each for each in kept if each.parameters]
 
     recipe = (given.step().fact("train.recipe") or {}) if base else {}
@@ -58,7 +62,7 @@ def trained_groups(
         groups = keep(groups, names, "as you said")
     elif base and (recipe.get("freeze") or recipe.get("trainable")):
         groups = keep(groups, {*base.parameters}, "as in the model that was given")
-    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them")
+    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them", True)
     if not groups:
         raise UnsupportedError("no parameter is left to train", hint="freeze less: `--freeze`, `--trainable`")
     return groups, notes
@@ -108,6 +112,11 @@ def settled_options(
         )
     if checkpoint.averages and decay is None:
         notes.append("its averages do not go on, as their decay is not known (`--ema`)")
+    count = checkpoint.average_updates
+    if decay is not None and count is not None and checkpoint.step not in (None, count):
+        notes.append(
+            f"its averages had {quantity(count, 'update')} in {checkpoint.step} steps; from now on, one in each step"
+        )
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
     if base and tells_optimizers(checkpoint) and said.optimizer is None:
@@ -117,6 +126,19 @@ def settled_options(
                 f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
             )
     return recipe, clip or None, notes
+
+
+def check_smoothing(checkpoint: Checkpoint, loss: Any) -> None:
+    """Raise an Error if the Trainer of transformers smooths labels, outside of the model, and a loss does not."""
+    smoothing = checkpoint.arguments.get("label_smoothing_factor") if checkpoint.format == TRAINER else None
+    if not smoothing:
+        return
+    if not any(math.isclose(term.spec.options.get("label_smoothing", 0), smoothing) for term in terms(loss)):
+        raise UnsupportedError(
+            f"the Trainer smooths labels by {smoothing:g}, and the loss does not",
+            hint=f"say the loss of the logits: `--loss logits=cross_entropy:label_smoothing={smoothing:g}`, "
+            "or `loss=...`; or give a training model that has it: `--like training.onnx`",
+        )
 
 
 def _settle(name: str, said: Any, own: Any, stored: Any) -> Any:

@@ -29,7 +29,8 @@ class Scheduled:
     """Updates made."""
     groups: Sequence[RunGroup]
     """With the rates that the schedule multiplies."""
-    notes: tuple[str, ...] = ()
+    notes: Mapping[str, bool]
+    """True for an assumption that changes numbers where it is wrong."""
 
 
 def schedule_by_updates(
@@ -77,7 +78,7 @@ def schedule_by_updates(
     if words in ([], [Spec("constant")]):
         if not says_rate:
             groups = [_with_rate(group, rate.now) for group, rate in zip(groups, rates, strict=True)]
-        return Scheduled([], step or 0, groups, tuple(_notes_on_constant(groups, rates)))
+        return Scheduled([], step or 0, groups, dict.fromkeys(_notes_on_constant(groups, rates), not origin))
     if origin and every is not None:
         raise ArgumentError(
             f"`updates_per_epoch` has no effect: the schedule is {origin}",
@@ -95,12 +96,12 @@ def schedule_by_updates(
             hint="say them: `--step 1000`, or `step=...`",
         )
     _check_rates(words, step, groups, rates, checkpoint)
-    notes = [f"the schedule is {origin}"] if origin else []
+    notes = {f"the schedule is {origin}": False} if origin else {}
     if not origin and every and every > 1:
-        notes.append(f"the schedule steps once in {every} updates")
+        notes[f"the schedule steps once in {every} updates"] = False
     if not origin and base and base.schedule and list(base.schedule) != words:
-        notes.append("the schedule is that of the checkpoint, and not that of the model")
-    return Scheduled(words, step, groups, tuple(notes))
+        notes["the schedule is that of the checkpoint, and not that of the model"] = True
+    return Scheduled(words, step, groups, notes)
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------

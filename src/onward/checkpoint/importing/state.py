@@ -89,14 +89,24 @@ def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGro
 
 
 def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], step: int) -> dict[str, Tensor]:
-    """Averages of what is trained, as state of the training model; those that have not begun are none."""
+    """Return averages of trainable parameters, as state of the training model; none if the checkpoint has none.
+
+    Raises:
+        UnsupportedError: the first update of the averages is still to come. That of PyTorch copies the weights.
+    """
+    if checkpoint.average_updates == 0:
+        raise UnsupportedError(
+            f"the averages in `{checkpoint.path}` have had no update, and the first one copies the weights",
+            hint="save it after that update; or leave `--ema` out, which continues without averages",
+        )
     trained = {name for group in groups for name in group.parameters}
     found = {
         f"ema/{matched.names[theirs]}": _transpose_if(tensor, theirs in matched.turned)
         for theirs, tensor in checkpoint.averages.items()
         if matched.names.get(theirs) in trained
     }
-    return {**found, "ema/n_averaged": as_tensor(np.int64(step))} if found else {}
+    count = step if checkpoint.average_updates is None else checkpoint.average_updates
+    return {**found, "ema/n_averaged": as_tensor(np.int64(count))} if found else {}
 
 
 def type_of(model: Model, name: str) -> ir.DataType:

@@ -93,7 +93,7 @@ def contents_of(*trees: Any) -> Contents:
         elif isinstance(tree, Mapping) and tree.keys() >= _LOADER:
             found.data.append(tree)
         elif _is_module_state(tree):
-            (found.averages if _AVERAGED in tree else found.modules).append(tree)
+            (found.averages if AVERAGED in tree else found.modules).append(tree)
         elif depth and isinstance(tree, Mapping | list):
             inside = list(tree.values() if isinstance(tree, Mapping) else tree)
             pending += [(part, depth - 1) for part in reversed(inside)]
@@ -104,7 +104,7 @@ _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval"}
 """What the state of a `GradScaler` has."""
 _LOADER = {"_num_yielded", "_sampler_iter_yielded"}
 """What the state of a `StatefulDataLoader` has."""
-_AVERAGED = "n_averaged"
+AVERAGED = "n_averaged"
 """What the state of an `AveragedModel` has beside that of its module."""
 _DEEPEST = 3
 """How far below the top what users save is looked for."""

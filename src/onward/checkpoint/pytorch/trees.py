@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Optimizer
-from onward.checkpoint.pytorch.contents import contents_of, executed_names
+from onward.checkpoint.pytorch.contents import AVERAGED, contents_of, executed_names
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
-from onward.checkpoint.tensors import Tensor
+from onward.checkpoint.tensors import Tensor, count_of, is_number
 
 UPDATES = ("global_step", "global_steps", "step", "iteration")
 """What frameworks call the number of updates."""
@@ -35,6 +35,7 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         "scaler": found.scalers[0] if found.scalers else {},
         "data": found.data[0] if found.data else {},
         "averages": _averages(found.averages[0]) if found.averages else {},
+        "average_updates": averages_made(found.averages[0]) if found.averages else None,
         "trees": trees,
         "executes": executed_names(trees),
         **facts,
@@ -53,6 +54,12 @@ def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if isinstance(tensor, Tensor) and name.startswith("module.")
     }
+
+
+def averages_made(state: Mapping[str, Any]) -> int | None:
+    """Return how many updates of averages an `AveragedModel` has counted."""
+    count = state.get(AVERAGED)
+    return count_of(count) if is_number(count) else None
 
 
 def step_of(progress: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> int | None:
