@@ -156,6 +156,11 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "conv_same": partial(nn.Conv2d, 2, 3, (2, 4), padding="same", dilation=(1, 2)),
         "transposed": partial(nn.ConvTranspose2d, 2, 4, 3, (2, 3), (1, 0), (1, 2), groups=2, dilation=(2, 1)),
     }),
+    "volumes": ((2, 4, 3, 3), {
+        "conv_groups": partial(nn.Conv3d, 2, 4, 3, padding=1, groups=2, bias=False),
+        "conv_plain": lambda y: F.conv3d(y, y[:3].detach().sin(), None, 1, 1),
+        "conv_one_sample": lambda y: F.conv3d(y[0], y[1:3].detach().sin(), None, 1, 1),
+    }),
     "places": ((5,), {
         "index_put": lambda y: torch.zeros(4, 5).index_put((torch.tensor([0, 1, 1]),), y[:3], accumulate=True),
         **{

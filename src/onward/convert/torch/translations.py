@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnxscript import opset20 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
 from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 from onnxscript.values import Op, Opset
 from torch import ops
@@ -179,6 +180,16 @@ def _log1p(x: Any) -> Any:
     return op.Where(is_small, small, op.Log(far))
 
 
+# ---- convolution -----------------------------------------------------------------------------------------------------
+
+
+def _conv3d(x: Any, weight: Any, bias: Any = None, *settings: Any, **options: Any) -> Any:
+    """Return a convolution. The exporter's own has zeros of the wrong shape in the place of a bias that is left out."""
+    if bias is None:
+        bias = op.Expand(_constant(0, weight), op.Shape(weight, start=0, end=1))
+    return aten_conv3d(x, weight, bias, *settings, **options)
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +294,7 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 TRANSLATIONS = {
     ops.aten.scaled_dot_product_attention.default: _attention,
+    ops.aten.conv3d.default: _conv3d,
     ops.aten.cosine_similarity.default: _cosine_similarity,
     ops.aten.relu6.default: _relu6,
     ops.aten.hardtanh.default: _hardtanh,
