@@ -224,7 +224,7 @@ def test_dropout_is_carried():
     assert "rng" in {state.role for state in states(training)}
 
 
-@pytest.mark.parametrize(("name", "bound"), [("relu6", 0.0), ("hard_sigmoid", -3.0)])
+@pytest.mark.parametrize(("name", "bound"), [("relu6", 0.0), ("relu6", 6.0), ("hard_sigmoid", -3.0)])
 def test_slopes_at_a_bound(name, bound):
     """Both frameworks say 0 there, where channels are that are dead after a normalization."""
     inputs = layers.Input((3,))

@@ -73,6 +73,8 @@ def test_pytorch() -> None:
         "leaky_relu": (F.leaky_relu, [0, 1]),
         "prelu": (lambda x: F.prelu(x, torch.tensor([0.25])), [0, 1]),
         "elu": (lambda x: F.elu(x, 2.0), [0, 1]),
+        "selu": (F.selu, [0, 1]),
+        "celu": (lambda x: F.celu(x, 2.0), [0, 1]),
         "abs": (torch.abs, [0, 1]),
         "maximum": (lambda x: torch.maximum(x, zeros), [0, 1]),
         "max": (lambda x: x.max(), [1, 1]),

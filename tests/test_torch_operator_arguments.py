@@ -122,6 +122,9 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "grouped": attention(2, enable_gqa=True),
         "mask": attention(attn_mask=MASK),
         "mask_and_scale": attention(attn_mask=MASK, scale=0.3),
+        "nothing_to_attend_to": attention(attn_mask=MASK.tril(-1)),
+        "minus_infinity": attention(attn_mask=torch.zeros(3, 3).masked_fill(~MASK.tril(-1), -torch.inf)),
+        "masked_groups": attention(2, attn_mask=MASK.tril(-1), enable_gqa=True),
     }),
     "images": ((2, 9, 7), {
         "average": lambda y: F.avg_pool2d(y, 3, 2, 1, ceil_mode=True, count_include_pad=False),
@@ -152,6 +155,11 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         },
         "conv_same": partial(nn.Conv2d, 2, 3, (2, 4), padding="same", dilation=(1, 2)),
         "transposed": partial(nn.ConvTranspose2d, 2, 4, 3, (2, 3), (1, 0), (1, 2), groups=2, dilation=(2, 1)),
+    }),
+    "volumes": ((2, 4, 3, 3), {
+        "conv_groups": partial(nn.Conv3d, 2, 4, 3, padding=1, groups=2, bias=False),
+        "conv_plain": lambda y: F.conv3d(y, y[:3].detach().sin(), None, 1, 1),
+        "conv_one_sample": lambda y: F.conv3d(y[0], y[1:3].detach().sin(), None, 1, 1),
     }),
     "places": ((5,), {
         "index_put": lambda y: torch.zeros(4, 5).index_put((torch.tensor([0, 1, 1]),), y[:3], accumulate=True),
@@ -193,6 +201,35 @@ def test_exact(kind: str) -> None:
     for name, parameter in module.named_parameters():
         array = parameter.detach().numpy()
         np.testing.assert_allclose(state[name], array, rtol=1e-5, atol=1e-5 * np.abs(array).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_samples_without_a_token(is_bool: bool) -> None:
+    """PyTorch's attention is 0 where all keys are masked: also where no row of the example is."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+            y = self.layer(x).unflatten(-1, (2, 2)).transpose(1, 2)
+            seen = mask[:, None, None, :]
+            seen = seen if is_bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            return {"loss": F.scaled_dot_product_attention(y, y.sin(), y.cos(), seen).sin().sum()}
+
+    module, x = Attends(), torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model = from_torch(module, (x, torch.ones_like(mask)), loss="loss", optimizer=optimizer)
+    loss = module(x, mask)["loss"]
+    loss.backward()
+    with start(model, threads=1) as engine:
+        batch = {"x": x.numpy(), "mask": mask.numpy()}
+        np.testing.assert_allclose(engine.evaluate(batch)["loss"], loss.item(), rtol=1e-5)
+        for name, gradient in engine.gradients(batch).items():
+            np.testing.assert_allclose(gradient, module.get_parameter(name).grad, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---- what the exporter drops -----------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ EXCLUDED = {
 class GridSample(op_grid_sample.GridSample):
     """The reference rounds coordinates to float32, and fails to mirror them in one pixel.
 
-    With cubic interpolation it moves coordinates to the border; PyTorch and ONNX Runtime move each pixel that they read.
+    With cubic interpolation it moves coordinates to the border. PyTorch and ONNX Runtime move each pixel that they
+    read.
     """
 
     def _gs_denormalize_coordinates(self, n, dims, align_corners):

@@ -192,8 +192,9 @@ def _sample(op, x, sizes, taps):
 def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
     """X at the coordinates of the grid: the sum of the pixels around, each times its weight.
 
-    With mode "nearest" the grid has no gradient. Outside the image, coordinates have none with padding "border" and mode
-    "linear". With mode "cubic" PyTorch and ONNX Runtime pad each pixel, the onnx reference coordinates first.
+    With mode "nearest" the grid has no gradient; with mode "linear" and padding "border", none outside the image.
+    With mode "cubic" each pixel that is read is padded, as in PyTorch and ONNX Runtime. The onnx reference pads
+    coordinates.
     """
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     rank = _spatial_rank(op, x, grid)

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 from onnxscript import opset20 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
+from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 from onnxscript.values import Op, Opset
 from torch import ops
 
@@ -177,6 +180,48 @@ def _log1p(x: Any) -> Any:
     return op.Where(is_small, small, op.Log(far))
 
 
+# ---- convolution -----------------------------------------------------------------------------------------------------
+
+
+def _conv3d(x: Any, weight: Any, bias: Any = None, *settings: Any, **options: Any) -> Any:
+    """Return a convolution. The exporter's own has zeros of the wrong shape in the place of a bias that is left out."""
+    if bias is None:
+        bias = op.Expand(_constant(0, weight), op.Shape(weight, start=0, end=1))
+    return aten_conv3d(x, weight, bias, *settings, **options)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return attention that is 0 in rows where all keys are masked, as in PyTorch.
+
+    The exporter's own is a mean of all values there, or NaN where the mask is of numbers.
+    """
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is None:
+        return aten_scaled_dot_product_attention(query, key, value, None, *options)
+    last, zero = op.Constant(value_ints=[-1]), _constant(0, query)
+    if attn_mask.dtype == ir.DataType.BOOL:
+        attends = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=onnx.TensorProto.INT32), last), to=onnx.TensorProto.BOOL)
+        mask = attn_mask
+    else:
+        lowest = op.CastLike(_constant(float("-inf"), query), attn_mask)
+        attends = op.Greater(op.ReduceMax(attn_mask, last), lowest)
+        mask = op.Where(attends, attn_mask, op.CastLike(zero, attn_mask))  # NaN of a Softmax would reach gradients
+        mask.dtype = attn_mask.dtype
+    return op.Where(attends, aten_scaled_dot_product_attention(query, key, value, mask, *options), zero)
+
+
 # ---- slopes at kinks ------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +293,8 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 TRANSLATIONS = {
+    ops.aten.scaled_dot_product_attention.default: _attention,
+    ops.aten.conv3d.default: _conv3d,
     ops.aten.cosine_similarity.default: _cosine_similarity,
     ops.aten.relu6.default: _relu6,
     ops.aten.hardtanh.default: _hardtanh,
