@@ -28,13 +28,18 @@ CLIPS = {
     "a bound that is trained": ("y = Clip(x, zero, six)", ["x", "six"], [0, 1, 1, 1]),
 }
 """Nodes, what is differentiated by, and the derivative at -1, 0, 3 and 6."""
+OTHERS = {
+    "Abs": ("y = Abs(x)", ["x"], [-1, 0, 1, 1]),
+    "ReduceL1": ("y = ReduceL1(x)", ["x"], [-1, 0, 1, 1]),
+    "ThresholdedRelu": ("y = ThresholdedRelu <alpha = 3.0> (x)", ["x"], [0, 0, 0, 1]),
+}
 
 
 @pytest.mark.parametrize("engine", INSTALLED)
-def test_clip(engine: str) -> None:
+def test_operators(engine: str) -> None:
     """A Clip from 0 to 6 is a ReLU6, with the slope 0 at its bounds. That of other Clips is 1."""
     x = np.array([-1, 0, 3, 6], np.float32)
-    for name, (nodes, xs, expected) in CLIPS.items():
+    for name, (nodes, xs, expected) in (CLIPS | OTHERS).items():
         outputs = ", ".join(["dx", "db"][: len(xs)])
         quoted = ", ".join(f'"{one}"' for one in xs)
         model = onnx.parser.parse_model(
