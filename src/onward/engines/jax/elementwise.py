@@ -40,9 +40,15 @@ def _extreme(of_two, of_all):
     return extreme
 
 
+def absolute(x):
+    """Return the absolute value. Its slope at 0 is 0; that of `jnp.abs` is 1."""
+    return jnp.abs(jnp.where(x == 0, 0, x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+
+
 operators(
     Max=_extreme(jnp.maximum, jnp.max),
     Min=_extreme(jnp.minimum, jnp.min),
+    Abs=absolute,
     Erf=lax.erf,
 )
 
@@ -87,12 +93,6 @@ def bit_cast(x, *, to):
     if np.bool_ in (x.dtype, dtype):  # a byte that is 0 or 1
         return x.astype(np.uint8).astype(dtype)
     return lax.bitcast_convert_type(x, dtype)
-
-
-@operators.define("Abs")
-def absolute(x):
-    """Return the absolute value. Its slope at 0 is 0; that of `jnp.abs` is 1."""
-    return jnp.abs(jnp.where(x == 0, 0, x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
 @operators.define("Clip")
