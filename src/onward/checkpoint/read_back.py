@@ -45,17 +45,17 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
 
 
 def _compare(format: Format, part: str, pairs: Pairs) -> None:
-    found = list(pairs)
-    if lost := [name for name, _, other in found if other is None]:
+    pairs = list(pairs)
+    if lost := [name for name, _, other in pairs if other is None]:
         raise UnsupportedError(f"`{format.name}` would lose the {part} {list_names(lost, 3)}")
-    both = [(name, one, other) for name, one, other in found if other is not None]
+    both = [(name, one, other) for name, one, other in pairs if other is not None]
     small = [pair for pair in both if max(pair[1].nbytes, pair[2].nbytes) <= _MOST_BYTES]
     sample = {name for name, _, _ in small[:: -(-len(small) // _MOST_TENSORS) or 1]}
     for name, one, other in both:
-        turned = one.shape != other.shape
-        if turned and one.shape != other.shape[::-1]:
+        is_transposed = one.shape != other.shape
+        if is_transposed and one.shape != other.shape[::-1]:
             raise UnsupportedError(f"`{format.name}` would give the {part} `{name}` another shape")
-        if name in sample and not _equal(one.array().T if turned else one.array(), other.array()):
+        if name in sample and not _equal(one.array().T if is_transposed else one.array(), other.array()):
             raise UnsupportedError(f"`{format.name}` would change the {part} `{name}`")
 
 
