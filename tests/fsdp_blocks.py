@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
 from layered_models import hugging
-from onward.convert.torch import to_module
-from onward.convert.torch.module import OnnxModule
+from onward.frameworks.torch import to_module
+from onward.frameworks.torch.module import OnnxModule
 from processes import meet
 
 STEPS, BATCH, TIME, WORDS = 20, 4, 8, 40

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import onward
 from full_disks import KIB, SIZE, disk
-from onward.convert.files import Framework, write
 from onward.errors import WriteError
+from onward.frameworks.files import Framework, write
 
 OUTPUTS: dict[Framework, str] = {"torch": "run.pt", "keras": "run.keras", "jax": "run", "tensorflow": "run"}
 ROOMS = (0, 4)

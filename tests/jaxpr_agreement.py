@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import onward
-from onward.convert.jax.jaxpr import export
 from onward.engines import function as function_of
+from onward.frameworks.jax.jaxpr import export
 from onward.model import Model
 
 BOTH = ("numpy", "onnxruntime")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from onward.convert.keras import from_keras
 from onward.engines import start
+from onward.frameworks.keras import from_keras
 
 layers = keras.layers
 Batch = tuple[Any, Any]

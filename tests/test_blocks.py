@@ -11,12 +11,12 @@ import pytest
 
 from commands import run
 from models import digits_mlp, layers_without_names
-from onward.convert.program.calls import Step, Value
-from onward.convert.program.expressions import Expression, Printer
-from onward.convert.program.loops import fold_repeats
-from onward.convert.program.statements import Statements
-from onward.inspect.blocks import cut_into_parts, find_blocks
-from onward.inspect.repeats import Item, find_repeats
+from onward.analysis.blocks import cut_into_parts, find_blocks
+from onward.analysis.repeats import Item, find_repeats
+from onward.frameworks.program.calls import Step, Value
+from onward.frameworks.program.expressions import Expression, Printer
+from onward.frameworks.program.loops import fold_repeats
+from onward.frameworks.program.statements import Statements
 from onward.model import load
 
 

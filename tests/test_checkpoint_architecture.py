@@ -100,7 +100,7 @@ def test_configurations_that_are_refused(
     configuration = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(configuration))
     if not said.startswith(("what", "transformers")):  # which are known once its class is made
-        monkeypatch.setitem(sys.modules, "onward.convert.torch.architecture", None)
+        monkeypatch.setitem(sys.modules, "onward.frameworks.torch.architecture", None)
     with pytest.raises(onward.Error, match=said):
         onward.from_checkpoint(folder)
 
@@ -167,7 +167,7 @@ def test_kinds_of_models(name: str, tmp_path: Path) -> None:
     """Three more steps are those of PyTorch; only a configuration says what is computed."""
     import transformers
 
-    from onward.convert.torch.transformers_models import decay_groups
+    from onward.frameworks.torch.transformers_models import decay_groups
 
     options, takes = KINDS[name]
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ def test_a_large_model_is_captured_without_its_values() -> None:
     import psutil
     import transformers
 
-    from onward.convert.torch.architecture import from_configuration
+    from onward.frameworks.torch.architecture import from_configuration
 
     sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8)

@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_named(changed: str, like: onward.Model, tmp_path: 
 
 def test_settings_are_those_of_the_class() -> None:
     """For every optimizer of a recipe, PyTorch's own class has these settings where it is the counterpart."""
-    from onward.convert.torch.counterparts import counterpart
+    from onward.frameworks.torch.counterparts import counterpart
     from onward.recipe.optimizers import optimizer
 
     parameter = torch.nn.Parameter(torch.zeros(2, 2))

@@ -8,9 +8,9 @@ import onnx.parser
 import pytest
 
 import onward
-from onward.convert.standard_steps import adopt
 from onward.engines import start
 from onward.model.state import states
+from onward.run_state.standard_steps import adopt
 
 INFERENCE = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.preview.training": 1]>
     inference (float[4,3] x) => (float[4,2] y)

@@ -14,9 +14,9 @@ import models
 import onward
 from conftest import needs
 from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
-from onward.convert.snapshot import disassemble
 from onward.engines import start
 from onward.errors import UnsupportedError
+from onward.run_state.snapshot import disassemble
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")
@@ -162,7 +162,7 @@ def go_on(
     """Five steps in JAX, ten on both sides, with the same losses."""
     import jax
 
-    from onward.convert.jax.closures import named_leaves
+    from onward.frameworks.jax.closures import named_leaves
 
     step, state = trained(loss, tx), tx.init(params)
     for batch in batches[:5]:

@@ -17,10 +17,10 @@ import models
 import onward
 from conftest import needs, onnx_node_tests
 from jax_training import Arrays, digits, sentences
-from onward.convert.files import restore, write
 from onward.engines import start
 from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError
+from onward.frameworks.files import restore, write
 
 pytestmark = [needs("jax", "optax"), pytest.mark.usefixtures("untried")]
 
@@ -180,7 +180,7 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _operators() -> Iterator[str]:
-    from onward.convert.jax.source.operators import rows
+    from onward.frameworks.jax.source.operators import rows
 
     return iter(sorted(rows()))
 
@@ -190,8 +190,8 @@ def test_all_operators_can_be_written() -> None:
     import builtins
     import symtable
 
-    from onward.convert.jax.source.operators import INSTEAD, define, short
-    from onward.convert.program.own_source import OwnSource
+    from onward.frameworks.jax.source.operators import INSTEAD, define, short
+    from onward.frameworks.program.own_source import OwnSource
 
     own, refused = OwnSource(instead=INSTEAD, annotated=False), []
     for name in _operators():
@@ -240,9 +240,9 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     """What a program of a model computes."""
     import jax.numpy as jnp
 
-    from onward.convert.jax.source.operators import INSTEAD
-    from onward.convert.jax.source.printer import Printer
-    from onward.convert.program.own_source import OwnSource
+    from onward.frameworks.jax.source.operators import INSTEAD
+    from onward.frameworks.jax.source.printer import Printer
+    from onward.frameworks.program.own_source import OwnSource
 
     model, printer = onward.load(proto), Printer(OwnSource(instead=INSTEAD, annotated=False))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}

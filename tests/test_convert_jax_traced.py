@@ -13,9 +13,9 @@ import pytest
 import onward
 from conftest import needs
 from jax_training import cross_entropy, dense, digits, mlp, trained, with_short_labels
-from onward.convert.snapshot import disassemble
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
+from onward.run_state.snapshot import disassemble
 
 pytestmark = needs("jax", "optax")
 
@@ -138,7 +138,7 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
     """State that mirrors a parameter belongs to it, the rest to the group; a file of JAX has the function, too."""
     import jax
 
-    from onward.convert.files import restore, write
+    from onward.frameworks.files import restore, write
 
     run = Snapshot(coupled())
     parameters = {f"{layer}/{kind}" for layer in ("fc1", "fc2") for kind in ("kernel", "bias")}

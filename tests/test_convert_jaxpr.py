@@ -18,7 +18,7 @@ from jax import lax  # noqa: E402
 
 from extreme_numbers import NUMBERS, assert_equal_everywhere, pairs  # noqa: E402
 from jaxpr_agreement import BOTH, agrees, numbers, operators_of, results, same  # noqa: E402
-from onward.convert.jax.jaxpr import export  # noqa: E402
+from onward.frameworks.jax.jaxpr import export  # noqa: E402
 from representatives import chosen  # noqa: E402
 
 # ---- primitives ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 
 from jaxpr_agreement import agrees, numbers, results, same, weights  # noqa: E402
-from onward.convert.jax.jaxpr import export  # noqa: E402
+from onward.frameworks.jax.jaxpr import export  # noqa: E402
 
 Tree = Any
 

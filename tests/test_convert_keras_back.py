@@ -15,9 +15,9 @@ from conftest import needs
 
 keras = pytest.importorskip("keras")
 from keras_runs import Run, batches, layers, mlp, named, one_hot, real, step, whole  # noqa: E402
-from onward.convert.keras import from_keras, to_keras  # noqa: E402
 from onward.engines import start  # noqa: E402
 from onward.errors import DataError, UnsupportedError  # noqa: E402
+from onward.frameworks.keras import from_keras, to_keras  # noqa: E402
 from onward.recipe.optimizers import OPTIMIZERS  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]

@@ -16,10 +16,10 @@ from conftest import needs
 
 keras = pytest.importorskip("keras")
 from keras_runs import batches, layers, named, real, whole  # noqa: E402
-from onward.convert.files import restore, write  # noqa: E402
-from onward.convert.keras import from_keras  # noqa: E402
 from onward.engines import start  # noqa: E402
 from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
+from onward.frameworks.files import restore, write  # noqa: E402
+from onward.frameworks.keras import from_keras  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 

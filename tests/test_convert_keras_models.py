@@ -15,9 +15,9 @@ from conftest import needs
 keras = pytest.importorskip("keras")
 import onward  # noqa: E402
 from keras_runs import Run, agree, batches, binary, goes_on, layers, mlp, one_hot, real, step, whole  # noqa: E402
-from onward.convert.keras import from_keras  # noqa: E402
 from onward.engines import start  # noqa: E402
 from onward.errors import MismatchError, UnsupportedError  # noqa: E402
+from onward.frameworks.keras import from_keras  # noqa: E402
 from onward.inspect import describe  # noqa: E402
 from onward.model.state import states  # noqa: E402
 
@@ -373,7 +373,7 @@ def test_what_is_no_compiled_graph_of_layers_is_refused():
 
 
 def test_trying_finds_what_was_read_wrongly(monkeypatch):
-    from onward.convert.keras import optimizers
+    from onward.frameworks.keras import optimizers
 
     run = mlp(keras.optimizers.Adam(1e-2, epsilon=1e-3))
     monkeypatch.setattr(optimizers, "settings_of", lambda optimizer: {"beta1": 0.8, "variant": "keras"})

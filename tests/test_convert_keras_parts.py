@@ -9,8 +9,8 @@ from conftest import needs
 
 keras = pytest.importorskip("keras")
 from keras_runs import agree, batches, binary, goes_on, mlp, one_hot, positive, real, step, whole  # noqa: E402
-from onward.convert.keras import from_keras  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
+from onward.frameworks.keras import from_keras  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 

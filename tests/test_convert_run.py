@@ -13,11 +13,11 @@ from onnx import parser
 import models
 import onward
 from onward.agreement.steps import without_dropout
-from onward.convert.snapshot import assemble, disassemble
 from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.model.state import states
 from onward.recipe.optimizers import OPTIMIZERS
+from onward.run_state.snapshot import assemble, disassemble
 
 RNG = np.random.default_rng(0)
 BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}

@@ -204,7 +204,7 @@ def test_sizes_may_be_fixed():
 
 
 def test_what_needs_a_size_says_so(monkeypatch):
-    from onward.convert.tensorflow import sizes
+    from onward.frameworks.tensorflow import sizes
 
     def needs_it(x, *, axis):
         return tf().reshape(x, [x.shape[0] * 1, -1])
@@ -233,7 +233,7 @@ def test_places_in_tensors_of_open_sizes(operator, places):
         f (float[N,M] x, int64[I,J] places, float[I,K] updates) => (float[N,M] y) {{
             y = {operator.replace("'", '"')} (x, places, updates)
         }}"""
-    from onward.convert.tensorflow.sizes import OpenSizes
+    from onward.frameworks.tensorflow.sizes import OpenSizes
 
     places = np.array(places)
     x = RNG.standard_normal((3, 4)).astype("f")
@@ -601,7 +601,7 @@ def test_a_folder_that_holds_something_else(tmp_path):
 
 
 def test_a_wrong_table_is_found_out(monkeypatch):
-    from onward.convert.tensorflow import graph
+    from onward.frameworks.tensorflow import graph
 
     wrong = {**graph.operators(), "Tanh": lambda op, x: op.Sigmoid(x)}
     monkeypatch.setattr(graph, "operators", lambda: wrong)

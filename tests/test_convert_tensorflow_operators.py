@@ -256,7 +256,7 @@ def as_specs(name, arrays):
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
-    from onward.convert.tensorflow.capture import export
+    from onward.frameworks.tensorflow.capture import export
 
     compute, *arrays = CASES[name]
     call = tf().function(compute)
@@ -298,7 +298,7 @@ INEXACT = {  # which engine, or TensorFlow itself, differs there, and by how muc
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_functions_at_extreme_arguments(kind):
     """Element by element, relative to each: sums and absolute tolerances hide what is lost near 0."""
-    from onward.convert.tensorflow.capture import export
+    from onward.frameworks.tensorflow.capture import export
 
     arrays = pairs() if kind == "two" else (NUMBERS,)
     names = [name for name in EXTREMES[kind].split() if name not in INEXACT]

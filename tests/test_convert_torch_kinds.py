@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from onward.convert.torch.arguments import Flat  # noqa: E402
+from onward.frameworks.torch.arguments import Flat  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 

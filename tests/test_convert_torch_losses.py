@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from onward.convert.torch.losses import ROWS, make_loss, read_loss  # noqa: E402
-from onward.convert.torch.objective import summands  # noqa: E402
+from onward.frameworks.torch.losses import ROWS, make_loss, read_loss  # noqa: E402
+from onward.frameworks.torch.objective import summands  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

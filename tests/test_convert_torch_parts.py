@@ -15,18 +15,18 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
+from onward.run_state.snapshot import Snapshot, assemble, disassemble
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
 
 torch = pytest.importorskip("torch")
-from onward.convert.torch.counterparts import FROM_TORCH, SUPPORT  # noqa: E402
-from onward.convert.torch.exact.optimizer import ExactOptimizer, Together  # noqa: E402
-from onward.convert.torch.formulas import EXACT  # noqa: E402
-from onward.convert.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
+from onward.frameworks.torch.counterparts import FROM_TORCH, SUPPORT  # noqa: E402
+from onward.frameworks.torch.exact.optimizer import ExactOptimizer, Together  # noqa: E402
+from onward.frameworks.torch.formulas import EXACT  # noqa: E402
+from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread", "torch_in_float64")]
 
@@ -157,7 +157,7 @@ def test_from_torch(name: str, cls: str, settings: dict[str, Any], before: int) 
 
 
 def test_every_class_of_torch_is_known() -> None:
-    from onward.convert.torch.counterparts import REFUSED
+    from onward.frameworks.torch.counterparts import REFUSED
 
     traced = {torch.optim.ASGD, torch.optim.Rprop}
     public = {value for value in vars(torch.optim).values() if inspect.isclass(value)} - {torch.optim.Optimizer}
@@ -376,7 +376,7 @@ def test_exact_classes_need_nothing_but_torch() -> None:
     printed = inspect.getsource(inspect.getmodule(EXACT["Lion"]))
     lines = [line for text in (*(path.read_text() for path in files), printed) for line in text.splitlines()]
     ours = [line for line in lines if "onward" in line]
-    assert all(line.startswith("from onward.convert.torch.exact.") for line in ours), ours
+    assert all(line.startswith("from onward.frameworks.torch.exact.") for line in ours), ours
     program = "\n".join(line for line in lines if line not in ours and "__future__" not in line)
     names: dict[str, Any] = {}
     exec(compile("from __future__ import annotations\n" + program, "program", "exec"), names)

@@ -12,17 +12,17 @@ import pytest
 
 import schedule_tables
 from conftest import needs
-from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec, parse
+from onward.run_state.snapshot import Snapshot
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
 
-from onward.convert.rate_formulas import Factor, complete  # noqa: E402
-from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
-from onward.convert.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
+from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
+from onward.frameworks.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
+from onward.vocabulary.rate_formulas import Factor, complete  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")]
 

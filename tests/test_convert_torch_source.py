@@ -19,9 +19,9 @@ import models
 import onward
 from conftest import needs
 from onward.agreement.steps import without_dropout
-from onward.convert.files import restore, write
 from onward.engines import start
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.frameworks.files import restore, write
 from onward.model import Model
 
 torch = pytest.importorskip("torch")

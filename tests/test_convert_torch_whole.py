@@ -10,11 +10,11 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.convert.snapshot import disassemble
 from onward.engines import start
+from onward.run_state.snapshot import disassemble
 
 torch = pytest.importorskip("torch")
-from onward.convert.torch.schedules import updates_per_step  # noqa: E402
+from onward.frameworks.torch.schedules import updates_per_step  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

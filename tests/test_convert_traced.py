@@ -10,17 +10,17 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.spec import Spec
+from onward.run_state.snapshot import Snapshot, assemble, disassemble
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import torch_optimizers as theirs  # noqa: E402
-from onward.convert.torch.capture import capture_module  # noqa: E402
-from onward.convert.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
+from onward.frameworks.torch.capture import capture_module  # noqa: E402
+from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

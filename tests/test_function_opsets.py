@@ -15,8 +15,8 @@ import onnxruntime as ort
 import pytest
 
 import onward
-from onward.convert.files import ENDINGS, Framework, write
 from onward.engines import function, start
+from onward.frameworks.files import ENDINGS, Framework, write
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 

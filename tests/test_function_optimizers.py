@@ -13,11 +13,11 @@ from rich.console import Console
 import models
 import onward
 from conftest import needs
-from onward.convert.snapshot import assemble, disassemble
 from onward.engines import start
 from onward.errors import RecipeError
 from onward.inspect import render
 from onward.model.state import states
+from onward.run_state.snapshot import assemble, disassemble
 
 RNG = np.random.default_rng(0)
 BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}

@@ -26,12 +26,12 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from onward.checkpoint.scales import scaling_of  # noqa: E402
-from onward.convert.snapshot import Group, Snapshot, assemble  # noqa: E402
-from onward.convert.torch import capture_module, files, from_torch, to_torch  # noqa: E402
-from onward.convert.torch.clipping import Clip  # noqa: E402
-from onward.convert.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
-from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
+from onward.frameworks.torch import capture_module, files, from_torch, to_torch  # noqa: E402
+from onward.frameworks.torch.clipping import Clip  # noqa: E402
+from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
+from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
+from onward.run_state.snapshot import Group, Snapshot, assemble  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

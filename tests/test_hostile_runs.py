@@ -22,8 +22,8 @@ import onward
 from commands import failed
 from conftest import needs
 from full_disks import NAMESPACE, can_mount
-from onward.convert.files import Framework, restore, with_state, write
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.frameworks.files import Framework, restore, with_state, write
 from onward.model.state import STEP
 
 
@@ -38,7 +38,7 @@ def training() -> onward.Model:
 def test_no_function_of_a_saved_model_is_called(tmp_path: Path) -> None:
     import tensorflow as tf
 
-    from onward.convert.tensorflow import from_tensorflow, to_tensorflow
+    from onward.frameworks.tensorflow import from_tensorflow, to_tensorflow
 
     module, marker = to_tensorflow(training()), tmp_path / "marker"
     along = module.training_model()
@@ -126,7 +126,7 @@ def group_in_place(h5: Any, group: Any, secret: Path) -> None:
 def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tmp_path: Path) -> None:
     import h5py
 
-    from onward.convert.keras.weights import read_weights
+    from onward.frameworks.keras.weights import read_weights
 
     (tmp_path / "secret").write_bytes(SECRET)
     data = io.BytesIO()
@@ -142,7 +142,7 @@ def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tm
 
 @needs("keras")
 def test_an_archive_that_unpacks_to_more_than_there_can_be(tmp_path: Path) -> None:
-    from onward.convert.keras.weights import read_weights
+    from onward.frameworks.keras.weights import read_weights
 
     with zipfile.ZipFile(tmp_path / "run.keras", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("model.weights.h5", bytes(200 << 20))
@@ -177,7 +177,7 @@ def test_states_of_pytorch_are_what_the_training_model_has(tmp_path: Path, monke
 
     import torch
 
-    from onward.convert.torch import to_torch
+    from onward.frameworks.torch import to_torch
 
     monkeypatch.chdir(tmp_path)
     like = onward.prepare(

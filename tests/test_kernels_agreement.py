@@ -11,7 +11,7 @@ import gradcheck
 from native_kernels import lowered_gradient, needs_kernels, with_gradient
 from onward.errors import UnsupportedError
 from onward.kernels import DOMAIN, library
-from onward.transform.sessions import open_session
+from onward.runtime.sessions import open_session
 from representatives import chosen
 from rule_tables import ALL, without_onnxruntime
 

@@ -13,7 +13,7 @@ import onward
 from conftest import needs
 from native_kernels import lowered_gradient, needs_kernels, with_gradient
 from onward.kernels import DOMAIN, library
-from onward.transform.sessions import open_session
+from onward.runtime.sessions import open_session
 
 pytestmark = needs_kernels
 Layer = tuple[str, dict[str, np.ndarray], dict[str, Any]]

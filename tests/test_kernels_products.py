@@ -19,9 +19,9 @@ from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import load
 from onward.model.core import values
+from onward.runtime.sessions import open_session
 from onward.standard import OLDEST_OPSET
 from onward.transform.opset import of_one_opset
-from onward.transform.sessions import open_session
 from onward.transform.types import fill_in_types
 
 pytestmark = needs_kernels

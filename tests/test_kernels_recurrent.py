@@ -14,7 +14,7 @@ import onward
 from native_kernels import add_gradient, assert_the_same_with_kernels, lowered_gradient, needs_kernels, run_kernel
 from onward.kernels import DOMAIN, library
 from onward.lowering.step import Manner, lower_for_engine
-from onward.transform.sessions import open_session
+from onward.runtime.sessions import open_session
 from rule_cases.recurrent import GATES, OUTPUTS, layer
 from torch_recurrent import loss_of_all, torch_gradients
 

@@ -16,8 +16,8 @@ import pytest
 import onward
 from conftest import needs
 from models import layers_without_names
+from onward.analysis.blocks import find_blocks
 from onward.errors import UnsupportedError
-from onward.inspect.blocks import find_blocks
 from onward.model import load
 
 torch = pytest.importorskip("torch")
@@ -27,7 +27,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 import fsdp_blocks  # noqa: E402
 from layered_models import CNNS, FAMILIES, export, exported  # noqa: E402
-from onward.convert.torch import to_module  # noqa: E402
+from onward.frameworks.torch import to_module  # noqa: E402
 from processes import together  # noqa: E402
 
 pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]

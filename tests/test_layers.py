@@ -32,17 +32,20 @@ TIERS = [
     ["containers", "shapes"],
     ["build"],
     ["model"],
+    ["runtime"],
     ["transform", "configuration"],
     ["rules"],
     ["differentiate"],
     ["kernels"],
     ["recipe"],
+    ["vocabulary", "analysis"],
     ["checker", "lowering"],
     ["inspect"],
     ["engines"],
-    ["gradcheck", "planning"],
+    ["planning"],
     ["agreement"],
-    ["convert", "backend"],
+    ["run_state", "backend"],
+    ["frameworks"],
     ["checkpoint"],
     ["training"],
     ["distribute"],
@@ -52,7 +55,7 @@ TIERS = [
 TIER = {unit: level for level, units in enumerate(TIERS) for unit in units}
 MAY_USE_PUBLIC_NAMES = {"cli", "web", "__main__"}  # `from onward import ...`, as a user would
 
-# A framework, and the words of which a file that imports it has one in its path: run/torch.py, convert/from_torch.py.
+# A framework, and the words of which a file that imports it has one in its path: engines/torch/.
 _TORCH, _JAX, _TENSORFLOW = {"torch", "torchrun"}, {"jax", "flax", "orbax"}, {"tensorflow", "keras"}
 FRAMEWORKS = {
     "torch": _TORCH,
@@ -77,10 +80,12 @@ PROTOBUF = {"onnx", "google"}
 SCHEMAS = "onnx.defs"  # what operators there are is not protobuf, and free everywhere, as onnx_ir is
 PROTOBUF_EDGE = {
     "onward.model": "reads and writes ModelProto, and keeps what onnx_ir would drop",
+    "onward.runtime": "sessions of ONNX Runtime start from ModelProto",
+    "onward.run_state.standard_steps": "steps that others wrote arrive as ModelProto",
     "onward.transform": "the version converter and the inliner of `onnx` work on ModelProto",
     "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.backend": "the interface for backends that `onnx` has, and its test runner drives",
-    "onward.convert": "exporters of other frameworks hand over ModelProto, and expect it",
+    "onward.frameworks": "exporters of other frameworks hand over ModelProto, and expect it",
     "onward.engines.numpy.reference": "takes rare operators from the reference implementation of `onnx`",
     "onward.lowering.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
@@ -101,7 +106,9 @@ class Module(NamedTuple):
 
     @property
     def serves(self) -> set[str]:
-        """The frameworks that this file exists for."""
+        """The frameworks that this file exists for. A vocabulary names a framework without importing it."""
+        if self.unit == "vocabulary":
+            return set()
         words = {word for part in self.name.split(".") for word in part.split("_")}
         return {framework for framework, served_by in FRAMEWORKS.items() if words & served_by}
 
@@ -241,15 +248,15 @@ def test_the_source_keeps(rule: Rule) -> None:
         (order, "onward.cli.show", "from onward import Model", ""),
         (order, "onward", "from .cli import main", ""),
         (framework, "onward.engines.torch", "import torch.nn", ""),
-        (framework, "onward.convert.from_torch", "from torch import nn", ""),
-        (framework, "onward.convert.jax", "import torch", "imports `torch`"),
+        (framework, "onward.frameworks.from_torch", "from torch import nn", ""),
+        (framework, "onward.frameworks.jax", "import torch", "imports `torch`"),
         (framework, "onward.training.loop", "def f():\n    import keras", "imports `keras`"),
         (framework, "onward.training.loop", "f = lambda: importlib.import_module('torch')", "imports `torch`"),
         (framework, "onward", "import jax", "imports `jax`"),
         (framework, "onward.engines", "from . import torch", "when it is loaded"),
         (framework, "onward.engines", "def door():\n    from . import torch", ""),
         (framework, "onward.engines", "if TYPE_CHECKING:\n    from .torch import Engine", ""),
-        (framework, "onward.convert.torch", "from onward.engines.torch import table", ""),
+        (framework, "onward.frameworks.torch", "from onward.engines.torch import table", ""),
         (protobuf, "onward.lowering.expand", "import onnx", ""),
         (protobuf, "onward.lowering.passes", "from onnx import helper", "not in PROTOBUF_EDGE"),
         (protobuf, "onward.modelling", "import onnx", "not in PROTOBUF_EDGE"),

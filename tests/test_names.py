@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from conftest import needs
-from onward.convert import files
 from onward.errors import RecipeError
+from onward.frameworks import files
 
 PLAIN = ("x", "w1", "b1", "h", "r", "w2", "b2", "y")
 BATCH = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)

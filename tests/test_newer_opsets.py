@@ -15,7 +15,7 @@ from conformity import operator_of
 from conftest import onnx_node_tests
 from onward.engines import function, start
 from onward.lowering import runtime
-from onward.transform.runtime_limits import Limits, onnxruntime_limits
+from onward.runtime.limits import Limits, onnxruntime_limits
 
 WITH_BODIES = ("LinearAttention", "CausalConvWithState", "SwiGLU", "Range", "SpaceToDepth", "DepthToSpace", "Celu")
 FLOATS = ("float32", "float64", "int64", "int32")
@@ -98,7 +98,7 @@ def test_training_agrees_on_every_engine() -> None:
 def test_gradients_on_onnxruntime_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    module = importlib.import_module("onward.convert.torch").to_module(net())
+    module = importlib.import_module("onward.frameworks.torch").to_module(net())
     module(torch.tensor(x)).sum().backward()
     expected = {name: parameter.grad.numpy() for name, parameter in module.named_parameters()}
     assert expected.keys() >= {"kernel", "wk", "wd"}

@@ -29,7 +29,7 @@ LEG = 30
 
 
 def lion(parameters):
-    from onward.convert.torch.formulas import EXACT
+    from onward.frameworks.torch.formulas import EXACT
 
     return EXACT["Lion"](parameters, lr=1e-3, weight_decay=0.01)
 

@@ -137,7 +137,7 @@ def test_a_channel_that_is_constant() -> None:
 def test_another_slope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is exactly 0 in PyTorch alone counts: it is no rounding error."""
     torch = pytest.importorskip("torch")
-    from onward.convert.torch import translations
+    from onward.frameworks.torch import translations
 
     monkeypatch.delitem(translations.TRANSLATIONS, torch.ops.aten.hardtanh.default)
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Hardtanh(0, 1), torch.nn.Linear(2, 1))

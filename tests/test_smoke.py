@@ -91,7 +91,7 @@ def test_a_training_model_is_changed_and_keeps_training(folder: Path) -> None:
 
 def test_a_checkpoint_is_shown_and_a_missing_framework_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of PyTorch is read without PyTorch; to go on in it, it is needed."""
-    for name in [name for name in sys.modules if name.startswith("onward.convert.torch")]:
+    for name in [name for name in sys.modules if name.startswith("onward.frameworks.torch")]:
         monkeypatch.delitem(sys.modules, name)  # another test may have imported it
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "exponential:gamma=0.9; after 2 steps" in run("show", str(CHECKPOINT)).stdout

@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import torch_loss_table as table  # noqa: E402
-from onward.convert.torch import capture_module, from_torch, to_module  # noqa: E402
+from onward.frameworks.torch import capture_module, from_torch, to_module  # noqa: E402
 from torch_loss_table import DATA, Losing, Predicting, Row  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]

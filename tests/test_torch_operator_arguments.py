@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from onward.convert.torch import from_torch  # noqa: E402
+from onward.frameworks.torch import from_torch  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 

@@ -11,8 +11,8 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.convert import files
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.frameworks import files
 
 RNG = np.random.default_rng(3)
 NETS = {

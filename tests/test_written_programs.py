@@ -19,12 +19,12 @@ from onnx import TensorProto, helper, numpy_helper
 import onward
 import planted
 from conftest import needs
-from onward.convert.files import Framework, write
-from onward.convert.program.audit import audit_program
-from onward.convert.program.names import Identifiers, docstring, is_identifier, program_beside, quote
-from onward.convert.program.trial import StepTrial, step_trial
 from onward.engines import start
 from onward.errors import Error, MismatchError, UnsupportedError
+from onward.frameworks.files import Framework, write
+from onward.frameworks.program.audit import audit_program
+from onward.frameworks.program.names import Identifiers, docstring, is_identifier, program_beside, quote
+from onward.frameworks.program.trial import StepTrial, step_trial
 from onward.transform.attribute_words import WORDS
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*planted.STATEMENTS, *planted.WORDS])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from onward.convert.torch import from_torch, to_torch
+from onward.frameworks.torch import from_torch, to_torch
 
 
 class Recurrent(nn.Module):

@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
     from onward.checkpoint.torch_lightning import LightningCallback as LightningCallback
     from onward.checkpoint.torch_trainer import TrainerCallback as TrainerCallback
-    from onward.convert.jax import from_jax as from_jax, to_jax as to_jax
-    from onward.convert.keras import from_keras as from_keras, to_keras as to_keras
-    from onward.convert.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
-    from onward.convert.torch import from_torch as from_torch, to_torch as to_torch
+    from onward.frameworks.jax import from_jax as from_jax, to_jax as to_jax
+    from onward.frameworks.keras import from_keras as from_keras, to_keras as to_keras
+    from onward.frameworks.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
+    from onward.frameworks.torch import from_torch as from_torch, to_torch as to_torch
     from onward.differentiate import gradient as gradient, jvp as jvp, vjp as vjp
     from onward.engines.initialization import reset as reset
     from onward.errors import Error as Error
-    from onward.gradcheck import check_gradients as check_gradients
+    from onward.agreement.gradcheck import check_gradients as check_gradients
     from onward.inspect import describe as describe
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
@@ -59,14 +59,14 @@ _NAMES = {
     "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
     "checkpoint.torch_lightning": ("LightningCallback",),
     "checkpoint.torch_trainer": ("TrainerCallback",),
-    "convert.jax": ("from_jax", "to_jax"),
-    "convert.keras": ("from_keras", "to_keras"),
-    "convert.tensorflow": ("from_tensorflow", "to_tensorflow"),
-    "convert.torch": ("from_torch", "to_torch"),
+    "frameworks.jax": ("from_jax", "to_jax"),
+    "frameworks.keras": ("from_keras", "to_keras"),
+    "frameworks.tensorflow": ("from_tensorflow", "to_tensorflow"),
+    "frameworks.torch": ("from_torch", "to_torch"),
     "differentiate": ("gradient", "jvp", "vjp"),
     "engines.initialization": ("reset",),
     "errors": ("Error",),
-    "gradcheck": ("check_gradients",),
+    "agreement.gradcheck": ("check_gradients",),
     "inspect": ("describe",),
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
@@ -109,13 +109,13 @@ def __dir__() -> list[str]:
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     """What to say of a name that needs a framework which is not there."""
     home = _HOME[name]
-    if not home.startswith(("convert.", "checkpoint.")) or str(error.name).startswith("onward"):
+    if not home.startswith(("frameworks.", "checkpoint.")) or str(error.name).startswith("onward"):
         return error
     from onward.errors import UnsupportedError
 
     framework = home.split(".")[1].partition("_")[0]
     extra = "tensorflow" if framework == "keras" else framework
-    package = f"onward[{extra}]" if home.startswith("convert.") or error.name == "torch" else error.name
+    package = f"onward[{extra}]" if home.startswith("frameworks.") or error.name == "torch" else error.name
     return UnsupportedError(
         f"`onward.{name}` needs `{error.name}`, which is not installed", hint=f"pip install '{package}'"
     )

@@ -210,7 +210,7 @@ def _penalty(proto: onnx.ModelProto) -> None:
 @functools.cache
 def _losing(row: str) -> Model:
     """A module of PyTorch with a loss inside, as its exporter and Onward capture it."""
-    from onward.convert.torch import capture_module
+    from onward.frameworks.torch import capture_module
     from torch_loss_table import DATA, Losing, inputs, rows
 
     found = next(each for each in rows() if str(each) == row)

@@ -13,10 +13,10 @@ import numpy as np
 import lowered
 import onward
 from grid.side import Arrays
-from onward.convert.files import write
-from onward.convert.snapshot import disassemble
 from onward.engines import start
+from onward.frameworks.files import write
 from onward.model import Model
+from onward.run_state.snapshot import disassemble
 
 Target = Callable[[Model, Sequence[Arrays]], list[float]]
 
@@ -49,7 +49,7 @@ def torch_objects(live: bool) -> Target:
         import torch
         from torch import nn
 
-        from onward.convert.torch.schedulers import updates_per_step
+        from onward.frameworks.torch.schedulers import updates_per_step
 
         module, optimizer, scheduler, loss = onward.to_torch(model, live=live)
         if has_dropout(model):

@@ -36,7 +36,7 @@ def _torch(folder: Path) -> None:
     """What a program saves after a step."""
     import torch
 
-    from onward.convert.torch import to_torch
+    from onward.frameworks.torch import to_torch
 
     made = to_torch(_training(folder), probe=False)
     for parameter in made.module.parameters():
@@ -80,9 +80,9 @@ def changed_state(rng: random.Random, data: bytes) -> bytes:
 
 
 def _keras(folder: Path) -> None:
-    from onward.convert.keras.release import to_keras
-    from onward.convert.keras.source import write_program
-    from onward.convert.keras.source.placeholder_model import standing_in
+    from onward.frameworks.keras.release import to_keras
+    from onward.frameworks.keras.source import write_program
+    from onward.frameworks.keras.source.placeholder_model import standing_in
 
     training = _training(folder)
     live = to_keras(training)
@@ -135,7 +135,7 @@ def changed_hdf5(rng: random.Random, data: bytes) -> bytes:
 
 
 def _jax(folder: Path) -> None:
-    from onward.convert.files import write
+    from onward.frameworks.files import write
 
     write(_training(folder), "jax", folder / "run")
 
@@ -143,7 +143,7 @@ def _jax(folder: Path) -> None:
 def _tensorflow(folder: Path) -> None:
     import tensorflow as tf
 
-    from onward.convert.tensorflow import to_tensorflow
+    from onward.frameworks.tensorflow import to_tensorflow
 
     tf.saved_model.save(to_tensorflow(_training(folder)), str(folder / "run"))
 
@@ -161,7 +161,7 @@ _STATE = (*(changed_state,) * 8, *(changed_zip({".pkl": pickled_damages}),) * 2,
 
 def _restored() -> Any:
     """As the API does it."""
-    from onward.convert.tensorflow import from_tensorflow
+    from onward.frameworks.tensorflow import from_tensorflow
 
     return from_tensorflow(Path("run"))
 

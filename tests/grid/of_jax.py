@@ -15,11 +15,11 @@ from optax._src import alias
 
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
-from onward.convert.jax import from_jax, to_jax
-from onward.convert.jax.closures import Transformation, origin, walk
-from onward.convert.jax.schedules import make_schedule
-from onward.convert.snapshot import disassemble
+from onward.frameworks.jax import from_jax, to_jax
+from onward.frameworks.jax.closures import Transformation, origin, walk
+from onward.frameworks.jax.schedules import make_schedule
 from onward.model import Model
+from onward.run_state.snapshot import disassemble
 
 OPTIMIZERS = [
     *("sgd()", "sgd(momentum=0.9)", "sgd(momentum=0.9, nesterov=True)", "adam(eps=1e-3)", "adam(eps_root=1e-3)"),

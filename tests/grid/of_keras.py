@@ -13,8 +13,8 @@ from keras import layers
 
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words
-from onward.convert.keras import from_keras, to_keras
-from onward.convert.keras.live import GraphOptimizer
+from onward.frameworks.keras import from_keras, to_keras
+from onward.frameworks.keras.live import GraphOptimizer
 from onward.model import Model
 
 OPTIMIZERS = [

@@ -11,7 +11,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from grid.record import Outcome
 from grid.side import HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words
-from onward.convert.tensorflow import from_tensorflow, to_tensorflow
+from onward.frameworks.tensorflow import from_tensorflow, to_tensorflow
 from onward.model import Model
 
 LOSSES = {

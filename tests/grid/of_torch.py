@@ -14,10 +14,10 @@ from torch.optim import lr_scheduler
 
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
-from onward.convert.snapshot import disassemble
-from onward.convert.torch import from_torch, to_torch
-from onward.convert.torch.schedules import updates_per_step
+from onward.frameworks.torch import from_torch, to_torch
+from onward.frameworks.torch.schedules import updates_per_step
 from onward.model import Model
+from onward.run_state.snapshot import disassemble
 
 OPTIMIZERS = [
     *("SGD()", "SGD(weight_decay=0.1)", "SGD(momentum=0.9)", "SGD(momentum=0.9, nesterov=True)"),

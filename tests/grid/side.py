@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from grid.record import Outcome
-from onward.convert.snapshot import disassemble
 from onward.engines import start
 from onward.model import Model
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import FunctionOptimizer
+from onward.run_state.snapshot import disassemble
 
 KINDS = ("optimizers", "losses", "schedules")
 

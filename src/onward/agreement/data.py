@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from onward.gradcheck.inputs import candidate_inputs
+from onward.agreement.gradcheck.inputs import candidate_inputs
 from onward.model import Model
 
 _CANDIDATES = 4

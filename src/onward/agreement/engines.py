@@ -12,13 +12,13 @@ import numpy as np
 
 from onward.agreement.data import inputs_of_type
 from onward.agreement.divergence import Way, first_difference
+from onward.agreement.gradcheck.inputs import GIVE, Given, fit_inputs
 from onward.agreement.noise import distances_without_noise
 from onward.agreement.report import Report, Row
 from onward.agreement.tolerance import Arrays, farthest
 from onward.arguments import Count, Range, Seed, checked
 from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
-from onward.gradcheck.inputs import GIVE, Given, fit_inputs
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onward.gradcheck.report import align_columns
+from onward.agreement.gradcheck.report import align_columns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from onward.agreement.gradcheck.inputs import generator
 from onward.agreement.noise import ROUNDINGS, noise_in
 from onward.agreement.tolerance import Arrays, Comparison, Tolerance, distance, epsilon_of, largest
 from onward.engines import Engine, start
 from onward.errors import MismatchError, UnsupportedError
-from onward.gradcheck.inputs import generator
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from onward import engines
+from onward.agreement.gradcheck.inputs import generator
 from onward.agreement.tolerance import Arrays, Comparison, Tolerance
-from onward.gradcheck.inputs import generator
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 

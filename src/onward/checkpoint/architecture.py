@@ -20,7 +20,7 @@ from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
-    from onward.convert.torch.architecture import Architecture
+    from onward.frameworks.torch.architecture import Architecture
 
 _LIKE = (
     "give the ONNX model that it is of: `--like model.onnx`, which `torch.onnx.export` makes, or `onward.from_torch`"
@@ -56,7 +56,7 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == TRAINER}
     try:
-        from onward.convert.torch.architecture import from_configuration
+        from onward.frameworks.torch.architecture import from_configuration
 
         made = from_configuration(checkpoint.configuration, types, example_inputs, **how)
     except ModuleNotFoundError as error:
@@ -112,7 +112,7 @@ def _is_in_transformers(name: str) -> bool:
 
 def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: Any) -> Captured:
     try:
-        from onward.convert.torch.architecture import from_module
+        from onward.frameworks.torch.architecture import from_module
     except ModuleNotFoundError as error:
         raise missing_package(error) from error
     found = _import_object(given) if isinstance(given, str) else given

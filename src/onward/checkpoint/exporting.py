@@ -23,8 +23,6 @@ from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
-from onward.convert.snapshot import Snapshot, disassemble, step_of
-from onward.convert.standard_steps import adopt
 from onward.errors import UnknownNameError, UnsupportedError, advising, near, warn
 from onward.inspect import describe
 from onward.model import Model
@@ -32,6 +30,8 @@ from onward.model.state import states
 from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
+from onward.run_state.snapshot import Snapshot, disassemble, step_of
+from onward.run_state.standard_steps import adopt
 
 
 @checked()

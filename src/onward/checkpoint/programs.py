@@ -10,7 +10,7 @@ from typing import Any
 from onward.checkpoint.formats.h5_files import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.bundles import read_bundle
-from onward.convert.files import Framework
+from onward.frameworks.files import Framework
 from onward.model.storage.zip_members import BAD_ZIP
 
 _PARTS = {"module", "optimizer", "scheduler"}

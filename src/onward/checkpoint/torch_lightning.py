@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.side_models import Beside
-from onward.convert.torch.architecture import remember_example
+from onward.frameworks.torch.architecture import remember_example
 
 
 def _lightning() -> Any:

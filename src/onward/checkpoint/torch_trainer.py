@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.side_models import Beside
-from onward.convert.torch.architecture import remember_example
+from onward.frameworks.torch.architecture import remember_example
 
 _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers").TrainerCallback
 

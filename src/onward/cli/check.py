@@ -17,7 +17,8 @@ from onward.cli.files import working
 from onward.cli.options import floats_matching, option
 
 if TYPE_CHECKING:
-    from onward import Finding, agreement, gradcheck
+    from onward import Finding, agreement
+    from onward.agreement import gradcheck
 
 _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yellow"), "info": ("remarks", "bold")}
 

@@ -14,13 +14,13 @@ from onward.errors import InvalidModelError, WriteError, near
 from onward.options import UNTOLD, UntoldOptions
 
 if TYPE_CHECKING:
-    from onward.convert.files import Framework
+    from onward.frameworks.files import Framework
 
 
 def _formats() -> str:
     """What can be written, for the help."""
     from onward.checkpoint.formats import writable
-    from onward.convert.files import FRAMEWORKS
+    from onward.frameworks.files import FRAMEWORKS
 
     programs, checkpoints = ", ".join(FRAMEWORKS), ", ".join(writable())
     return (
@@ -131,7 +131,7 @@ def _missing(source: Path) -> InvalidModelError:
 
 def _convert_to(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
     from onward.checkpoint.formats import writable
-    from onward.convert.files import FRAMEWORKS
+    from onward.frameworks.files import FRAMEWORKS
 
     known = dict.fromkeys([*FRAMEWORKS, *writable()])
     if to not in known:
@@ -169,7 +169,7 @@ def _was_state(source: Path, to: str) -> bool:
 
 def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
-    from onward.convert.files import ENDINGS, places, write
+    from onward.frameworks.files import ENDINGS, places, write
 
     ending = ENDINGS[framework]
     path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
@@ -251,7 +251,7 @@ def _import(
 def _refill(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
     from onward.checkpoint.programs import framework_of
-    from onward.convert.files import recognize, restore
+    from onward.frameworks.files import recognize, restore
 
     framework = framework_of(source) or recognize(source)
     if framework is None:

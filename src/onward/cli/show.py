@@ -17,10 +17,10 @@ from onward.cli.options import argument, option
 from onward.errors import WriteError
 
 if TYPE_CHECKING:
+    from onward.analysis.blocks import Part
     from onward.checkpoint import Checkpoint, Comparison
     from onward.checkpoint.comparing import Pair
     from onward.checkpoint.facts import Fact
-    from onward.inspect.blocks import Part
 
 
 @command(
@@ -92,7 +92,7 @@ def show(
 
 
 def _show_blocks(path: Path, as_json: bool) -> None:
-    from onward.inspect.blocks import find_blocks
+    from onward.analysis.blocks import find_blocks
     from onward.inspect.formatting import quantity
     from onward.model import load
 

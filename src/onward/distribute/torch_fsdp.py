@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from onward.convert.torch.exact.masters import MasterWeights
 from onward.errors import UnsupportedError
+from onward.frameworks.torch.exact.masters import MasterWeights
 
 
 def shard_blocks(module: nn.Module, optimizer: Optimizer, **options: Any) -> None:

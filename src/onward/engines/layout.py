@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from onward.analysis.tensor_parallel import divide_products
 from onward.errors import ArgumentError, UnknownNameError, UnsupportedError, near, near_or_first
-from onward.inspect.tensor_parallel import divide_products
 from onward.model import Model
 from onward.model.sharding import Sharding, read_sharding
 from onward.model.state import carried_state

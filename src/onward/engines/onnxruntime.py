@@ -36,9 +36,9 @@ from onward.model import Model
 from onward.model.storage.open_files import let_go
 from onward.model.walk import graphs_of
 from onward.options import Parallel
+from onward.runtime.sessions import contiguous, explain_failures, open_session
 from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
 from onward.transform.opset import of_one_opset
-from onward.transform.sessions import contiguous, explain_failures, open_session
 from onward.transform.types import fill_in_types_before
 
 _PROVIDERS = {

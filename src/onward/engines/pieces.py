@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.inspect.blocks import Part
+from onward.analysis.blocks import Part
 from onward.model import Model
 from onward.standard import IR_VERSION
 

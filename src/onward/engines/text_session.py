@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onward.model import Model
-from onward.transform.sessions import open_session
+from onward.runtime.sessions import open_session
 
 
 def is_text(array: np.ndarray) -> bool:

@@ -21,8 +21,8 @@ from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
 from onward.model.walk import source_of
 from onward.recipe.schedules import Part, schedule, sequence
+from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
-from onward.transform.sessions import evaluate
 
 # The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
 _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {

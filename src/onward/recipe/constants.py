@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onward.constants import constant_tensor, stored_tensor, tensor_in
 from onward.model import Model
 from onward.model.state import with_metadata
+from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.quantised import open_up
-from onward.transform.sessions import evaluate
 
 _BLOCK = 1 << 22
 """Numbers that are looked at together."""

@@ -16,8 +16,8 @@ from onward.recipe.assembly import Assembly, register
 from onward.recipe.initialize import INITIALIZERS, initializer
 from onward.recipe.spec import Spec, parse, split_address
 from onward.recipe.trainable import matching
+from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION
-from onward.transform.sessions import evaluate
 
 _FILE = "file"
 

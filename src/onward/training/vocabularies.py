@@ -18,9 +18,9 @@ from onward.recipe.preprocessing.text import tokenize, words_of
 from onward.recipe.preprocessing.text_inputs import TEXT_INPUT
 from onward.recipe.preprocessing.vocabulary import Vocabulary
 from onward.recipe.spec import Spec, options_of
+from onward.runtime.sessions import open_session
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.training.data import Dataset, Stream, match, open_data
-from onward.transform.sessions import open_session
 
 _ROWS = 1024  # that are looked at together
 

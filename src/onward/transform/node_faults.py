@@ -11,8 +11,8 @@ from onnx import ModelProto, defs
 
 from onward.errors import UnsupportedError, first_line
 from onward.model.walk import nested_graphs
+from onward.runtime.sessions import open_session
 from onward.standard import IR_VERSION, domain_of
-from onward.transform.sessions import open_session
 
 _MICROSOFT = "com.microsoft"
 _LARGEST = 64

@@ -14,8 +14,8 @@ from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
+from onward.runtime.sessions import evaluate
 from onward.standard import is_standard
-from onward.transform.sessions import evaluate
 from onward.transform.training import strip
 
 USUAL_BATCH = 32

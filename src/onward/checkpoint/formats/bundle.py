@@ -14,9 +14,9 @@ from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
-from onward.convert.optimizer_classes import KINDS, WORDS, shortest_decimal, snake_case
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.vocabulary.keras import KINDS, WORDS, shortest_decimal, snake_case
 
 _STATE = "checkpoint"
 """The file that says which checkpoint of a folder is the newest."""

@@ -18,9 +18,9 @@ from onward.checkpoint.pytorch.schedules import schedule_of
 from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
-from onward.convert.rate_formulas import Factor, complete, in_words
-from onward.convert.transformers_schedules import READERS
 from onward.recipe.spec import Spec
+from onward.vocabulary.rate_formulas import Factor, complete, in_words
+from onward.vocabulary.transformers import READERS
 
 STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"

@@ -24,14 +24,14 @@ from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.scales import scaling_of
 from onward.checkpoint.source_checkpoint import keep
 from onward.checkpoint.tensors import Tensor
-from onward.convert.problems import Problems
-from onward.convert.snapshot import Group as RunGroup
-from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError, warn
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
+from onward.run_state.problems import Problems
+from onward.run_state.snapshot import Group as RunGroup
+from onward.run_state.snapshot import Snapshot, assemble, disassemble
 from onward.transform.training import without_steps
 
 

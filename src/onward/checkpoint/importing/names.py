@@ -11,13 +11,13 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import NOT_PROVEN, TRAINER, Order, Shapes, stored_shapes, with_names
-from onward.convert.problems import Problems
-from onward.convert.snapshot import Group as RunGroup
-from onward.convert.snapshot import Snapshot
 from onward.errors import list_names
 from onward.inspect import describe
 from onward.model import Model
 from onward.recipe.spec import Spec
+from onward.run_state.problems import Problems
+from onward.run_state.snapshot import Group as RunGroup
+from onward.run_state.snapshot import Snapshot
 
 
 def with_optimizer_names(

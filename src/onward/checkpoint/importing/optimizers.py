@@ -10,12 +10,12 @@ from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
 from onward.checkpoint.pytorch.optimizers import spec_of
 from onward.checkpoint.pytree.optax_trees import of_adamax
-from onward.convert.snapshot import Group as RunGroup
-from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
+from onward.run_state.snapshot import Group as RunGroup
+from onward.run_state.snapshot import Snapshot
 
 
 def tells_optimizers(checkpoint: Checkpoint) -> bool:

@@ -13,8 +13,6 @@ from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import TRAINER
 from onward.checkpoint.scales import scaling_of
-from onward.convert.snapshot import Group as RunGroup
-from onward.convert.snapshot import Snapshot
 from onward.errors import ArgumentError, UnsupportedError, list_names
 from onward.inspect import describe
 from onward.inspect.formatting import quantity
@@ -23,6 +21,8 @@ from onward.options import UntoldOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
+from onward.run_state.snapshot import Group as RunGroup
+from onward.run_state.snapshot import Snapshot
 from onward.transform.training import without_steps
 
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint
 from onward.checkpoint.matching import Match
 from onward.checkpoint.tensors import Tensor, as_tensor, count_of, transpose
-from onward.convert.problems import Problems
-from onward.convert.snapshot import Group as RunGroup
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
+from onward.run_state.problems import Problems
+from onward.run_state.snapshot import Group as RunGroup
 
 _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 

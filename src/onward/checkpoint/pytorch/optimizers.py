@@ -10,10 +10,10 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
 from onward.checkpoint.tensors import ArrayTensor, number_of
-from onward.convert.pytorch_settings import NATIVE, SETTINGS, settings_in, words_of
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.vocabulary.torch import NATIVE, SETTINGS, settings_in, words_of
 
 # ---- which it is -----------------------------------------------------------------------------------------------------
 

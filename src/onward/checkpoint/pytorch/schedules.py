@@ -7,9 +7,9 @@ from typing import Any
 
 from onward.checkpoint.description import Schedule
 from onward.checkpoint.pytorch.objects import Name, Object
-from onward.convert.pytorch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restart_position
-from onward.convert.rate_formulas import FOREVER, Pieces, complete, in_words
 from onward.recipe.spec import Spec
+from onward.vocabulary.rate_formulas import FOREVER, Pieces, complete, in_words
+from onward.vocabulary.torch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restart_position
 
 _EVERYWHERE = frozenset({
     "base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr",

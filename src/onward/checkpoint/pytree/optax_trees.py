@@ -16,8 +16,8 @@ from onward.checkpoint.description import Optimizer
 from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
-from onward.convert.optax_fields import FIELDS
 from onward.errors import InvalidModelError
+from onward.vocabulary.optax import FIELDS
 
 _STATES: dict[frozenset[str], str] = {
     frozenset({"trace"}): "trace",
@@ -80,7 +80,7 @@ class States:
             self._end(tree, way)
         elif (transformation := _STATES.get(frozenset(fields))) is not None:
             self._slots({slot: field for field, slot in FIELDS[transformation].items()}, inside, way, label, sign)
-        elif fields == {"count", "slots"}:  # of what optax does not have: see convert/jax/exact.py
+        elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/exact.py
             kept = dict(parts(inside["slots"]))
             self._slots({slot: slot for slot in kept}, kept, (*way, "slots"), label, sign)
         elif fields == {"inner_states"}:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.tracked import SHARED
-from onward.convert.optimizer_classes import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
+from onward.vocabulary.keras import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
 
 ITERATIONS, RATE, AVERAGE, GATHERED = "iterations", "learning_rate", "average", "gradient_accumulator"
 _SCALED = "LossScaleOptimizer"

@@ -28,8 +28,8 @@ from onward.checkpoint.tf.compiled import (
 from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
-from onward.convert.optimizer_classes import CLIPS, KINDS, clip_in, shortest_decimal
 from onward.errors import UnsupportedError
+from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 

@@ -14,7 +14,7 @@ from typing import Any
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.h5 import Groups
-from onward.convert.optimizer_classes import is_named_after, snake_case
+from onward.vocabulary.keras import is_named_after, snake_case
 
 _AFFINE, _CELL = ("kernel", "bias"), ("kernel", "recurrent_kernel", "bias")
 _NORM, _SEPARATE = ("gamma", "beta"), ("depthwise_kernel", "pointwise_kernel", "bias")

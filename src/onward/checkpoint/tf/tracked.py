@@ -10,10 +10,10 @@ from typing import Any
 
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
-from onward.convert.optimizer_classes import KINDS, WORDS, is_named_after
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.protobuf_wire import numbers, text, texts
+from onward.vocabulary.keras import KINDS, WORDS, is_named_after
 
 _VALUE = "VARIABLE_VALUE"
 _STATES = "/.ATTRIBUTES/ITERATOR_STATE"

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onward.analysis.blocks import cut_into_parts
 from onward.engines.framework_engine import interpreter
 from onward.engines.pieces import Piece, make_pieces
 from onward.engines.torch import Torch
 from onward.engines.torch.exchange import SumUnderWay
 from onward.engines.torch.recording import Recorded, Run
-from onward.inspect.blocks import cut_into_parts
 from onward.model import Model
 from onward.model.core import is_gradient
 

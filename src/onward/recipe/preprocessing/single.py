@@ -15,8 +15,8 @@ from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
 from onward.recipe.preprocessing.picture import Form, Picture
 from onward.recipe.preprocessing.pipeline import Pipeline
 from onward.recipe.spec import Spec
+from onward.runtime.sessions import open_session
 from onward.standard import IR_VERSION, OLDEST_OPSET
-from onward.transform.sessions import open_session
 
 _MOVES = ("channels_first", "channels_last", "to_rgb")
 """What can be undone: after it, a picture is what it was, in another order."""

@@ -12,7 +12,7 @@ from onward.errors import DataError
 from onward.model import Model
 from onward.recipe.quantize.observe import BATCHES, batch_range
 from onward.recipe.quantize.ranges import Rounding, parameters_as_numbers, roundings
-from onward.transform.sessions import explain_failures, open_session
+from onward.runtime.sessions import explain_failures, open_session
 from onward.transform.training import without_steps
 from onward.transform.unused import keep_only
 

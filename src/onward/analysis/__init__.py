@@ -1,0 +1,1 @@
+"""What exporters, `inspect` and engines need to know about graphs: blocks, repeats, segments, matmuls."""

@@ -1,6 +1,0 @@
-"""JAX: functions, parameters and optax states as training models, and training models as pure functions."""
-
-from onward.convert.jax.capture import from_jax
-from onward.convert.jax.restore import JaxTraining, to_jax
-
-__all__ = ["JaxTraining", "from_jax", "to_jax"]

@@ -1,3 +1,0 @@
-"""How Keras's layers are written with operators of ONNX."""
-
-from onward.convert.keras.layers import activations, core, normalization, recurrent, spatial  # noqa: F401 (rows)

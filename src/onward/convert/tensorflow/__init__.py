@@ -1,6 +1,0 @@
-"""Plain TensorFlow, both ways: `tf.Module` and `tf.function` as training models, training models as `tf.Module`."""
-
-from onward.convert.tensorflow.capture import from_tensorflow
-from onward.convert.tensorflow.module import TrainingModule, to_tensorflow
-
-__all__ = ["TrainingModule", "from_tensorflow", "to_tensorflow"]

@@ -1,1 +1,0 @@
-"""Operations of TensorFlow as operators of ONNX, one file per family: see `onward.convert.tensorflow.graph`."""

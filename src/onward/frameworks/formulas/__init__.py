@@ -1,0 +1,1 @@
+"""ONNX graphs for functions of frameworks, shared by all importers."""

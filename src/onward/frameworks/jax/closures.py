@@ -1,0 +1,160 @@
+"""What an optax object is made of: closures, each with the name of the function that made it, and its variables.
+
+`walk` goes through chains, masks, partitions and injected hyper-parameters to the transformations that compute
+something, in the order in which they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from optax.schedules import WrappedSchedule
+
+from onward.errors import UnsupportedError
+from onward.frameworks.jax.jaxpr.trace import path_of
+
+Tree = Any
+
+
+class Transformation(NamedTuple):
+    """One transformation of gradients that is no combination of others."""
+
+    name: str
+    """The function of optax that makes it; in full if it is not optax's."""
+    arguments: Mapping[str, Any]
+    state: Any
+    params: Tree
+    """The parameters that it sees; those of others are left out."""
+
+
+Visit = Callable[[Transformation], Any]
+"""Gives the state that is to be in place of the transformation's."""
+
+
+class Scheduled(float):
+    """A number of `inject_hyperparams` as it is now, which knows the schedule that it comes from."""
+
+    schedule: Callable[[Any], Any]
+    factor: float
+
+    @classmethod
+    def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> Scheduled:
+        made = cls(value)
+        made.schedule, made.factor = schedule, factor
+        return made
+
+    def __mul__(self, other: float) -> Scheduled:
+        return Scheduled.now(float(self) * other, self.schedule, self.factor * other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Scheduled:
+        return self * -1
+
+
+def origin(function: Callable[..., Any]) -> str:
+    """The function that made this one by closing over its arguments, by its short name if it is optax's or ours."""
+    function = inspect.unwrap(function)
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", repr(function))
+    maker, inner, _ = name.partition(".<locals>")
+    ours = module.startswith(("optax.", "onward."))
+    return maker if ours and inner else f"{module}.{name}"
+
+
+def free_variables(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function closes over, but for what was never assigned."""
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function):
+        return {}
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def walk(update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
+    """Visit all transformations behind an `update`; the state with what the visits gave."""
+    maker = origin(update)
+    if maker in _COMBINATIONS:
+        return _COMBINATIONS[maker](free_variables(update), state, params, visit)
+    return visit(Transformation(maker, free_variables(update), state, params))
+
+
+def _extra(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    return walk(free["tx"].update, state, params, visit)
+
+
+def _chain(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    return tuple(walk(update, s, params, visit) for update, s in zip(free["update_fns"], state, strict=True))
+
+
+def _named_chain(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    return type(state)((name, walk(tx.update, state[name], params, visit)) for name, tx in free["transforms"])
+
+
+def _visit_masked(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    mask = free["mask"]
+    leaves = jax.tree.leaves(mask)
+    if callable(mask) or (leaves and all(map(callable, leaves))):
+        mask = mask(params)
+    return _only(mask, free["inner"].update, state, params, visit)
+
+
+def _only(mask: Tree, update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
+    seen = jax.tree.map(lambda keep, param: param if keep else optax.MaskedNode(), mask, params)
+    return state._replace(inner_state=walk(update, state.inner_state, seen, visit))
+
+
+def _partition(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    labels = free["param_labels"]
+    labels = labels(params) if callable(labels) else labels
+    inner = {
+        group: _only(_equal(labels, group), tx.update, state.inner_states[group], params, visit)
+        for group, tx in free["transforms"].items()
+    }
+    return state._replace(inner_states=inner)
+
+
+def _equal(labels: Tree, group: Any) -> Tree:
+    return jax.tree.map(lambda label: label == group, labels)
+
+
+def _visit_injected(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+    """The transformation with its numbers as they are in the state."""
+    numbers = {name: float(value) for name, value in state.hyperparams.items()}
+    for name, schedule in free["sched_hps"].items():
+        if not isinstance(schedule, WrappedSchedule):
+            raise UnsupportedError(
+                f"`{name}` follows a schedule with a state of its own", hint="use a function of the count of updates"
+            )
+        function = schedule.schedule_fn
+        numbers[name] = Scheduled.now(float(function(state.hyperparams_states[name].count)), function)
+    visit(Transformation("inject_hyperparams", {}, state, optax.MaskedNode()))  # for its counts
+    inner = free["inner_factory"](**free["other_hps"], **numbers)
+    return state._replace(inner_state=walk(inner.update, state.inner_state, params, visit))
+
+
+_COMBINATIONS: dict[str, Callable[[dict[str, Any], Any, Tree, Visit], Any]] = {
+    "with_extra_args_support": _extra,
+    "chain": _chain,
+    "named_chain": _named_chain,
+    "masked": _visit_masked,
+    "partition": _partition,
+    "inject_hyperparams": _visit_injected,
+}
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree by name, which is their place in it."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The name that the exporter gives to a parameter at this place."""
+    return path_of(path) or "params"

@@ -1,0 +1,149 @@
+"""Logic, single bits, and numbers read as other numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.framework import Operators
+from onward.errors import UnsupportedError
+from onward.frameworks.formulas.graph_building import cast, dtype_of
+from onward.frameworks.jax.jaxpr.values import where
+
+primitives = Operators()
+
+
+def _logic(of_bits, of_truths):
+    return lambda op, *xs: getattr(op, of_truths if xs[0].dtype is ir.DataType.BOOL else of_bits)(*xs)
+
+
+primitives.update(
+    {
+        "and": _logic("BitwiseAnd", "And"),
+        "or": _logic("BitwiseOr", "Or"),
+        "xor": _logic("BitwiseXor", "Xor"),
+        "not": _logic("BitwiseNot", "Not"),
+    }
+)
+
+
+# ---- shifts ----------------------------------------------------------------------------------------------------------
+
+
+def _bits(dtype):
+    return np.dtype(dtype).itemsize * 8
+
+
+def _unsigned_type(dtype):
+    return np.dtype(f"uint{_bits(dtype)}")
+
+
+def _shift(op, x, by, direction):
+    """As unsigned numbers of a width that ONNX Runtime has; by more than there are bits, nothing is left."""
+    wide = np.uint64 if _bits(x.dtype.numpy()) > 32 else np.uint32
+    bits, count = (cast(op, cast(op, n, _unsigned_type(n.dtype.numpy())), wide) for n in (x, by))
+    shifted = op.BitShift(bits, count, direction=direction)
+    left = where(op, count < _bits(x.dtype.numpy()), shifted, op.scalar(0, shifted))
+    return cast(op, cast(op, left, _unsigned_type(x.dtype.numpy())), x.dtype)
+
+
+@primitives.define("shift_left")
+def shift_left(op, x, by):
+    return _shift(op, x, by, "LEFT")
+
+
+@primitives.define("shift_right_logical")
+def shift_right_logical(op, x, by):
+    return _shift(op, x, by, "RIGHT")
+
+
+@primitives.define("shift_right_arithmetic")
+def shift_right_arithmetic(op, x, by):
+    """The sign fills the places: of a negative number, the complement is shifted."""
+    if not x.dtype.is_signed():
+        return shift_right_logical(op, x, by)
+    negative = x < 0
+    positive = shift_right_logical(op, where(op, negative, op.BitwiseNot(x), x), by)
+    return where(op, negative, op.BitwiseNot(positive), positive)
+
+
+@primitives.define("population_count")
+def population_count(op, x):
+    bits, count = cast(op, x, _unsigned_type(x.dtype.numpy())), None
+    for place in range(_bits(x.dtype.numpy())):
+        bit = op.BitwiseAnd(_shift(op, bits, op.scalar(place, bits), "RIGHT"), op.scalar(1, bits))
+        count = bit if count is None else count + bit
+    return cast(op, count, x.dtype)
+
+
+# ---- numbers read as others ------------------------------------------------------------------------------------------
+
+_PARTS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
+"""Bits of exponent and fraction."""
+
+
+@primitives.define("bitcast_convert_type")
+def bitcast(op, x, *, new_dtype):
+    old, new = x.dtype.numpy(), np.dtype(new_dtype)
+    if _bits(old) != _bits(new):
+        raise UnsupportedError(f"{old} and {new} have different widths")
+    if old.kind in "iu" and new.kind in "iu":
+        return cast(op, x, new)
+    if old.kind in "iu":
+        return _float_of_bits(op, cast(op, x, _unsigned_type(old)), new)
+    if new.kind in "iu":
+        return cast(op, _bits_of_float(op, x), new)
+    raise UnsupportedError(f"{old} cannot be read as {new}")
+
+
+@primitives.define("nextafter")
+def nextafter(op, x, towards):
+    """The number whose bits, read as an integer, are one more or less."""
+    unsigned, signed = _unsigned_type(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
+    bits = cast(op, _bits_of_float(op, x), signed)
+    step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
+    moved = _float_of_bits(op, cast(op, bits + step, unsigned), x.dtype.numpy())
+    least = op.Sign(towards) * np.finfo(x.dtype.numpy()).smallest_subnormal
+    near = op.Where(op.Equal(x, towards), towards, op.Where(op.Equal(x, 0), least, moved))
+    return op.Where(op.Or(op.IsNaN(x), op.IsNaN(towards)), op.scalar(np.nan, x), near)
+
+
+def _float_of_bits(op, bits, dtype):
+    """Sign, exponent and fraction, put together in double precision, which holds them all."""
+    exponent_bits, fraction_bits = _PARTS[dtype.name]
+    bits = cast(op, bits, np.uint64)
+    last, bias = 2**exponent_bits - 1, 2 ** (exponent_bits - 1) - 1
+
+    def field(start, count):
+        moved = op.BitShift(bits, op.scalar(start, bits), direction="RIGHT")
+        return cast(op, op.BitwiseAnd(moved, op.constant(np.uint64(2**count - 1))), np.float64)
+
+    fraction, exponent = field(0, fraction_bits), field(fraction_bits, exponent_bits)
+    is_normal, is_special = exponent > 0, op.Equal(exponent, last)
+    whole = fraction + op.Where(is_normal, np.float64(2**fraction_bits), np.float64(0))
+    power = op.Where(is_special, np.float64(0), op.Max(exponent, 1)) - (bias + fraction_bits)
+    value = op.Where(is_special, op.Where(fraction > 0, np.float64(np.nan), np.float64(np.inf)), whole * 2**power)
+    return cast(op, op.Where(op.Equal(field(fraction_bits + exponent_bits, 1), 1), -value, value), dtype_of(dtype))
+
+
+def _bits_of_float(op, x):
+    """The other way: the exponent is found by halving what is left of it, and the fraction is what remains."""
+    exponent_bits, fraction_bits = _PARTS[x.dtype.numpy().name]
+    if exponent_bits > 8:
+        raise UnsupportedError("the bits of a double cannot be read")
+    bias, size = 2 ** (exponent_bits - 1) - 1, op.Abs(cast(op, x, np.float64))
+    infinite, undefined = op.Equal(size, np.inf), op.IsNaN(size)
+    size = op.Where(op.Or(infinite, undefined), np.float64(1), size)
+    exponent, rest = op.scalar(1, size), size * np.float64(2.0 ** (bias - 1))  # as if it were the smallest: rest >= 1
+    for step in (2**i for i in reversed(range(exponent_bits))):
+        large = rest >= np.float64(2.0**step)
+        exponent = op.Where(large, exponent + step, exponent)
+        rest = op.Where(large, rest * np.float64(2.0**-step), rest)
+    is_normal = rest >= 1
+    fraction = op.Where(is_normal, rest - 1, rest) * np.float64(2**fraction_bits)
+    bits = op.Where(is_normal, exponent, op.scalar(0, exponent)) * np.float64(2**fraction_bits) + fraction
+    special = np.float64((2**exponent_bits - 1) * 2**fraction_bits)
+    bits = op.Where(undefined, special + 2 ** (fraction_bits - 1), op.Where(infinite, special, bits))
+    is_negative = op.Or(cast(op, x, np.float64) < 0, op.Equal(op.Reciprocal(cast(op, x, np.float64)), -np.inf))
+    bits = op.Where(is_negative, bits + 2 ** (exponent_bits + fraction_bits), bits)
+    return cast(op, cast(op, bits, np.int64), _unsigned_type(x.dtype.numpy()))

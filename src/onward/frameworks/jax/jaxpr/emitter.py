@@ -1,0 +1,195 @@
+"""The walk over a jaxpr: each equation hands its operands to the function that its primitive has in a table.
+
+Such a function takes a builder and the operands. By keyword it may ask for parameters of the equation, for `ins` and
+`outs`, the types and shapes of operands and results, and for `eqn` itself. It returns the result, or several.
+
+    primitives(tanh=lambda op, x: op.Tanh(x))
+
+    @primitives.define("squeeze")
+    def squeeze(op, x, *, dimensions):
+        return op.Squeeze(x, dimensions)
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import onnx_ir as ir
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from onward.build import Builder, Expr, Names
+from onward.engines.framework import Operators, collect_operators, keywords
+from onward.errors import UnsupportedError
+
+FAMILIES = (
+    "elementwise", "bits", "reduction", "cumulative", "movement", "indexing", "sorting", "matrix", "convolution",
+    "pooling", "control", "random",
+)  # fmt: skip
+
+
+@functools.cache
+def primitives() -> Operators:
+    """The rows of all families."""
+    return collect_operators("onward.frameworks.jax.jaxpr", FAMILIES, "primitives")
+
+
+class Emitter(Builder):
+    """A builder that knows what sizes are called, and collects what it cannot express."""
+
+    sizes: dict[str, ir.Value]
+    """Symbols, as scalars."""
+    refused: list[str]
+
+    @classmethod
+    def of(cls, graph: ir.Graph, opset: int, names: Names, places: dict[str, tuple[ir.Value, int]]) -> Emitter:
+        op = cls(graph, opset=opset, names=names, share=True)
+        op.refused = []
+        op.sizes = {
+            name: op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value for name, (value, axis) in places.items()
+        }
+        return op
+
+    def _for(self, graph: ir.Graph, scope: str) -> Emitter:
+        inner = super()._for(graph, scope)
+        inner.sizes, inner.refused = self.sizes, self.refused
+        return inner
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
+    def size(self, size: Any) -> Expr:
+        """A size as a scalar: a number, or what a symbolic expression is at run time."""
+        if isinstance(size, int | np.integer):
+            return self.constant(np.int64(size))
+        return self._evaluate(ast.parse(str(size).replace("^", "**"), mode="eval").body)
+
+    def shape(self, sizes: Sequence[Any]) -> Expr:
+        """Sizes as a vector."""
+        if all(isinstance(size, int | np.integer) for size in sizes):
+            return self.constant(np.asarray(sizes, np.int64))
+        return self.Concat(*(self.Unsqueeze(self.size(size), [0]) for size in sizes), axis=0)
+
+    def _evaluate(self, node: ast.expr) -> Expr:
+        match node:
+            case ast.Constant(int(number)):
+                return self.constant(np.int64(number))
+            case ast.Name(symbol):
+                return self(self.sizes[symbol])
+            case ast.UnaryOp(ast.USub(), operand):
+                return -self._evaluate(operand)
+            case ast.BinOp(left, operator, right):
+                return _ARITHMETIC[type(operator).__name__](self, self._evaluate(left), self._evaluate(right))
+            case ast.Call(ast.Name(function), [left, right]):
+                return _ARITHMETIC[function](self, self._evaluate(left), self._evaluate(right))
+        raise UnsupportedError(f"the size `{ast.unparse(node)}` cannot be computed")
+
+    # ---- equations ---------------------------------------------------------------------------------------------------
+
+    def inline(self, closed: ClosedJaxpr | Jaxpr, *operands: Expr) -> list[Expr]:
+        """The results of a jaxpr for these operands."""
+        consts = [self.constant(data_of(const)) for const in getattr(closed, "consts", ())]
+        jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True))
+        for eqn in _live(jaxpr):
+            op = self.scoped(str(eqn.source_info.name_stack))
+            results = op._equation(eqn, [op._read(atom, known) for atom in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [self._read(atom, known) for atom in jaxpr.outvars]
+
+    def check(self) -> None:
+        """Refuse, if anything was."""
+        if self.refused:
+            listed = "".join(f"\n  {line}" for line in dict.fromkeys(self.refused))
+            raise UnsupportedError(
+                f"the function uses what cannot be written as ONNX operators:{listed}",
+                hint="write these parts with other functions of jax.numpy or jax.lax",
+            )
+
+    def _read(self, atom: Any, known: dict[Var, ir.Value]) -> Expr:
+        if isinstance(atom, Literal):
+            return self.constant(np.asarray(atom.val, atom.aval.dtype))
+        return Expr(self, known[atom])
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Expr]) -> list[ir.Value]:
+        row = primitives().get(eqn.primitive.name)
+        try:
+            if row is None:
+                raise UnsupportedError("there is no operator for it")
+            results = row(self, *operands, **_keywords_of(row, eqn))
+        except UnsupportedError as error:
+            where = source_info_util.summarize(eqn.source_info)
+            self.refused.append(f"{eqn.primitive.name} ({where}): {error.message}")
+            return [declare_value(var.aval, "refused") for var in eqn.outvars]
+        results = results if isinstance(results, tuple | list) else (results,)
+        return [_typed_value(expr, var) for expr, var in zip(results, eqn.outvars, strict=True)]
+
+
+_ARITHMETIC: dict[str, Callable[[Builder, Expr, Expr], Expr]] = {
+    "Add": lambda op, a, b: a + b,
+    "Sub": lambda op, a, b: a - b,
+    "Mult": lambda op, a, b: a * b,
+    "Pow": lambda op, a, b: a**b,
+    "max": lambda op, a, b: op.Max(a, b),
+    "min": lambda op, a, b: op.Min(a, b),
+    "mod": lambda op, a, b: op.Mod(a, b),
+    "floordiv": lambda op, a, b: (a - op.Mod(a, b)) / b,
+}
+
+
+def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
+    known = {
+        **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
+        "eqn": eqn,
+        "ins": [stored_type(atom.aval) for atom in eqn.invars],
+        "outs": [stored_type(var.aval) for var in eqn.outvars],
+    }
+    return {name: known[name] for name in keywords(function)}
+
+
+def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations that the results depend on."""
+    needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            kept.append(eqn)
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return reversed(kept)
+
+
+def stored_type(aval: Any) -> Any:
+    """The type and shape in which a value is kept: a random key is two numbers."""
+    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval
+    return jax.ShapeDtypeStruct((*aval.shape, 2), np.dtype(np.uint32))
+
+
+def data_of(const: Any) -> np.ndarray:
+    """An array as it is kept."""
+    is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(const) if is_key else const)
+
+
+def declare_value(aval: Any, name: str | None = None) -> ir.Value:
+    """A value of a type and shape."""
+    kept = stored_type(aval)
+    shape = [size if isinstance(size, int) else str(size) for size in kept.shape]
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(kept.dtype)), shape=ir.Shape(shape))
+
+
+def _typed_value(expr: Expr, var: Var) -> ir.Value:
+    """The result of an equation, which has the type and shape that JAX says it has."""
+    value, expected = expr.value, declare_value(var.aval)
+    assert value.dtype in (None, expected.dtype), f"{value.name} is {value.dtype} and should be {expected.dtype}"
+    if value.producer() is not None and not _same(value.shape, expected.shape):
+        value.type, value.shape = expected.type, expected.shape
+    return value
+
+
+def _same(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    return a is not None and b is not None and list(a) == list(b)

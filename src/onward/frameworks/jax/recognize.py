@@ -1,0 +1,296 @@
+"""Which optimizer of a recipe a chain of optax's transformations is.
+
+Beside clipping, which comes before, all chains that a recipe can say have the form
+
+    weight decay, direction, momentum, weight decay, trust ratio, rate, momentum
+
+of which most are missing in each. Weight decay before the direction is part of the gradient; after it, it is decoupled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from onward.errors import UnsupportedError
+from onward.frameworks.jax.closures import Scheduled, Transformation, free_variables, origin
+from onward.recipe.optimizers.selection import Given
+from onward.recipe.spec import Spec
+
+
+class Rate(NamedTuple):
+    """A constant factor, times what a schedule says if there is one."""
+
+    factor: float
+    schedule: Callable[[Any], Any] | None = None
+
+
+class Recognized(NamedTuple):
+    """An optimizer without its learning rate, and that rate."""
+
+    optimizer: Given
+    rate: Rate
+    buffer_over_trace: Callable[[float], float] = lambda lr: 1.0
+    """What our momentum buffer is, as a multiple of optax's trace."""
+    needs_constant_rate: bool = False
+
+
+def recognize(chain: Sequence[Transformation]) -> Recognized:
+    """The optimizer, or an error that names what is not understood."""
+    tokens = _Tokens(chain)
+    if not tokens:
+        raise UnsupportedError(
+            "to some parameters, which no transformation is for, optax adds their gradients as they are",
+            hint="freeze them with `optax.set_to_zero()`, as a group of `optax.partition`",
+        )
+    if any(t.name == "scale_by_factored_rms" for t in chain):
+        return _adafactor(tokens)
+    if any(t.name in ("transformation", "joint") for t in chain):
+        return _ours(tokens)
+    coupled = tokens.decay()
+    direction = tokens.take(*_DIRECTIONS)
+    inner = tokens.momentum()
+    decoupled = tokens.decay()
+    trust = tokens.take("scale_by_trust_ratio")
+    rate = tokens.rate()
+    outer = tokens.momentum()
+    tokens.finish()
+    name, options = _DIRECTIONS[direction.name](direction.arguments) if direction else ("sgd", {"variant": "optax"})
+    if trust:
+        name, options = _lamb(name, options, trust.arguments)
+    options |= _decay(name, options, coupled, decoupled)
+    spec = Spec(_WITH_DECAY[name] if decoupled and name in _WITH_DECAY else name, options)
+    return _with_momentum(spec, rate, inner, outer)
+
+
+class _Tokens:
+    def __init__(self, chain: Sequence[Transformation]):
+        self._left = [t for t in chain if t.name not in ("identity", "inject_hyperparams")]
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self, *names: str) -> Transformation | None:
+        return self._left.pop(0) if self._left and self._left[0].name in names else None
+
+    def decay(self) -> float:
+        found = self.take("add_decayed_weights")
+        return number(found.arguments, "weight_decay") if found else 0.0
+
+    def momentum(self) -> dict[str, Any] | None:
+        found = self.take("trace")
+        if found is None:
+            return None
+        _only(found.arguments, accumulator_dtype=None)
+        return {"momentum": number(found.arguments, "decay"), "nesterov": bool(found.arguments["nesterov"])}
+
+    def rate(self) -> Rate:
+        factor, schedule = 1.0, None
+        while found := self.take("scale", "scale_by_schedule"):
+            more = _rate(found)
+            if schedule and more.schedule:
+                raise UnsupportedError("the learning rate is the product of two schedules")
+            factor, schedule = factor * more.factor, schedule or more.schedule
+        return Rate(factor, schedule)
+
+    def finish(self) -> None:
+        if self._left:
+            unknown = [t.name for t in self._left if t.name not in _KNOWN] or [self._left[0].name]
+            names = ", ".join(f"`{name}`" for name in unknown)
+            raise UnsupportedError(f"{names} at this place of the chain has no counterpart in a recipe")
+
+
+def _rate(found: Transformation) -> Rate:
+    if found.name == "scale":
+        size = found.arguments["step_size"]
+        return Rate(size.factor, size.schedule) if isinstance(size, Scheduled) else Rate(float(size))
+    function = found.arguments["step_size_fn"]
+    if origin(function) == "scale_by_learning_rate":
+        free = free_variables(function)
+        return Rate(float(free["m"]), free["learning_rate"])
+    return Rate(1.0, function)
+
+
+def number(arguments: Mapping[str, Any], name: str) -> float:
+    value = arguments[name]
+    if callable(value) or isinstance(value, Scheduled):
+        raise UnsupportedError(f"`{name}` follows a schedule, and only the learning rate can")
+    return float(value)
+
+
+def _only(arguments: Mapping[str, Any], **expected: Any) -> None:
+    """Refuse settings that optimizers of a recipe do not have."""
+    for name, value in expected.items():
+        given = arguments.get(name, value)
+        if given is not value and given != value:
+            raise UnsupportedError(f"`{name}={given}` has no counterpart in a recipe, where it is always {value}")
+
+
+# ---- directions ------------------------------------------------------------------------------------------------------
+
+Found = tuple[str, dict[str, Any]]
+
+
+def _numbers(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    return {"variant": "optax", **{ours: number(arguments, theirs) for ours, theirs in names.items()}}
+
+
+_BETAS = {"beta1": "b1", "beta2": "b2", "eps": "eps"}
+
+
+def _adam(arguments: Mapping[str, Any]) -> Found:
+    _only(arguments, eps_root=0.0, mu_dtype=None)
+    return "nadam" if arguments["nesterov"] else "adam", _numbers(arguments, **_BETAS)
+
+
+def _amsgrad(arguments: Mapping[str, Any]) -> Found:
+    _only(arguments, eps_root=0.0, mu_dtype=None, bias_correction_mu=True, bias_correction_nu=True)
+    return "amsgrad", _numbers(arguments, **_BETAS)
+
+
+def _radam(arguments: Mapping[str, Any]) -> Found:
+    _only(arguments, threshold=5.0, nesterov=False)
+    update = free_variables(arguments["_radam_update"])
+    _only(update, eps_root=0.0)
+    return "radam", _numbers({**arguments, **update}, **_BETAS)
+
+
+def _lion(arguments: Mapping[str, Any]) -> Found:
+    _only(arguments, mode="hard", mu_dtype=None)
+    return "lion", {**_numbers(arguments, beta1="b1", beta2="b2"), "weight_decay": 0.0}
+
+
+def _adagrad(arguments: Mapping[str, Any]) -> Found:
+    if not number(arguments, "eps"):
+        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
+    return "adagrad", _numbers(arguments, eps="eps")
+
+
+def _rmsprop(arguments: Mapping[str, Any], *, centered: bool) -> Found:
+    _only(arguments, bias_correction=False)
+    variant = "optax" if arguments["eps_in_sqrt"] else "torch"
+    return "rmsprop", {**_numbers(arguments, alpha="decay", eps="eps"), "variant": variant, "centered": centered}
+
+
+_DIRECTIONS: dict[str, Callable[[Mapping[str, Any]], Found]] = {
+    "scale_by_adam": _adam,
+    "scale_by_amsgrad": _amsgrad,
+    "scale_by_adamax": lambda arguments: ("adamax", _numbers(arguments, **_BETAS)),
+    "scale_by_radam": _radam,
+    "scale_by_lion": _lion,
+    "scale_by_rss": _adagrad,
+    "scale_by_rms": lambda arguments: _rmsprop(arguments, centered=False),
+    "scale_by_stddev": lambda arguments: _rmsprop(arguments, centered=True),
+    "scale_by_adadelta": lambda arguments: ("adadelta", _numbers(arguments, rho="rho", eps="eps")),
+}
+
+
+_KNOWN = {*_DIRECTIONS, "add_decayed_weights", "trace", "scale", "scale_by_schedule", "scale_by_trust_ratio"}
+
+
+def _lamb(name: str, options: dict[str, Any], trust: Mapping[str, Any]) -> Found:
+    if name != "adam":
+        raise UnsupportedError(f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe, only after Adam")
+    _only(trust, min_norm=0.0, trust_coefficient=1.0, eps=0.0)
+    return "lamb", {**options, "weight_decay": 0.0}
+
+
+# ---- what is around them ---------------------------------------------------------------------------------------------
+
+_WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
+_DECOUPLED_AS_A_CHOICE = ("amsgrad", "nadam", "radam")
+_ALWAYS_DECOUPLED = ("lion", "lamb")
+_DECOUPLED_BY_KERAS = ("adagrad", "rmsprop", "adadelta")
+"""Which compute the same in both but for that."""
+
+
+def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
+    if coupled and decoupled:
+        raise UnsupportedError("there is weight decay both in the gradient and beside it")
+    if coupled and name in _ALWAYS_DECOUPLED:
+        raise UnsupportedError(f"weight decay before {name} has no counterpart in a recipe", hint="put it after")
+    if coupled:
+        return {"weight_decay": coupled}
+    if not decoupled:
+        return {}
+    if name in _DECOUPLED_AS_A_CHOICE:
+        return {"weight_decay": decoupled, "decoupled_weight_decay": True}
+    if name in _WITH_DECAY or name in _ALWAYS_DECOUPLED:
+        return {"weight_decay": decoupled}
+    if name in _DECOUPLED_BY_KERAS and options["variant"] == "optax":
+        return {"weight_decay": decoupled, "variant": "keras"}
+    raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
+
+
+def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: dict[str, Any] | None) -> Recognized:
+    """Momentum has the rate outside its buffer (inner) or inside (outer)."""
+    momentum = inner or outer
+    if momentum is None:
+        return Recognized(spec, rate)
+    name, options = spec.name, dict(spec.options)
+    if inner and outer:
+        raise UnsupportedError("there is momentum both before and after the learning rate")
+    if name in ("sgd", "sgdw"):
+        if outer and options.get("weight_decay"):
+            raise UnsupportedError(
+                "weight decay before a learning rate with momentum after it has no counterpart in a recipe"
+            )
+        options |= {**momentum, **({"variant": "keras"} if outer else {})}
+        return Recognized(Spec(name, options), rate)
+    if name != "rmsprop" or momentum["nesterov"]:
+        what = "Nesterov momentum" if momentum["nesterov"] else "momentum"
+        raise UnsupportedError(f"{what} after {name} has no counterpart in a recipe")
+    if options["variant"] == "keras":
+        raise UnsupportedError("weight decay between RMSprop and its momentum has no counterpart in a recipe")
+    options["momentum"] = momentum["momentum"]
+    inside = options["variant"] == "optax"
+    factors: dict[tuple[bool, bool], Callable[[float], float]] = {
+        (False, False): lambda lr: 1.0,
+        (True, True): lambda lr: -1.0,
+        (True, False): lambda lr: lr,
+        (False, True): lambda lr: -1.0 / lr,
+    }
+    return Recognized(Spec(name, options), rate, factors[inside, outer is not None], inside != (outer is not None))
+
+
+def _adafactor(tokens: _Tokens) -> Recognized:
+    found = tokens.take("scale_by_factored_rms")
+    clip = tokens.take("clip_by_block_rms")
+    rate = tokens.rate()
+    scale = tokens.take("scale_by_param_block_rms")
+    decay = tokens.decay()
+    sign = tokens.rate()
+    tokens.finish()
+    if found is None or scale is None or sign != Rate(-1.0):
+        raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
+    arguments = found.arguments
+    _only(arguments, step_offset=0)
+    if origin(arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
+        raise UnsupportedError("a `decay_rate_fn` of one's own cannot be read")
+    options = {
+        "variant": "optax",
+        "beta2_decay": -number(arguments, "decay_rate"),
+        "eps1": number(arguments, "epsilon"),
+        "eps2": number(scale.arguments, "min_scale"),
+        "d": number(clip.arguments, "threshold") if clip else _NEVER,
+        "weight_decay": decay,
+        "min_dim_size_to_factor": int(arguments["min_dim_size_to_factor"]) if arguments["factored"] else _NO_AXIS,
+    }
+    return Recognized(Spec("adafactor", options), Rate(-rate.factor, rate.schedule))
+
+
+_NEVER = 1e300
+"""A root mean square that no update has."""
+_NO_AXIS = 2**31
+"""Longer than any axis."""
+
+
+def _ours(tokens: _Tokens) -> Recognized:
+    """One that `to_jax` made."""
+    found = tokens.take("transformation", "joint")
+    tokens.finish()
+    assert found is not None
+    rate, rules = found.arguments["rate"], found.arguments.get("rules")
+    _, rule = next(iter(rules.values())) if rules else (None, found.arguments["rule"])
+    optimizer = free_variables(rule)["function" if rules is None else "spec"]
+    return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))

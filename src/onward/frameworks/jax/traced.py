@@ -1,0 +1,195 @@
+"""Any transformation of optax as an optimizer: its update, traced, is a function of all parameters at once.
+
+What it counts, schedules among it, is state like the rest. Its learning rate is inside; that of the training model is
+a factor of all updates, and 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from onward.agreement.tolerance import Arrays
+from onward.agreement.updates import Trial, compare_updates, update_by
+from onward.errors import UnsupportedError, first_line
+from onward.frameworks.jax.closures import Transformation, Tree, named_leaves, path_name, walk
+from onward.frameworks.jax.executed import places_of
+from onward.frameworks.jax.jaxpr import export
+from onward.frameworks.jax.jaxpr.emitter import data_of
+from onward.frameworks.jax.optimizers import Optimization
+from onward.model import Model
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
+from onward.run_state.snapshot import Group
+
+
+def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
+    """The function that a transformation of optax is, and its state.
+
+    Parameters on which no result depends, `idle` ones, are state, too: an optimizer may keep averages there.
+    """
+    traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
+    model = traced.model()
+    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, traced.begin)
+    _try_updates(function, traced)
+    places = places_of(function, "group0")  # there are no others
+    kept = {places[name]: value for name, value in traced.begin.items()}
+    return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
+
+
+class _Traced:
+    """An update, with names for all that it reads."""
+
+    def __init__(self, tx: Any, opt_state: Any, params: Tree, idle: Collection[str]):
+        self.tx, self.opt_state, self.params = tx, opt_state, params
+        self.trained = [name for name in named_leaves(params) if name not in idle]
+        self.others = [name for name in named_leaves(params) if name in idle]
+        of_others = [f"parameter.{name.replace('/', '.')}" for name in self.others]
+        self.state_names = [*_state_names(opt_state, params, set(self.trained)), *of_others]
+
+    @property
+    def begin(self) -> dict[str, np.ndarray]:
+        """The state by name."""
+        return self._state(self.params, self.opt_state)
+
+    def _state(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
+        leaves = jax.tree.leaves((opt_state, self.of(self.others, params)))
+        return dict(zip(self.state_names, map(data_of, leaves), strict=True))
+
+    def of(self, names: Collection[str], params: Tree) -> list[Any]:
+        return [leaf for name, leaf in named_leaves(params).items() if name in names]
+
+    def arrays(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
+        """The parameters that are trained, and the state."""
+        trained = {name: data_of(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
+        return {**trained, **self._state(params, opt_state)}
+
+    def whole(self, leaves: Mapping[str, Any]) -> Tree:
+        """A tree like that of the parameters, with zeros where nothing is given."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, old: leaves.get(path_name(path), jnp.zeros_like(old)), self.params
+        )
+
+    def model(self) -> Model:
+        names = [*self.trained, *map(gradient_of, self.trained), *self.state_names, RATE]
+        results = [f"{name}/new" for name in (*self.trained, *self.state_names)]
+
+        def update(_: Any, parameters: Any, gradients: Any, state: Any, others: Any, rate: Any) -> Any:
+            params = self.whole(dict(zip([*self.trained, *self.others], [*parameters, *others], strict=True)))
+            changes, state = self.tx.update(self.whole(dict(zip(self.trained, gradients, strict=True))), state, params)
+            scaled = jax.tree.map(lambda change: change * rate.astype(change.dtype), changes)
+            new = optax.apply_updates(params, scaled)
+            return self.of(self.trained, new), state, self.of(self.others, new)
+
+        update.__name__ = _name_of(self.tx, self.opt_state, self.params)
+        trained = self.of(self.trained, self.params)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        given = (trained, trained, self.opt_state, self.of(self.others, self.params), rate)
+        try:
+            return export(update, (), *given, names=results, input_names=names, batch=None)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever a function of somebody else's may raise where there are only shapes
+            raise UnsupportedError(
+                f"its update cannot be traced: {first_line(error)}",
+                hint="an update must be a function of gradients, state and parameters, of operations of JAX",
+            ) from error
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    owner: str | None
+    path: tuple[Any, ...]
+
+    def named(self, label: str) -> str:
+        return f"{self.owner}/{label}" if self.owner else label
+
+    @property
+    def long(self) -> str:
+        return self.named(".".join(["state", *map(_word, self.path)]))
+
+    @property
+    def short(self) -> str:
+        words = [word for key in self.path if not (word := _word(key)).isdigit()]
+        return self.named(words[-1] if words else "state")
+
+
+def _state_names(state: Any, params: Tree, trained: set[str]) -> list[str]:
+    """Names for the leaves of a state: those of what mirrors a parameter begin with the parameter's."""
+    owners = {path: path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    places = [_place(path, owners, trained) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    taken = Counter(place.short for place in places)
+    reserved = {RATE, COUNT, "x", "g", *trained, *map(gradient_of, trained)}
+    return [p.short if taken[p.short] == 1 and p.short not in reserved else p.long for p in places]
+
+
+def _place(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], str], trained: set[str]) -> _Place:
+    for start in range(len(path)):
+        owner = owners.get(path[start:])
+        if owner in trained:
+            return _Place(owner, path[:start])
+    return _Place(None, path)
+
+
+def _word(key: Any) -> str:
+    return re.sub(r"\W+", "_", jax.tree_util.keystr((key,), simple=True))
+
+
+def _name_of(tx: Any, state: Any, params: Tree) -> str:
+    """What the transformations that it is made of are called."""
+    found: list[str] = []
+
+    def visit(each: Transformation) -> Any:
+        maker = each.name.partition(".<locals>")[0].removesuffix(".update")  # a function, or a class
+        found.append(maker.rpartition(".")[2].removeprefix("scale_by_"))
+        return each.state
+
+    try:
+        walk(tx.update, state, params, visit)
+    except Exception:  # somebody else's objects need not look like those of optax
+        found = [type(tx).__name__]
+    names = [name for name in dict.fromkeys(found) if name not in _PLAIN]
+    return re.sub(r"\W+", "_", "_".join(names[:3])) or "optax"
+
+
+_PLAIN = ("identity", "inject_hyperparams", "scale", "schedule", "add_decayed_weights")
+"""What is part of most optimizers."""
+
+
+def _updates_in(state: Any) -> int:
+    """How many updates there were, as far as the state says."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return max((int(leaf) for path, leaf in leaves if _word(path[-1]) == "count" and leaf.ndim == 0), default=0)
+
+
+# ---- both sides ------------------------------------------------------------------------------------------------------
+
+
+def _try_updates(function: FunctionOptimizer, traced: _Traced) -> None:
+    """Some updates by optax, as Python and not as traced, and by the function."""
+    params, state = traced.params, traced.opt_state
+    update = update_by(function, engine="numpy")
+
+    def step(trial: Trial) -> Arrays:
+        nonlocal params, state
+        gradients = traced.whole({name: jnp.asarray(gradient) for name, gradient in trial.gradients.items()})
+        changes, state = traced.tx.update(gradients, state, params)
+        params = optax.apply_updates(params, changes)
+        return traced.arrays(params, state)
+
+    compare_updates(
+        lambda before, trial: update(before, trial._replace(factor=1.0)),  # the rate is inside of the transformation
+        step,
+        traced.arrays(params, state),
+        traced.trained,
+        optimizer=f"the optimizer {function.name}",
+    )

@@ -1,0 +1,96 @@
+"""An optimizer of optax and the one of a recipe that it was read as, or made from, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+import optax
+
+from onward import engines
+from onward.agreement.tolerance import Arrays
+from onward.agreement.updates import Trial, compare_updates
+from onward.build import Builder
+from onward.errors import list_names
+from onward.frameworks.formulas.graph_building import initializer, model_of
+from onward.frameworks.jax.closures import Tree, named_leaves, path_name
+from onward.model import Model
+from onward.model.state import states
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.run_state.snapshot import Snapshot, assemble
+from onward.standard import COMMON_OPSET
+
+
+def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
+    """Let both make a few updates with the same random gradients, in float64 if they can, and compare."""
+    typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        theirs, state = (params, opt_state) if typed else (_double(params), _double_state(opt_state))
+        start = _arrays(theirs)
+        inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
+        compiled = jax.jit(tx.update)
+        with engines.start(_trainer(run, start, inputs), threads=1) as engine:
+
+            def update(before: Arrays, trial: Trial) -> Arrays:
+                engine.load_state({name: before[name] for name in run.parameters})
+                engine.step({inputs[name]: gradient for name, gradient in trial.gradients.items()})
+                return engine.state()
+
+            def step(trial: Trial) -> Arrays:
+                nonlocal theirs, state
+                gradients = {**{name: np.zeros_like(array) for name, array in start.items()}, **trial.gradients}
+                as_tree = jax.tree_util.tree_map_with_path(lambda path, _: gradients[path_name(path)], theirs)
+                changes, state = compiled(as_tree, state, theirs)
+                theirs = optax.apply_updates(theirs, changes)
+                return {name: array for name, array in _arrays(theirs).items() if name in inputs}
+
+            compare_updates(
+                update,
+                step,
+                start,
+                run.parameters,
+                optimizer="optax",
+                reference=f"that of {list_names([group.optimizer.name for group in run.groups], 5)}",
+                hint="the optimizer was not understood: please report its transformations",
+                repeats=int(run.recipe.get("accumulate", 1)),
+            )
+
+
+def _arrays(tree: Tree) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def _double(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _double_state(state: Any) -> Any:
+    if isinstance(state, optax.MultiStepsState):  # whose accumulators have a type of their own
+        return state._replace(inner_opt_state=_double(state.inner_opt_state))
+    return _double(state)
+
+
+def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
+    """A training model of the same parameters and optimizers whose gradients are what it is fed."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="trial")
+    op = Builder(graph, opset=COMMON_OPSET)
+    terms = []
+    for name in run.parameters:
+        parameter = initializer(name, start[name])
+        graph.register_initializer(parameter)
+        gradient = ir.Value(name=inputs[name], type=parameter.type, shape=parameter.shape)
+        graph.inputs.append(gradient)
+        terms.append(op.Cast(op.ReduceSum(op(parameter) * op(gradient), keepdims=0), to=ir.DataType.DOUBLE))
+    loss = op.Sum(*terms).named("loss")
+    loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
+    graph.outputs.append(loss.value)
+    recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
+    made = assemble(dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe))
+    for state in states(made):
+        if state.role != "parameter" and state.name in run.state:
+            made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))
+    return made

@@ -1,0 +1,136 @@
+"""From a compiled Keras model to a training model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from onward.arguments import checked
+from onward.errors import UnsupportedError
+from onward.frameworks.keras.losses import Term, terms_of
+from onward.frameworks.keras.optimizers import clip_of, kind_of, recipe_of, spec_of, state_of
+from onward.frameworks.keras.schedules import rate_of
+from onward.frameworks.keras.traced import trace_update
+from onward.frameworks.keras.trial import try_steps
+from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
+from onward.model import Model
+from onward.recipe.spec import Spec
+from onward.run_state.snapshot import Group, Snapshot, assemble
+from onward.vocabulary.keras import Rate, Refused
+
+
+@checked(types=False)
+def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
+    """The training model that goes on where a compiled Keras model is, on any of Keras's backends.
+
+        training = onward.from_keras(model)
+
+    Initializers are the model's variables, under their paths and in their layouts.
+
+    - `model`: a compiled one, which has its loss and its optimizer
+    - `approx`: on TensorFlow most of Keras's optimizers square the gradients of an Embedding row by row, before those
+      of the same token are added up. With this they are added up first, as on all other backends; else it is refused
+    - `probe`: a copy of the model and the training model make three steps side by side, on random data and without
+      dropout; the first difference is an error
+    """
+    if hasattr(model, "to_training_model"):
+        restored: Model = model.to_training_model()
+        return restored
+    _check_kind(model)
+    walk = Walk(model)
+    problems = [*walk.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
+    terms: list[Term] = _gather(problems, lambda: terms_of(model, walk.outputs), [])
+    rate = _gather(problems, lambda: rate_of(model.optimizer), Rate(0.0))
+    recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
+    _gather(problems, lambda: kind_of(model.optimizer), None)
+    if problems:
+        raise UnsupportedError(
+            f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),
+            hint="replace what is named, or export the forward pass and `onward.prepare` it",
+        )
+    variables = [v for v in model.trainable_variables if walk.is_used(v)]
+    optimizer = model.optimizer
+    run = Snapshot(
+        model=walk.model(),
+        loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if walk.is_regularized else [])],
+        groups=_groups(optimizer, rate.lr, variables, walk),
+        state=state_of(optimizer, walk.names, variables),
+        step=int(optimizer.iterations),
+        schedule=rate.schedule,
+        clip=clip_of(optimizer),
+        recipe=recipe,
+    )
+    if probe:
+        try_steps(run, model, walk, terms)
+    return assemble(run)
+
+
+def _check_kind(model: Any) -> None:
+    if not isinstance(model, keras.Model) or getattr(model, "optimizer", None) is None:
+        raise UnsupportedError("this is not a compiled Keras model", hint="call `model.compile(...)` first")
+    if not model.built or not hasattr(functional_of(model), "_nodes_by_depth"):
+        raise UnsupportedError(
+            f"the model `{model.name}` is a subclass with Python of its own, or was not built yet",
+            hint="make it of layers: `keras.Sequential` with an Input, or `keras.Model(inputs, outputs)`",
+        )
+
+
+def _own_methods(model: Any) -> list[str]:
+    """What a subclass of functional models may do otherwise than Keras."""
+    names = ("train_step", "compute_loss")
+    return [
+        f"it has a `{name}` of its own"
+        for name in names
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+
+
+def _types(model: Any) -> list[str]:
+    """Losses are computed in Keras's default type; ours in that of the model."""
+    found = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables}
+    computed = {layer.compute_dtype for layer in model._flatten_layers() if layer.variables}
+    other = sorted((found | computed) - {keras.config.floatx()})
+    return [f"layers compute in {', '.join(other)}, and losses in {keras.config.floatx()}"] if other else []
+
+
+_LINEAR = ("SGD", "Lion")
+"""Optimizers to which it does not matter whether the gradients of a row are added up before or after."""
+
+
+def _sparse(model: Any) -> list[str]:
+    """What Keras computes in another way because gradients come row by row, with rows repeated."""
+    tables = [
+        layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable
+    ]
+    linear = type(model.optimizer).__name__ in _LINEAR and clip_of(model.optimizer) is None
+    if not tables or linear or keras.backend.backend() != "tensorflow":
+        return []
+    kind = type(model.optimizer).__name__
+    return [f"{kind} on TensorFlow squares or clips gradients of `{tables[0]}` token by token (`approx=True` adds up)"]
+
+
+def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
+    try:
+        return read()
+    except Refused as reason:
+        problems.append(f"the {reason}")
+        return default
+
+
+def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[Group]:
+    """One, or two where weight decay leaves some variables out."""
+    kind = kind_of(optimizer)
+    if kind is None:
+        return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
+    decay = float(optimizer.weight_decay or 0.0)
+    decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
+    ids = {id(v) for v in decayed}
+    parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
+    spec = spec_of(optimizer, lr)
+    return [
+        Group(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
+        for number, part in parts
+        if part
+    ]

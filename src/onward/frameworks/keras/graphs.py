@@ -1,0 +1,167 @@
+"""The parts of a training model that a Keras model runs, each a graph with the state as inputs.
+
+`forward` computes the outputs and what the loss looks at, in inference or in training, where it also changes state;
+`loss` is the loss of these; `apply` is the whole update, from gradients to new state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import twin
+from onward.errors import UnsupportedError
+from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
+from onward.frameworks.keras.ops import KerasOps, interpret
+from onward.frameworks.keras.replicas import batch_normalization, has_replicas
+from onward.inspect import describe
+from onward.lowering.contract import Contract, contract_of
+from onward.lowering.step import lower_for_framework
+from onward.model import Model
+from onward.model.core import values
+from onward.model.state import carried_state
+from onward.transform.unused import keep_only
+
+
+class Executable:
+    """A graph as a function of tensors by name."""
+
+    def __init__(self, model: Model):
+        self.inputs = open_inputs(model)
+        self._framework = KerasOps()
+        if has_replicas():
+            self._framework.operators["BatchNormalization"] = batch_normalization
+        self._execute = interpret(model, self._framework)
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        given = {value.name or "": tensors[value.name or ""] for value in self.inputs}
+        return {name: self._framework.place(tensor) for name, tensor in self._execute(given).items()}
+
+
+def open_inputs(model: Model) -> list[ir.Value]:
+    return [value for value in model.graph.inputs if not value.is_initializer()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A forward pass, with the names of its results."""
+
+    graph: Any
+    outputs: Sequence[str]
+    watched: Sequence[str]
+    """What the loss looks at."""
+    updates: Mapping[str, str]
+    """State -> what it becomes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    graph: Any
+    name: str
+    watched: Sequence[str]
+    """The inputs that stand for what the forward pass hands over, in its order."""
+    targets: Sequence[ir.Value]
+
+
+class Parts:
+    """A training model in pieces. The parameters and what is frozen are inputs of all of them."""
+
+    def __init__(self, model: Model, made: Callable[[Model], Any] = Executable):
+        """`made` says what becomes of the graph of each piece."""
+        self.model = model
+        self._made = made
+        gradients = contract_of(lower_for_framework(model, part="gradients"))
+        self._loss_name = str(gradients.loss)
+        self._updates = gradients.update
+        terms = describe(model).steps[0].loss.terms
+        self._watched = list(dict.fromkeys(term.output for term in terms))
+        self._targets = [name for term in terms for name in term.inputs]
+        self.frozen = frozen_weights(model)
+        pairs = model.step().fact("train.forward") or {}
+        self._trained = {plain: trained for trained, plain in pairs.items()}
+
+    def inference(self) -> Forward:
+        graph = self.model.copy()
+        graph.steps.clear()
+        names = {value.name: value for value in values(graph.graph)}
+        outputs = [value.name or "" for value in graph.outputs]
+        self._open(graph, [names[name] for name in dict.fromkeys((*outputs, *self._watched))])
+        return Forward(self._made(graph), outputs, self._watched, {})
+
+    def training(self) -> Forward:
+        """What is behind a value that training computes in its own way, it must compute in its own way, too."""
+        combined = Model(self.model.combined())
+        graph, names = combined.graph, combined.names()
+        known = {value.name: value for value in values(graph)}
+        new = {known[plain]: known[trained] for plain, trained in self._trained.items() if trained in known}
+        inference = {value.name for value in values(self.model.graph)}
+        for node in list(graph):
+            own = [output for output in node.outputs if output.name in inference and output not in new]
+            if own and any(value in new for value in node.inputs if value is not None):
+                inputs = [new.get(value, value) if value is not None else None for value in node.inputs]
+                copy = twin(node, inputs, names, "train/{}")
+                graph.append(copy)
+                new |= dict(zip(node.outputs, copy.outputs, strict=True))
+
+        def trained(name: str) -> ir.Value:
+            return new.get(known[name], known[name])
+
+        outputs = [trained(value.name or "") for value in self.model.outputs]
+        watched = [trained(name) for name in self._watched]
+        results = [*outputs, *watched, *(known[name] for name in self._updates.values())]
+        self._open(combined, list(dict.fromkeys(results)))
+        return Forward(self._made(combined), _names(outputs), _names(watched), self._updates)
+
+    def loss(self) -> Loss:
+        combined = Model(self.model.combined())
+        known = {value.name: value for value in values(combined.graph)}
+        watched = [known[self._trained.get(name, name)] for name in self._watched]
+        loss = known[self._trained.get(self._loss_name, self._loss_name)]
+        combined.graph.outputs.clear()
+        given = {value: _as_input(combined.graph, value) for value in watched}
+        if loss in given:  # an output of the model is minimized
+            node = ir.node("Identity", [given[loss]])
+            combined.graph.append(node)
+            loss = node.outputs[0]
+            loss.name = f"{self._loss_name}/minimized"
+        self._open(combined, [loss])
+        inputs = open_inputs(combined)
+        targets = [value for name in self._targets for value in inputs if value.name == name]
+        accepted = {
+            *(_names(given.values())),
+            *self._targets,
+            *self.frozen,
+            *(state.name for state in carried_state(self.model)),
+        }
+        if strange := [value.name for value in inputs if value.name not in accepted]:
+            raise UnsupportedError(
+                f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
+                hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            )
+        return Loss(self._made(combined), str(loss.name), _names(given.values()), targets)
+
+    def apply(self) -> tuple[Any, Contract]:
+        """The update as a function of gradients and state, and its contract."""
+        lowered = lower_for_framework(self.model, part="apply")
+        return self._made(lowered), contract_of(lowered)
+
+    def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
+        """Keep what these need, with the state and what is frozen as inputs."""
+        keep_only(model, outputs)
+        open_initializers(model.graph, [*(state.name for state in carried_state(self.model)), *self.frozen])
+
+
+def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """An input in the place of what was computed."""
+    given = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    value.name = f"{value.name}/computed"
+    value.replace_all_uses_with(given)
+    graph.inputs.append(given)
+    return given
+
+
+def _names(found: Iterable[ir.Value]) -> list[str]:
+    return [value.name or "" for value in found]

@@ -1,0 +1,145 @@
+"""Activations: functions of `keras.activations`, and the layers that are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from onward.build import Builder, Expr
+from onward.frameworks.formulas.graph_building import same_operator
+from onward.frameworks.keras.layer_table import Call, row
+from onward.frameworks.keras.tensors import Tensor
+from onward.vocabulary.keras import Refused
+
+
+def activate(c: Call, function: Any, x: Tensor) -> Tensor:
+    """What an activation function makes of a tensor."""
+    if function is None:
+        return x
+    name = getattr(function, "__name__", type(function).__name__)
+    own = getattr(function, "__module__", "").startswith("keras.")
+    if own and name == "linear":
+        return x
+    if own and name == "softmax":
+        return softmax(c, x, -1)
+    if own and name == "log_softmax":
+        return Tensor(x.shape, plain=c.op.LogSoftmax(x.plain, axis=-1))
+    if not own or name not in _ELEMENTWISE:
+        raise Refused(f"has the activation `{name}`")
+    result = x.map(lambda expr: _ELEMENTWISE[name](c.op, expr))
+    if name == "sigmoid":
+        result.logits = x
+    return result
+
+
+def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
+    result = Tensor(x.shape, plain=c.op.Softmax(x.plain, axis=axis))
+    result.logits = x
+    return result
+
+
+def _relu6(op: Builder, x: Expr) -> Expr:
+    return op.Clip(x, 0.0, 6.0)
+
+
+def _hard_tanh(op: Builder, x: Expr) -> Expr:
+    """Return x from -1 to 1. At both, the slope is 0 on PyTorch, and 1, that of a Clip, on other backends."""
+    if keras.backend.backend() != "torch":
+        return op.Clip(x, -1.0, 1.0)
+    return op.Where(x <= -1.0, -1.0, op.Where(x >= 1.0, 1.0, x))
+
+
+def _leaky_relu(op: Builder, x: Expr, slope: float) -> Expr:
+    """Return x, below 0 times a slope. At 0, the slope is 1 on JAX, and that below 0 on other backends."""
+    return op.Where(x < 0.0, x * slope, x) if keras.backend.backend() == "jax" else op.LeakyRelu(x, alpha=slope)
+
+
+def _at_most(op: Builder, x: Expr, most: float) -> Expr:
+    """Return `min(x, most)`. Where both are equal, the slope is 0.5 on JAX, and 1 on other backends."""
+    return op.Min(x, most) if keras.backend.backend() == "jax" else op.Clip(x, None, most)
+
+
+def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
+    """Not the operator of that name, which rounds in another way: logarithms of it are taken."""
+    return _relu6(op, x + 3.0) / 6.0
+
+
+_SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+_ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
+    **{name.lower(): same_operator(name) for name in _SAME},
+    "leaky_relu": lambda op, x: _leaky_relu(op, x, 0.2),
+    "relu6": _relu6,
+    "elu": lambda op, x: op.Elu(x, alpha=1.0),
+    "celu": lambda op, x: op.Celu(x, alpha=1.0),
+    "soft_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.5),
+    "hard_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.0),
+    "tanh_shrink": lambda op, x: x - op.Tanh(x),
+    "silu": lambda op, x: x * op.Sigmoid(x),
+    "squareplus": lambda op, x: (x + op.Sqrt(x * x + 4.0)) * 0.5,
+    "hard_tanh": _hard_tanh,
+    "log_sigmoid": lambda op, x: -op.Softplus(-x),
+    "exponential": lambda op, x: op.Exp(x),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_silu": lambda op, x: x * _hard_sigmoid(op, x),
+    "mish": lambda op, x: x * op.Tanh(op.Softplus(x)),
+}
+
+
+@row("Activation")
+def activation(c: Call, x: Tensor) -> Tensor:
+    return activate(c, c.layer.activation, x)
+
+
+@row("Softmax")
+def softmax_layer(c: Call, x: Tensor) -> Tensor:
+    c.refuse_unless(isinstance(c.layer.axis, int), "has several axes")
+    return softmax(c, x, c.layer.axis)
+
+
+@row("ReLU")
+def relu(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    c.refuse_unless(not layer.threshold, f"has the threshold {layer.threshold}")
+    slope, most = float(layer.negative_slope), layer.max_value
+    if most == 6 and not slope:
+        return x.map(lambda e: _relu6(c.op, e))
+    result = x.map(lambda e: _leaky_relu(c.op, e, slope) if slope else c.op.Relu(e))
+    return result if most is None else result.map(lambda e: _at_most(c.op, e, float(most)))
+
+
+@row("LeakyReLU")
+def leaky_relu(c: Call, x: Tensor) -> Tensor:
+    return x.map(lambda e: _leaky_relu(c.op, e, float(c.layer.negative_slope)))
+
+
+@row("ELU")
+def elu(c: Call, x: Tensor) -> Tensor:
+    return x.map(lambda e: c.op.Elu(e, alpha=float(c.layer.alpha)))
+
+
+@row("PReLU")
+def prelu(c: Call, x: Tensor) -> Expr:
+    return c.op.PRelu(x.plain, c.weight(c.layer.alpha))
+
+
+@row("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
+def dropout(c: Call, x: Tensor) -> Tensor | Expr:
+    """Where whole slices are dropped together, ones of the shape that they have in common are."""
+    ratio = np.float32(c.layer.rate)
+    shape = _noise_shape(c, x)
+    if shape is None:
+        return x.map(lambda e: c.op.Dropout(e, ratio))
+    ones = c.op.filled_like(x.plain.value, 1.0)
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return x.plain * c.op.Dropout(c.op.ReduceMax(ones, axes, keepdims=1), ratio)
+
+
+def _noise_shape(c: Call, x: Tensor) -> list[int | None] | None:
+    layer = c.layer
+    if type(layer).__name__ == "Dropout":
+        return None if layer.noise_shape is None else list(layer.noise_shape)
+    last = getattr(layer, "data_format", "channels_last") == "channels_last"
+    return [None, *[1] * (x.rank - 2), None] if last else [None, None, *[1] * (x.rank - 2)]

@@ -1,0 +1,224 @@
+"""Layers without windows and without time: products, tables, shapes, sums of several tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import keras
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.frameworks.keras.layer_table import Call, accepted_arguments, find, row
+from onward.frameworks.keras.layers.activations import activate
+from onward.frameworks.keras.tensors import Tensor, elementwise
+
+
+@row("Identity", "ActivityRegularization")
+def identity(c: Call, x: Tensor) -> Tensor:
+    c.refuse_unless(type(c.layer).__name__ == "Identity", "adds to the loss what depends on its input")
+    return x
+
+
+@row("Dense")
+def dense(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    c.refuse_unless(not layer.lora_enabled and not layer.quantization_mode, "is quantized or has adapters")
+    y = x.plain @ c.weight(layer.kernel)
+    if layer.use_bias:
+        y = y + c.weight(layer.bias)
+    return activate(c, layer.activation, Tensor((*x.shape[:-1], layer.units), plain=y))
+
+
+@row("EinsumDense")
+def einsum_dense(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    y = c.op.Einsum(x.plain, c.weight(layer.kernel), equation=layer.equation)
+    if layer.bias is not None:
+        y = y + c.weight(layer.bias)
+    return activate(c, layer.activation, Tensor(c.shape, plain=y))
+
+
+@row("Embedding")
+def embedding(c: Call, x: Tensor) -> Expr:
+    c.refuse_unless(not c.layer.mask_zero, "has `mask_zero`, and no mask is carried")
+    c.refuse_unless(not c.layer.lora_enabled and not c.layer.quantization_mode, "is quantized or has adapters")
+    x.below = min(x.below or c.layer.input_dim, c.layer.input_dim)
+    indices = x.plain if x.plain.dtype == ir.DataType.INT64 else c.op.Cast(x.plain, to=ir.DataType.INT64)
+    return c.op.Gather(c.weight(c.layer.embeddings), indices)
+
+
+@row("TimeDistributed")
+def time_distributed(c: Call, x: Tensor) -> Any:
+    """A layer that works along the last axis does the same at every time."""
+    inner = c.layer.layer
+    c.refuse_unless(type(inner).__name__ in _PER_POSITION, f"applies {type(inner).__name__} at every time")
+    function = find(inner)
+    assert function is not None
+    return function(c.of(inner), x, **accepted_arguments(function, {}))
+
+
+_PER_POSITION = {"Dense", "Activation", "ReLU", "LeakyReLU", "ELU", "Dropout", "LayerNormalization", "Identity"}
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@row("Flatten")
+def flatten(c: Call, x: Tensor) -> Expr:
+    first = c.layer.data_format == "channels_first" and x.rank > 2
+    value = Tensor(x.shape, plain=x.plain)
+    if first:  # Keras puts the channels last before it flattens
+        value = Tensor(x.shape, plain=c.op.Transpose(x.plain, perm=[0, *range(2, x.rank), 1]))
+    if x.rank == 1:
+        return c.op.Unsqueeze(value.plain, [1])
+    return c.op.Flatten(value.plain, axis=1)
+
+
+@row("Reshape")
+def reshape(c: Call, x: Tensor) -> Expr:
+    return c.op.Reshape(x.plain, [0, *c.layer.target_shape])
+
+
+@row("Permute")
+def permute(c: Call, x: Tensor) -> Expr:
+    return c.op.Transpose(x.plain, perm=[0, *c.layer.dims])
+
+
+@row("RepeatVector")
+def repeat_vector(c: Call, x: Tensor) -> Expr:
+    return c.op.Tile(c.op.Unsqueeze(x.plain, [1]), [1, c.layer.n, 1])
+
+
+@row("Rescaling")
+def rescaling(c: Call, x: Tensor) -> Tensor | Expr:
+    scale, offset = np.asarray(c.layer.scale, np.float32), np.asarray(c.layer.offset, np.float32)
+    value = Tensor(x.shape, plain=c.op.Cast(x.plain, to=ir.DataType.FLOAT)) if _is_integer(x) else x
+    if scale.ndim or offset.ndim:
+        return value.plain * scale + offset
+    return value.map(lambda e: e * float(c.layer.scale) + float(c.layer.offset))
+
+
+@row("Normalization")
+def normalization(c: Call, x: Tensor) -> Expr:
+    c.refuse_unless(not c.layer.invert, "inverts a normalization")
+    mean, deviation = (np.asarray(keras.ops.convert_to_numpy(v)) for v in (c.layer.mean, c.layer.variance**0.5))
+    return (x.plain - mean) / np.maximum(deviation, np.float32(keras.config.epsilon()))
+
+
+def _is_integer(x: Tensor) -> bool:
+    dtype = x.plain.dtype if not x.is_moved else x.moved.dtype
+    return dtype is not None and dtype.is_integer()
+
+
+# ---- several tensors -------------------------------------------------------------------------------------------------
+
+_PAIRS: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "Add": lambda a, b: a + b,
+    "Subtract": lambda a, b: a - b,
+    "Multiply": lambda a, b: a * b,
+    "Divide": lambda a, b: a / b,
+    "TrueDivide": lambda a, b: a / b,
+    "Maximum": lambda a, b: a.op.Max(a, b),
+    "Minimum": lambda a, b: a.op.Min(a, b),
+}
+
+
+@row("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum")
+def merge(c: Call, *given: Any) -> Tensor | Expr:
+    """A layer of a list of tensors, or an operation of two of which one may be a number."""
+    function = _PAIRS[type(c.layer).__name__]
+    tensors = list(given[0]) if isinstance(given[0], list | tuple) else list(given)
+    if all(isinstance(x, Tensor) for x in tensors):
+        c.refuse_unless(len({x.rank for x in tensors}) == 1, "joins tensors of different ranks")
+        return elementwise(lambda *values: reduce(function, values), *tensors)
+    a, b = tensors
+    if isinstance(a, Tensor):
+        return a.map(lambda e: function(e, c.op.scalar(float(b), e)))
+    return b.map(lambda e: function(c.op.scalar(float(a), e), e))
+
+
+@row("Average")
+def average(c: Call, tensors: Sequence[Tensor]) -> Tensor | Expr:
+    return elementwise(lambda *values: reduce(_PAIRS["Add"], values) * (1.0 / len(values)), *tensors)
+
+
+@row("Concatenate")
+def concatenate(c: Call, tensors: Sequence[Tensor]) -> Tensor | Expr:
+    axis = c.layer.axis % tensors[0].rank
+    if axis == tensors[0].rank - 1 and all(x.is_moved for x in tensors):
+        return Tensor(c.shape, moved=c.op.Concat(*(x.moved for x in tensors), axis=1))
+    return c.op.Concat(*(x.plain for x in tensors), axis=axis)
+
+
+@row("Dot")
+def dot(c: Call, tensors: Sequence[Tensor]) -> Expr:
+    a, b = tensors
+    axes = c.layer.axes if isinstance(c.layer.axes, list | tuple) else (c.layer.axes, c.layer.axes)
+    fits = a.rank == b.rank == 2 and not c.layer.normalize and all(axis % 2 == 1 for axis in axes)
+    c.refuse_unless(fits, "is more than the product of vectors")
+    return c.op.ReduceSum(a.plain * b.plain, [1], keepdims=1)
+
+
+# ---- normalization without state -------------------------------------------------------------------------------------
+
+
+@row("UnitNormalization")
+def unit_normalization(c: Call, x: Tensor) -> Expr:
+    axes = [c.layer.axis] if isinstance(c.layer.axis, int) else list(c.layer.axis)
+    norm = c.op.Sqrt(c.op.Max(c.op.ReduceSumSquare(x.plain, axes, keepdims=1), 1e-24))
+    return x.plain / norm
+
+
+@row("MultiHeadAttention")
+def multi_head_attention(
+    c: Call,
+    query: Tensor,
+    value: Tensor,
+    key: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    use_causal_mask: bool = False,
+) -> Expr:
+    layer, op = c.layer, c.op
+    c.refuse_unless(query.rank == value.rank == 3, "attends along several axes")
+    c.refuse_unless(not layer._use_gate and layer._sliding_window is None, "has gates or a window")
+    c.refuse_unless(len(layer.output_dense.kernel.shape) == 3, "has outputs of several axes")
+    q = _heads(c, layer.query_dense, query) * (1 / math.sqrt(layer.key_dim))
+    k, v = _heads(c, layer.key_dense, key or value, last=True), _heads(c, layer.value_dense, value)
+    scores = q @ k
+    if attention_mask is not None:
+        mask = attention_mask.plain
+        for _ in range(4 - attention_mask.rank):
+            mask = op.Unsqueeze(mask, [-3])
+        scores = op.Where(op.Cast(mask, to=ir.DataType.BOOL), scores, _MASKED)
+    if use_causal_mask:
+        lower = op.Trilu(op.filled_like(scores.value, 1.0), upper=0)
+        scores = op.Where(lower > 0.0, scores, _MASKED)
+    weights = op.Softmax(scores, axis=-1)
+    if layer.dropout:
+        weights = op.Dropout(weights, np.float32(layer.dropout))
+    context = op.Transpose(weights @ v, perm=[0, 2, 1, 3])
+    return _join_heads(c, layer.output_dense, context)
+
+
+_MASKED = -1e9
+"""Far below any score: its softmax is 0."""
+
+
+def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
+    """[batch, heads, time, size]; or with time last, as the second factor of the scores."""
+    op, (width, heads, size) = c.op, projection.kernel.shape
+    y = x.plain @ op.Reshape(c.weight(projection.kernel), [width, heads * size])
+    if projection.bias is not None:
+        y = y + op.Reshape(c.weight(projection.bias), [heads * size])
+    return op.Transpose(op.Reshape(y, [0, 0, heads, size]), perm=[0, 2, 3, 1] if last else [0, 2, 1, 3])
+
+
+def _join_heads(c: Call, projection: Any, x: Expr) -> Expr:
+    op, (heads, size, width) = c.op, projection.kernel.shape
+    kernel = op.Reshape(c.weight(projection.kernel), [heads * size, width])
+    y = op.Reshape(x, [0, 0, heads * size]) @ kernel
+    return y if projection.bias is None else y + c.weight(projection.bias)

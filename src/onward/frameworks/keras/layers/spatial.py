@@ -1,0 +1,168 @@
+"""Layers with windows: convolutions, pooling, padding, cropping and upsampling, in one, two or three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.build import Expr
+from onward.engines.shared.windows import paddings, reach
+from onward.frameworks.formulas.graph_building import END, as_pads
+from onward.frameworks.keras.layer_table import Call, row
+from onward.frameworks.keras.layers.activations import activate
+from onward.frameworks.keras.tensors import Tensor
+
+
+def _channels_last(c: Call) -> bool:
+    """Some layers of one dimension have no choice."""
+    return getattr(c.layer, "data_format", "channels_last") == "channels_last"
+
+
+def _entry(c: Call, x: Tensor) -> Expr:
+    """The input with its channels where ONNX has them."""
+    return x.moved if _channels_last(c) else x.plain
+
+
+def _result(c: Call, y: Expr) -> Tensor:
+    return Tensor(c.shape, moved=y) if _channels_last(c) else Tensor(c.shape, plain=y)
+
+
+def _extent(c: Call, x: Tensor) -> list[int | None]:
+    """The sizes that windows move over."""
+    return list(x.shape[1:-1] if _channels_last(c) else x.shape[2:])
+
+
+def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
+    """Attributes: `same` has more at the end where it is uneven; `causal` has all at the beginning."""
+    if c.layer.padding == "valid":
+        return {}
+    if c.layer.padding == "causal":
+        return {"pads": [reach(kernel[0], dilations[0]) - 1, 0]}
+    extent = _extent(c, x)
+    if any(size is None and stride > 1 for size, stride in zip(extent, strides, strict=True)):
+        return {"auto_pad": "SAME_UPPER"}
+    return {"pads": as_pads(paddings("SAME_UPPER", None, [size or 1 for size in extent], kernel, strides, dilations))}
+
+
+def _add_bias(c: Call, y: Expr) -> Tensor:
+    """With the bias of the layer, and its activation."""
+    layer = c.layer
+    if layer.use_bias:
+        bias = c.weight(layer.bias)
+        y = y + c.op.Reshape(bias, [-1, *[1] * (len(c.shape) - 2)])
+    return activate(c, layer.activation, _result(c, y))
+
+
+def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
+    """A kernel (*window, a, b) as (b, a, *window), or as (a, b, *window)."""
+    front = [rank - 2, rank - 1] if swap else [rank - 1, rank - 2]
+    return kernel.op.Transpose(kernel, perm=[*front, *range(rank - 2)])
+
+
+@row("Conv1D", "Conv2D", "Conv3D")
+def convolution(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    c.refuse_unless(not getattr(layer, "lora_enabled", False), "has adapters")
+    return _add_bias(c, _convolve(c, x, _outermost(c.weight(layer.kernel), x.rank), layer.kernel_size, layer.groups))
+
+
+def _convolve(c: Call, x: Tensor, kernel: Expr, window: Sequence[int], groups: int) -> Expr:
+    strides, dilations = list(c.layer.strides), list(c.layer.dilation_rate)
+    padding = _padding(c, x, window, strides, dilations)
+    sizes = {"kernel_shape": list(window), "strides": strides, "dilations": dilations}
+    return c.op.Conv(_entry(c, x), kernel, group=int(groups), **sizes, **padding)
+
+
+@row("DepthwiseConv1D", "DepthwiseConv2D")
+def depthwise(c: Call, x: Tensor) -> Tensor:
+    return _add_bias(c, _each_channel(c, x, c.layer.kernel))
+
+
+@row("SeparableConv1D", "SeparableConv2D")
+def separable(c: Call, x: Tensor) -> Tensor:
+    each = _each_channel(c, x, c.layer.depthwise_kernel)
+    return _add_bias(c, c.op.Conv(each, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
+
+
+def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
+    """Every channel with windows of its own."""
+    *window, channels, _ = (int(size) for size in kernel.shape)
+    grouped = c.op.Reshape(_outermost(c.weight(kernel), x.rank, swap=True), [-1, 1, *window])
+    return _convolve(c, x, grouped, window, channels)
+
+
+@row("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+def convolution_transpose(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    plain = layer.output_padding is None and all(d == 1 for d in layer.dilation_rate)
+    c.refuse_unless(plain, "has an output padding or a dilation")
+    window, strides = list(layer.kernel_size), list(layer.strides)
+    beyond = [k - s for k, s in zip(window, strides, strict=True)]
+    pads = [max(n, 0) if layer.padding == "same" else 0 for n in beyond]
+    y = c.op.ConvTranspose(
+        _entry(c, x),
+        _outermost(c.weight(layer.kernel), x.rank),
+        kernel_shape=window,
+        strides=strides,
+        pads=[*(n // 2 for n in pads), *(n - n // 2 for n in pads)],
+        output_padding=[max(-n, 0) for n in beyond],
+    )
+    return _add_bias(c, y)
+
+
+# ---- pooling ---------------------------------------------------------------------------------------------------------
+
+
+@row("MaxPooling1D", "MaxPooling2D", "MaxPooling3D", "AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
+def pooling(c: Call, x: Tensor) -> Tensor:
+    window, strides = _sizes(c.layer.pool_size, x), _sizes(c.layer.strides, x)
+    operator = c.op.MaxPool if type(c.layer).__name__.startswith("Max") else c.op.AveragePool
+    padding = _padding(c, x, window, strides, [1] * len(window))
+    return _result(c, operator(_entry(c, x), kernel_shape=window, strides=strides, **padding))
+
+
+def _sizes(given: Any, x: Tensor) -> list[int]:
+    return [int(given)] * (x.rank - 2) if isinstance(given, int) else [int(size) for size in given]
+
+
+_DIMENSIONS = ("1D", "2D", "3D")
+
+
+@row(*(f"GlobalAveragePooling{n}" for n in _DIMENSIONS), *(f"GlobalMaxPooling{n}" for n in _DIMENSIONS))
+def global_pooling(c: Call, x: Tensor) -> Tensor:
+    reduce = c.op.ReduceMean if "Average" in type(c.layer).__name__ else c.op.ReduceMax
+    keep = int(c.layer.keepdims)
+    if _channels_last(c) and not x.is_moved:
+        return Tensor(c.shape, plain=reduce(x.plain, list(range(1, x.rank - 1)), keepdims=keep))
+    return _result(c, reduce(_entry(c, x), list(range(2, x.rank)), keepdims=keep))
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@row("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
+def zero_padding(c: Call, x: Tensor) -> Tensor:
+    return _result(c, c.op.Pad(_entry(c, x), as_pads([(0, 0), (0, 0), *_margins(c.layer.padding)])))
+
+
+@row("Cropping1D", "Cropping2D", "Cropping3D")
+def cropping(c: Call, x: Tensor) -> Tensor:
+    begins, ends = zip(*((before, -after or END) for before, after in _margins(c.layer.cropping)), strict=True)
+    return _result(c, c.op.Slice(_entry(c, x), begins, ends, list(range(2, x.rank))))
+
+
+def _margins(given: Any) -> list[list[int]]:
+    return [list(map(int, pair)) for pair in ([given] if isinstance(given[0], int) else given)]
+
+
+@row("UpSampling1D", "UpSampling2D", "UpSampling3D")
+def upsampling(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    method = getattr(layer, "interpolation", "nearest")
+    c.refuse_unless(method in ("nearest", "bilinear"), f"interpolates by `{method}`")
+    linear = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
+    nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    scales = c.constant(np.asarray([1, 1, *_sizes(layer.size, x)], np.float32))
+    return _result(c, c.op.Resize(_entry(c, x), None, scales, **(nearest if method == "nearest" else linear)))

@@ -1,0 +1,122 @@
+"""Calls, branches and loops."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import tensorflow as tf
+
+from onward.engines.framework import Operators
+from onward.frameworks.formulas.graph_building import constant_of
+from onward.frameworks.tensorflow.graph import Refused, Resource, dtype_of
+
+operators = Operators()
+
+
+@operators.define("PartitionedCall", "StatefulPartitionedCall")
+def call(op, *arguments, node):
+    return node.walk.inline(op, node.function("f"), arguments)
+
+
+operators(NoOp=lambda op: (), Assert=lambda op, *_: ())
+
+
+@operators.define("If", "StatelessIf")
+def branch(op, condition, *arguments, node):
+    with node.walk.without_updates():
+        branches = {
+            name: op.subgraph(lambda inner, graph=graph: node.walk.inline(inner, graph, arguments), name=name)
+            for name in ("then_branch", "else_branch")
+            for graph in [node.function(name)]
+        }
+    return op.If(op.Reshape(condition, []), outputs=len(node.operation.outputs), **branches)
+
+
+@operators.define("While", "StatelessWhile")
+def loop(op, *initial, node):
+    """What no iteration changes is read from around the loop; lists that are only written are what Loop collects."""
+    condition, body = (node.function(name) for name in ("cond", "body"))
+    changed = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
+    items = {i: item for i in changed if (item := _collect_items(body, i, initial)) is not None}
+    carried = [i for i in changed if i not in items]
+
+    def goes_on(inner, values):
+        return inner.Reshape(node.walk.inline(inner, condition, values)[0], [])
+
+    def iteration(inner, number, again, *values):
+        given = list(initial)
+        for i, value in zip(carried, values, strict=True):
+            given[i] = value
+        results = node.walk.inline(inner, body, given, [*(body.outputs[i] for i in carried), *items.values()])
+        for i, result in zip(carried, results, strict=False):
+            given[i] = result
+        return goes_on(inner, given), *results
+
+    counter = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    again = ir.Value(name="again", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    inputs = [ir.Value(name="carried", type=initial[i].value.type, shape=_shape(body, i, initial[i])) for i in carried]
+    with node.walk.without_updates():
+        first = goes_on(op, initial)
+        graph = op.subgraph(iteration, [counter, again, *inputs])
+        start = (initial[i] for i in carried)
+        found = op.Loop(None, first, *start, body=graph, outputs=len(carried) + len(items))
+    results = list(initial)
+    for i, value in zip([*carried, *items], found if isinstance(found, tuple) else (found,), strict=True):
+        results[i] = value
+    for i, item in items.items():
+        results[i].value.type = ir.TensorType(dtype_of(item.dtype))
+        results[i].value.shape = None if item.shape.rank is None else ir.Shape([None, *item.shape.as_list()])
+    return results
+
+
+def _is_kept(body, index, value):
+    """Whether a loop hands something on as it is."""
+    kept = _source(body.outputs[index]) is body.inputs[index]
+    if isinstance(value, Resource) and not kept:
+        raise Refused("a variable is another one after each iteration")
+    return kept
+
+
+def _source(tensor):
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _collect_items(body, index, initial):
+    """What each iteration writes to a list, if it writes to the place after that of the one before, from 0 on."""
+    written = _source(body.outputs[index]).op
+    if written.type != "TensorListSetItem" or written.inputs[0] is not body.inputs[index]:
+        return None
+    if len(body.inputs[index].consumers()) > 1:
+        return None
+    place = _input(body, written.inputs[1])
+    if place is None or not _is_number(initial[place], 0):
+        return None
+    after = _source(body.outputs[place]).op
+    follows = after.type in ("Add", "AddV2") and _input(body, after.inputs[0]) == place
+    return written.inputs[2] if follows and _is_one(body, after.inputs[1], initial) else None
+
+
+def _input(body, tensor):
+    """Which input of a graph a tensor is, if it is one."""
+    return next((i for i, x in enumerate(body.inputs) if x is _source(tensor)), None)
+
+
+def _is_one(body, tensor, initial):
+    place = _input(body, tensor)
+    if place is None:
+        return tf.get_static_value(tensor) == 1
+    return _is_kept(body, place, initial[place]) and _is_number(initial[place], 1)
+
+
+def _is_number(value, number):
+    array = constant_of(value)
+    return array is not None and array.ndim == 0 and array == number
+
+
+def _shape(body, index, value):
+    """The shape that something has in all iterations. A list is no scalar here, as it is in TensorFlow."""
+    result = body.outputs[index]
+    if result.dtype == tf.variant:
+        return value.value.shape
+    return None if result.shape.rank is None else ir.Shape(result.shape.as_list())

@@ -1,0 +1,73 @@
+"""Operations that read and write elements at places that are computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.engines.framework import Operators
+from onward.frameworks.formulas.graph_building import END, permute
+from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
+
+operators = Operators()
+
+
+@operators.define("GatherV2")
+def gather(op, x, indices, _, *, batch_dims, node):
+    axis, count = node.number(2) % node.rank(0), batch_dims % (node.rank(1) + 1)
+    if not count:
+        return op.Gather(x, as_int64(op, indices), axis=axis)
+    if axis != count:
+        raise Refused("it gathers along an axis that is not the one after those of batches")
+    return op.GatherND(x, op.Unsqueeze(as_int64(op, indices), [-1]), batch_dims=count)
+
+
+@operators.define("ResourceGather")
+def gather_rows(op, variable, indices, *, batch_dims, node):
+    if batch_dims:
+        raise Refused("it gathers from batches of a variable")
+    return op.Gather(node.read(op, variable), as_int64(op, indices), axis=0)
+
+
+operators(
+    GatherNd=lambda op, x, indices: op.GatherND(x, as_int64(op, indices)),
+    TensorScatterUpdate=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new),
+    TensorScatterAdd=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new, reduction="add"),
+    TensorScatterSub=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), -new, reduction="add"),
+)
+
+
+@operators.define("ScatterNd")
+def scatter_nd(op, indices, updates, shape):
+    zeros = op.Expand(op.scalar(0, updates), as_int64(op, shape))
+    return op.ScatterND(zeros, as_int64(op, indices), updates, reduction="add")
+
+
+@operators.define("UnsortedSegmentSum")
+def sum_of_segments(op, x, segments, count, *, node):
+    if node.rank(1) != 1:
+        raise Refused("its segments are not those of rows")
+    ids, size = as_int64(op, segments), op.Reshape(as_int64(op, count), [1])
+    rows = op.Concat(size + np.int64(1), op.Slice(op.Shape(x), [1], [END]), axis=0)
+    # TensorFlow drops rows with a negative id, which ScatterND would count from the end: they go to a row more.
+    places = op.Unsqueeze(op.Where(ids < 0, size, ids), [-1])
+    sums = op.ScatterND(op.Expand(op.scalar(0, x), rows), places, x, reduction="add")
+    return op.Slice(sums, [0], size, [0])
+
+
+@operators.define("OneHot")
+def one_hot(op, indices, depth, on, off, *, axis, node):
+    """Nothing is set where an index is out of range; ONNX would count it from the end."""
+    places = op.Range(np.int64(0), op.Reshape(as_int64(op, depth), []), np.int64(1))
+    behind = 0 if axis == -1 else node.rank(0) - axis
+    places = op.Unsqueeze(places, list(range(1, behind + 1))) if behind else places
+    return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [axis]), places), on, off)
+
+
+@operators.define("Where")
+def where(op, condition):
+    return permute(op, op.NonZero(condition), [1, 0])
+
+
+@operators.define("InvertPermutation")
+def invert_permutation(op, x, *, node, T):
+    return op.constant(np.argsort(node.array(0)).astype(dtype_of(T).numpy()))

@@ -1,0 +1,211 @@
+"""Shapes, and operations that move elements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.engines.framework import Operators
+from onward.frameworks.formulas.graph_building import (
+    END,
+    as_pads,
+    cast,
+    permute,
+    reverse,
+    same_operator,
+    stack,
+    unstack,
+)
+from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
+
+operators = Operators()
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@operators.define("Shape")
+def shape(op, x, *, out_type, node):
+    return _sizes(op, x, node.operation.inputs[0].shape, out_type)
+
+
+@operators.define("ShapeN")
+def shapes(op, *xs, out_type, node):
+    return [_sizes(op, x, y.shape, out_type) for x, y in zip(xs, node.operation.inputs, strict=True)]
+
+
+def _sizes(op, x, known, out_type):
+    dtype = dtype_of(out_type)
+    if known.is_fully_defined():
+        return op.constant(np.array(known.as_list(), dtype.numpy()))
+    return cast(op, op.Shape(x), dtype)
+
+
+operators(
+    Size=lambda op, x, *, out_type: cast(op, op.Size(x), dtype_of(out_type)),
+    Rank=lambda op, x, *, node: op.constant(np.array(node.rank(0), np.int32)),
+)
+
+
+@operators.define("Reshape")
+def reshape(op, x, shape, *, node):
+    wanted = node.known(1)
+    if wanted is None:
+        wanted = _shape_with_one_unknown(node)
+    if wanted is None:
+        return op.Reshape(x, as_int64(op, shape), allowzero=1)
+    return op.Reshape(x, wanted.reshape(-1).tolist(), allowzero=1 if 0 in wanted else None)
+
+
+def _shape_with_one_unknown(node):
+    """The new shape with -1 for one size, if that is all that is not known of it."""
+    sizes = node.operation.outputs[0].shape
+    if sizes.rank is None or 0 in sizes.as_list() or sizes.as_list().count(None) > 1:
+        return None
+    return np.array([-1 if size is None else size for size in sizes.as_list()])
+
+
+@operators.define("Squeeze")
+def squeeze(op, x, *, squeeze_dims, node):
+    axes = list(squeeze_dims) or [axis for axis, size in enumerate(node.shape(0)) if size == 1]
+    return op.Squeeze(x, axes)
+
+
+operators(
+    Pack=lambda op, *xs, axis: stack(op, xs, axis),
+    Unpack=lambda op, x, *, num, axis: unstack(op, x, num, axis),
+    ExpandDims=lambda op, x, _, *, node: op.Unsqueeze(x, node.numbers(1)),
+    Transpose=lambda op, x, _, *, node: permute(op, x, node.numbers(1)),
+)
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@operators.define("ConcatV2")
+def concat(op, *xs, node):
+    *parts, _ = xs
+    return op.Concat(*parts, axis=node.number(len(parts))) if len(parts) > 1 else parts[0]
+
+
+@operators.define("Split")
+def split(op, _, x, *, num_split, node):
+    if num_split == 1:
+        return x
+    return op.Split(x, axis=node.number(0), num_outputs=num_split, outputs=num_split)
+
+
+@operators.define("SplitV")
+def split_by_sizes(op, x, parts, _, *, num_split, node):
+    if num_split == 1:
+        return x
+    axis, sizes = node.number(2), node.numbers(1)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = node.size(0, axis) - sum(size for size in sizes if size >= 0)
+    return op.Split(x, sizes, axis=axis, outputs=num_split)
+
+
+@operators.define("Slice")
+def slice_(op, x, begin, size, *, node):
+    begins, sizes = node.known(1), node.known(2)
+    if begins is None or sizes is None:  # all that is left is -1, if anything
+        low, count = as_int64(op, begin), as_int64(op, size)
+        return op.Slice(x, low, op.Where(count < 0, np.int64(END), low + count))
+    ends = [END if size < 0 else low + size for low, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
+    return op.Slice(x, begins.tolist(), ends)
+
+
+@operators.define("StridedSlice")
+def strided_slice(
+    op, x, begin, end, strides, *, node, begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask
+):
+    """`x[1:, ..., None, 3, ::-1]`: a slice per axis, some of which go and some of which are new."""
+    steps, rank = node.numbers(3), node.rank(0)
+    begins, ends = _places(op, begin, node.known(1), len(steps)), _places(op, end, node.known(2), len(steps))
+    sliced, gone, new, axis, place = [], [], [], 0, 0
+    for i, step in enumerate(steps):
+        bit = 1 << i
+        if ellipsis_mask & bit:
+            consumed = sum(not (new_axis_mask >> j) & 1 for j in range(i + 1, len(steps)))
+            place += rank - axis - consumed
+            axis = rank - consumed
+        elif new_axis_mask & bit:
+            new.append(place)
+            place += 1
+        elif shrink_axis_mask & bit:
+            low = begins[i]
+            sliced.append((axis, low, _after(op, low), 1))
+            gone.append(axis)
+            axis += 1
+        else:
+            low = (0 if step > 0 else END) if begin_mask & bit else begins[i]
+            high = (END if step > 0 else -END) if end_mask & bit else ends[i]
+            if not (begin_mask & bit and end_mask & bit and step == 1):
+                sliced.append((axis, low, high, step))
+            axis, place = axis + 1, place + 1
+    if sliced:
+        axes, lows, highs, by = zip(*sliced, strict=True)
+        x = op.Slice(x, _vector(op, lows), _vector(op, highs), list(axes), list(by))
+    x = op.Squeeze(x, gone) if gone else x
+    return op.Unsqueeze(x, new) if new else x
+
+
+def _places(op, vector, known, count):
+    """The elements of a vector: numbers, or scalars that are computed."""
+    if known is not None:
+        return known.tolist()
+    wide = as_int64(op, vector)
+    return [op.Slice(wide, [i], [i + 1]) for i in range(count)]
+
+
+def _after(op, place):
+    """The end of a slice of one element; after the last one, which is -1, comes the end."""
+    if isinstance(place, int):
+        return place + 1 if place != -1 else END
+    return op.Where(op.Equal(place, np.int64(-1)), np.int64(END), place + np.int64(1))
+
+
+def _vector(op, elements):
+    if all(isinstance(element, int) for element in elements):
+        return list(elements)
+    parts = [np.array([element], np.int64) if isinstance(element, int) else element for element in elements]
+    return op.Concat(*parts, axis=0) if len(parts) > 1 else parts[0]
+
+
+# ---- larger tensors --------------------------------------------------------------------------------------------------
+
+
+operators(
+    Pad=lambda op, x, _, *, node: op.Pad(x, as_pads(node.array(1).tolist())),
+    PadV2=lambda op, x, _, value, *, node: op.Pad(x, as_pads(node.array(1).tolist()), value),
+    Tile=lambda op, x, repeats: op.Tile(x, as_int64(op, repeats)),
+    BroadcastTo=lambda op, x, shape: op.Expand(x, as_int64(op, shape)),
+    Fill=lambda op, shape, value: op.Expand(value, as_int64(op, shape)),
+    Range=same_operator("Range"),
+    ReverseV2=lambda op, x, _, *, node: reverse(op, x, node.numbers(1)),
+)
+
+
+@operators.define("MirrorPad")
+def mirror_pad(op, x, _, *, mode, node):
+    if mode != "REFLECT":
+        raise Refused("ONNX mirrors without the element at the edge only")
+    return op.Pad(x, as_pads(node.array(1).tolist()), mode="reflect")
+
+
+@operators.define("MatrixBandPart")
+def band_part(op, x, below, above, *, node):
+    """The elements near the diagonal: how far, and everything if that is less than 0."""
+    low, high = node.number(1), node.number(2)
+    if low >= 0:
+        x = op.Trilu(x, np.int64(-low), upper=1)
+    return op.Trilu(x, np.int64(high), upper=0) if high >= 0 else x
+
+
+def _blocks(name):
+    def moved(op, x, *, block_size, data_format):
+        if data_format != "NHWC":
+            return op.node("", name, x, blocksize=block_size)
+        return permute(op, op.node("", name, permute(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
+
+    return moved
+
+
+operators(DepthToSpace=_blocks("DepthToSpace"), SpaceToDepth=_blocks("SpaceToDepth"))

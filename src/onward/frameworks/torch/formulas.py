@@ -1,0 +1,252 @@
+"""Optimizers that PyTorch has no class for, printed from the definitions of their updates.
+
+A definition is the function that a training model has for it (`recipe/optimizers/updates.py`). Its graph becomes lines
+of Python: what is float64 or a whole number there is a number of Python here, all else a tensor, and values that are
+read more than once are called as the definition calls them. The text is executed here, and programs contain it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from onward.build import DOMAIN, Expr, Function
+from onward.frameworks.program.layout import break_lines, indent
+from onward.frameworks.torch.exact.optimizer import ExactOptimizer
+from onward.recipe.optimizers import updates
+from onward.recipe.optimizers.updates import Update
+from onward.standard import COMMON_OPSET
+
+# ---- an update as statements -----------------------------------------------------------------------------------------
+
+
+class _Text(NamedTuple):
+    """An expression of Python."""
+
+    text: str
+    binds: int = 9
+    """How strongly its outermost operator binds."""
+    is_number: bool = True
+
+    def within(self, binds: int) -> str:
+        return self.text if self.binds >= binds else f"({self.text})"
+
+
+_INFIX = {"And": ("and", 1), "Greater": (">", 2), "Add": ("+", 3), "Sub": ("-", 3), "Mul": ("*", 4), "Div": ("/", 4)}
+_LONG = 60
+"""Expressions with more signs get a name, if the definition has one for them."""
+_ARGUMENTS = ("x", "g", "lr", "t", "beta1", "beta2")
+
+
+def _expression(node: ir.Node, given: Sequence[_Text]) -> _Text:
+    is_number = all(each.is_number for each in given)
+    match node.op_type:
+        case "Constant":
+            return _Text(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
+        case "Cast" | "CastLike":  # to the type of a tensor, which a number of Python becomes by itself
+            return given[0]
+        case "Pow":
+            return _Text(f"{given[0].within(6)}**{given[1].within(6)}", 5)
+        case "Mul" if given[1].is_number and not is_number:
+            return _Text(f"{given[1].within(4)} * {given[0].within(5)}", 4, is_number)
+        case kind if kind in _INFIX:
+            sign, binds = _INFIX[kind]
+            return _Text(f"{given[0].within(binds)} {sign} {given[1].within(binds + 1)}", binds, is_number)
+        case "Sqrt" if is_number:
+            return _Text(f"math.sqrt({given[0].text})")
+        case ("Sqrt" | "Abs" | "Sign") as kind:
+            return _Text(f"{given[0].within(9)}.{kind.lower()}()", 9, is_number)
+        case "Max":
+            return _Text(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})", 9, is_number)
+        case "Where":
+            return _Text(f"{given[1].within(1)} if {given[0].text} else {given[2].text}", 0, is_number)
+        case "ReduceSumSquare":
+            return _Text(f"float({given[0].within(9)}.square().sum())")
+    raise NotImplementedError(node.op_type)
+
+
+def _graph_of(function: Function) -> tuple[ir.Function, dict[ir.Value, str]]:
+    """The body of a function, and what the Python that builds it calls its values."""
+    names: dict[ir.Value, str] = {}
+
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_globals["__name__"].startswith("onward.recipe.optimizers."):
+            names.update({x.value: name for name, x in frame.f_locals.items() if isinstance(x, Expr)})
+
+    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function.define(functions, COMMON_OPSET)
+    finally:
+        sys.setprofile(before)
+    return functions[DOMAIN, function.name, ""], names
+
+
+def _statements(function: Function) -> list[str]:
+    """Lines that write the new parameter and state over the old ones."""
+    graph, names = _graph_of(function)
+    slots = _slots_of(function)
+    tensors = ("x", "g", *slots)
+    texts = {value: _Text(_input(value.name or "", slots), 9, value.name not in tensors) for value in graph.inputs}
+    taken = {*function.inputs, "self", "state", "group"}
+    lines = ['beta1, beta2 = group["betas"]'] if "beta1" in function.inputs else []
+    for node in graph:
+        value = node.outputs[0]
+        made = _expression(node, [texts[each] for each in node.inputs if each is not None])
+        reads = sum(use.node.op_type != "CastLike" or use.idx == 0 for use in value.uses()) + value.is_graph_output()
+        name = names.get(value, "")
+        if node.op_type not in ("Constant", "Cast", "CastLike") and (reads > 1 or (name and len(made.text) > _LONG)):
+            if not name or name in taken:
+                name = next(letter for letter in "dehk" if letter not in taken)
+            taken.add(name)
+            lines.append(f"{name} = {made.text}")
+            made = made._replace(text=name, binds=9)
+        texts[value] = made
+    targets = ["x", *(f'state["{slot}"]' for slot in slots)]
+    results = [texts[value].text for value in graph.outputs]
+    for i, result in enumerate(results):  # nothing may be read after it was written
+        assert not any(re.search(rf"(?<!\w){re.escape(done)}(?!\w)", result) for done in targets[:i]), function.name
+    return lines + [f"{target}.copy_({result})" for target, result in zip(targets, results, strict=True)]
+
+
+def _input(name: str, slots: Sequence[str]) -> str:
+    return name if name in _ARGUMENTS else f'{"state" if name in slots else "group"}["{name}"]'
+
+
+def _slots_of(function: Function) -> tuple[str, ...]:
+    return function.inputs[2 : function.inputs.index("lr")]
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+_STATE = "x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]"
+
+
+class _Class(NamedTuple):
+    """A class: its settings with their defaults, and its updates by the condition for which each is meant."""
+
+    settings: Mapping[str, Any]
+    updates: Mapping[str, Update]
+
+    def text(self, name: str) -> str:
+        functions = {condition: update.plain for condition, update in self.updates.items()}
+        docs = [f"{_words(condition)}{function.doc}" for condition, function in functions.items()]
+        slots = {condition: [f"return {_literal(_slots_of(function))}"] for condition, function in functions.items()}
+        lines = {condition: _statements(function) for condition, function in functions.items()}
+        return break_lines("\n".join([
+            f"class {name}(ExactOptimizer):",
+            *indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
+            *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
+            *self._decay(functions),
+            *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
+        ]))  # fmt: skip
+
+    @staticmethod
+    def _decay(functions: Mapping[str, Function]) -> list[str]:
+        """What to do about weight decay, where updates see to it themselves."""
+        plain = [condition for condition, function in functions.items() if "weight_decay" not in function.inputs]
+        if len(plain) == len(functions):
+            return []
+        result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
+        head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
+        return indent([head, f"    return {result}", ""])
+
+
+def _literal(value: Any) -> str:
+    return repr(value).replace("'", '"')
+
+
+def _words(condition: str) -> str:
+    names = re.sub(r'group\["(\w+)"\]', r"`\1`", condition)
+    return f"{'Without' if names.startswith('not ') else 'With'} {names.removeprefix('not ')}: " if names else ""
+
+
+def _docstring(text: str) -> list[str]:
+    lines = text.splitlines()
+    return [f'"""{text}"""'] if len(lines) == 1 else [f'"""{lines[0]}', *lines[1:], '"""']
+
+
+def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines, each under its condition; the last has none."""
+    blocks = list(lines.items())
+    while len(blocks) > 1 and blocks[-2][1] == blocks[-1][1]:
+        del blocks[-2]
+    *others, (_, last) = blocks
+    if not others:
+        return list(last)
+    starts = [f"{'elif' if i else 'if'} {condition}:" for i, (condition, _) in enumerate(others)]
+    return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *indent(own))]
+
+
+_BETAS = (0.9, 0.999)
+_DECOUPLED = {"decoupled_weight_decay": True}
+_NO_MOMENTUM, _NESTEROV = 'not group["momentum"]', 'group["nesterov"]'
+
+_CLASSES = {
+    "KerasSGD": _Class(
+        {"lr": 1e-2, "momentum": 0.0, "nesterov": False, **_DECOUPLED},
+        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov_keras, "": updates.sgd_momentum_keras},
+    ),
+    "SGDW": _Class(
+        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 1e-2, **_DECOUPLED},
+        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov, "": updates.sgd_momentum_dampened},
+    ),
+    "KerasAdam": _Class(
+        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, "amsgrad": False, **_DECOUPLED},
+        {'group["amsgrad"]': updates.amsgrad_keras, "": updates.adam_keras},
+    ),
+    "TransformersAdamW": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-6}, {"": updates.adamw_transformers}),
+    "OptaxAMSGrad": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.amsgrad_optax}),
+    "KerasAdamax": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, **_DECOUPLED}, {"": updates.adamax_keras}),
+    "OptaxNAdam": _Class({"lr": 2e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.nadam_optax}),
+    "OptaxRAdam": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.radam_optax}),
+    "Lion": _Class({"lr": 1e-4, "betas": (0.9, 0.99), **_DECOUPLED}, {"": updates.lion}),
+    "Lamb": _Class(
+        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-6},
+        {'group["decoupled_weight_decay"]': updates.lamb_keras, "": updates.lamb},
+    ),
+    "RootEpsAdagrad": _Class(
+        {"lr": 1e-2, "initial_accumulator_value": 0.1, "eps": 1e-7}, {"": updates.adagrad_keras}
+    ),
+    "RootEpsRMSprop": _Class(
+        {"lr": 1e-2, "alpha": 0.9, "eps": 1e-7, "momentum": 0.0, "centered": False},
+        {
+            'group["centered"] and group["momentum"]': updates.rmsprop_centered_momentum_keras,
+            'group["centered"]': updates.rmsprop_centered_keras,
+            'group["momentum"]': updates.rmsprop_momentum_keras,
+            "": updates.rmsprop_keras,
+        },
+    ),
+    "AdadeltaW": _Class({"lr": 1e-3, "rho": 0.95, "eps": 1e-7, **_DECOUPLED}, {"": updates.adadelta}),
+}  # fmt: skip
+
+_HOME = "onward.frameworks.torch.exact.formulas"
+_IMPORTS = f"""from __future__ import annotations
+import math
+from typing import Any
+import torch
+from torch import Tensor
+from {ExactOptimizer.__module__} import ExactOptimizer
+"""
+
+
+def _execute(text: str) -> types.ModuleType:
+    """A module of this text, in which others find its source."""
+    module = types.ModuleType(_HOME)
+    module.__file__ = f"<{_HOME}>"
+    linecache.cache[module.__file__] = len(text), None, text.splitlines(True), module.__file__
+    exec(compile(text, module.__file__, "exec"), vars(module))
+    sys.modules[_HOME] = module
+    return module
+
+
+_MODULE = _execute("\n\n\n".join([_IMPORTS, *(one.text(name) for name, one in _CLASSES.items())]))
+EXACT: dict[str, type[ExactOptimizer]] = {name: getattr(_MODULE, name) for name in _CLASSES}
+"""The classes by name."""

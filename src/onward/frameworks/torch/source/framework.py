@@ -1,0 +1,241 @@
+"""PyTorch as a framework that writes down what it is asked to compute."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch.nn import functional as F
+
+from onward.engines.framework import Function, NotOnHost
+from onward.engines.shared.windows import paddings
+from onward.engines.torch.types import TYPES
+from onward.errors import UnsupportedError
+from onward.frameworks.program.calls import Value
+from onward.frameworks.program.forms import slice_places
+from onward.frameworks.program.sizes import on_host
+from onward.frameworks.torch.module_engine import Live, share_of_batch
+from onward.frameworks.torch.source import recurrent
+from onward.frameworks.torch.source.program import Recorder, is_zero
+from onward.frameworks.torch.source.sizes import OWN, array_of, is_open
+from onward.options import Variance
+
+
+class Writing(Live):
+    """Operators as a person would call them. What computes something else in training asks the module how it is."""
+
+    def __init__(self, recorder: Recorder, statistics: Variance):
+        super().__init__(torch.device("cpu"), statistics)
+        self.recorder = recorder
+        self.statistics = statistics
+        own: dict[str, Function] = {
+            "Shape": lambda x, *, start, end: array_of(list(x.shape)[start:end]),
+            "Size": lambda x: array_of(math.prod(x.shape)),
+            "Range": _range,
+            "ConstantOfShape": _full,
+            "Reshape": _reshape,
+            "Flatten": _flatten,
+            "Slice": functools.partial(_slice, self.operators["Slice"]),
+            "Concat": lambda *inputs, axis: torch.cat(inputs, axis),
+            "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape.tolist()))),
+            "Tile": lambda x, repeats: x.repeat(repeats.tolist()),
+            "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(np.ravel(axes).tolist())),
+            "Unsqueeze": _unsqueeze,
+            "Split": _split,
+            "SplitToSequence": _split_to_sequence,
+            "Gather": self._gather,
+            "Pad": functools.partial(self._pad, self.operators["Pad"]),
+            "MatMul": self._matmul,
+            "Gemm": self._gemm,
+            "onward.Linear": self._linear,
+            "Conv": self._conv,
+            "Dropout": self._dropout,
+            "BatchNormalization": self._batch_norm,
+            **recurrent.rows(recorder),
+        }
+        rest = {name: function for name, function in self.operators.items() if name not in own}
+        self.operators = type(self.operators)({**rest, **own})
+        self.on_host = on_host(self.operators, self.place, OWN)
+
+    def is_tracing(self) -> bool:
+        return False  # constants are made once
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with self.recorder.fake, self.recorder:
+            yield
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.kind == "O" or super().supports(dtype)  # sizes that are symbols
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        if not is_open(array):
+            return self.recorder.constant(array)
+        if array.ndim:
+            return torch.stack([torch.scalar_tensor(x) for x in array.flat]).reshape(array.shape)
+        return torch.scalar_tensor(array.item())
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        found = self.recorder.known.get(id(tensor))
+        if found is None or found.array is None:
+            raise NotOnHost
+        return found.array
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def _transposed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a matrix is the transpose of, if it was made so."""
+        found = self.recorder.known.get(id(tensor))
+        step = found.step if found is not None else None
+        if step is None or step.function != "torch.Tensor.permute" or tensor.ndim != 2:
+            return None
+        source: Value = step.arguments[0]
+        return source.tensor
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        turned = self._transposed(weight)
+        return F.linear(x, weight.T if turned is None else turned, bias)
+
+    def _matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = self._transposed(y)
+        return x @ y if turned is None else F.linear(x, turned)
+
+    def _gemm(self, a, b, c=None, *, alpha, beta, transA, transB):  # type: ignore[no-untyped-def]
+        a = a.T if transA else a
+        if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1)) and (transB or c is not None):
+            return F.linear(a, b if transB else b.T, c)
+        product = a @ (b.T if transB else b)
+        product = product if alpha == 1 else alpha * product
+        return product if c is None else product + (c if beta == 1 else beta * c)
+
+    def _gather(self, x: torch.Tensor, indices: Any, *, axis: int) -> torch.Tensor:
+        if isinstance(indices, np.ndarray) and not is_open(indices):
+            return x.select(axis, indices.item())
+        if x.ndim == 2 and axis in (0, -2) and x.is_floating_point():
+            return F.embedding(indices if indices.dtype == torch.int32 else indices.long(), x)
+        axis %= x.ndim
+        flat = x.index_select(axis, indices.long().remainder(x.shape[axis]).flatten())
+        return flat.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
+
+    def _pad(self, by_numbers: Function, x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
+        if mode != "constant" or not (value is None or isinstance(value, np.ndarray)):
+            return by_numbers(x, pads, value, axes, mode=mode)
+        along = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes.tolist()]
+        amounts = dict(zip(along, zip(*np.reshape(pads, (2, -1)).tolist(), strict=True), strict=True))
+        outermost = min((axis for axis, pair in amounts.items() if any(pair)), default=x.ndim)
+        flat = [amount for axis in range(x.ndim - 1, outermost - 1, -1) for amount in amounts.get(axis, (0, 0))]
+        named = {} if value is None or not value.item() else {"value": value.item()}
+        with torch._C.DisableTorchFunction():  # PyTorch wants to know sizes that are symbols
+            padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
+        return self.recorder.imagine("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
+
+    def _conv(self, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):  # type: ignore[no-untyped-def]
+        rank = x.ndim - 2
+        strides, dilations = strides or [1] * rank, dilations or [1] * rank
+        amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+        before = [before for before, _ in amounts]
+        if any(low != high for low, high in amounts):
+            flat = [amount for pair in reversed(amounts) for amount in pair]
+            x, before = F.pad(x, flat), [0] * rank
+        b = None if b is not None and is_zero(self.recorder.value(b)) else b  # which exporters write for none
+        function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+        given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        return function(x, w, b, **{key: value for key, value in given.items() if value != usual[key]})
+
+    def _dropout(self, x, ratio=None, training_mode=None, *, seed, outputs):  # type: ignore[no-untyped-def]
+        if outputs > 1 or seed is not None:
+            raise UnsupportedError("a Dropout has a seed of its own, or gives its mask away")
+        share = 0.5 if ratio is None else _short(float(ratio))
+        if training_mode is not None and training_mode:
+            return F.dropout(x, share)
+        return self.recorder.imagine("nn.Dropout", [x, share], {}, _like(x))
+
+    def _batch_norm(self, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):  # type: ignore[no-untyped-def]
+        if not training_mode:
+            return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+        arguments = [x, mean, variance, scale, bias]
+        named = {"momentum": share_of_batch(momentum), "eps": epsilon}
+        return self.recorder.imagine(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.empty_like(x)
+
+
+def _short(number: float) -> float:
+    """0.1 for the float32 that is nearest to it."""
+    return float(str(np.float32(number))) if float(np.float32(number)) == number else number
+
+
+def one(numbers: Sequence[int]) -> Any:
+    """A number in place of several that are equal."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+_ANYWHERE = torch.device("cpu")
+"""Written as the device of an input."""
+
+
+def _range(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> torch.Tensor:
+    first, end, step = (x.item() for x in (start, limit, delta))
+    if isinstance(first, int) and first == 0 and isinstance(step, int) and step == 1:
+        return torch.arange(end, device=_ANYWHERE)
+    return torch.arange(first, end, step, device=_ANYWHERE)
+
+
+def _full(shape: np.ndarray, *, value: Any) -> torch.Tensor:
+    number = np.zeros(1, np.float32) if value is None else value
+    return torch.full(
+        shape.tolist(), number.item(), dtype=TYPES[ir.DataType.from_numpy(number.dtype)], device=_ANYWHERE
+    )
+
+
+def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Tensor:
+    sizes = shape.tolist()
+    if not allowzero:
+        sizes = [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(sizes)]
+    if len(sizes) == 2 and x.ndim > 2 and isinstance(sizes[1], int) and sizes[1] == math.prod(x.shape[1:]):
+        return x.flatten(1)
+    return x.reshape(sizes)
+
+
+def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    if axis == 1 and x.ndim > 1:
+        return x.flatten(1) if x.ndim > 2 else x
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _unsqueeze(x: torch.Tensor, axes: Any) -> torch.Tensor:
+    rank = x.ndim + axes.size
+    for axis in sorted(axis % rank for axis in np.ravel(axes).tolist()):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _split(x: torch.Tensor, sizes: Any = None, *, axis: int, num_outputs: int | None, outputs: int) -> Any:
+    whole, each = x.shape[axis], -(-x.shape[axis] // outputs)
+    equal = [min(each, max(0, whole - i * each)) for i in range(outputs)]
+    return x.split(equal if sizes is None else sizes.tolist(), axis)
+
+
+def _split_to_sequence(x: torch.Tensor, sizes: Any = None, *, axis: int, keepdims: int) -> list[torch.Tensor]:
+    if sizes is None:
+        return [item if keepdims else item.squeeze(axis) for item in x.split(1, axis)]
+    return list(x.split(sizes.tolist(), axis))
+
+
+def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
+    """As Python has it, also where sizes are symbols; backwards only where they are known."""
+    given: list[Any] = [None if part is None else part.tolist() for part in (starts, ends, axes, steps)]
+    places = slice_places(x.shape, *given)
+    if places is None:
+        return by_numbers(x, starts, ends, axes, steps)
+    return x[tuple(places)] if places else x

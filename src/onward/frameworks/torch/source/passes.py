@@ -1,0 +1,140 @@
+"""What makes a recorded program shorter: movements that amount to one, attention that is written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from onward.frameworks.program.calls import Step, Value, count_uses, in_order, without_unused
+from onward.frameworks.torch.source.layers import F_
+from onward.frameworks.torch.source.movement import is_idle, simplify
+from onward.frameworks.torch.source.program import WhileTraining
+from onward.frameworks.torch.source.tracing import Program
+
+
+def shorten(program: Program) -> Program:
+    """The same, with fewer calls."""
+    outputs = list(program.outputs.values())
+    steps = without_unused(simplify(program.steps, outputs), outputs)
+    for step in steps:
+        if is_idle(step):
+            _replace(steps, program, step.results[0], step.arguments[0])
+    steps = without_unused(steps, list(program.outputs.values()))
+    uses = count_uses(steps, program.outputs.values())
+    for step in steps:
+        _fuse_attention(step, uses)
+        _reduce_at_once(step, uses)
+    program.steps = in_order(program.outputs.values())
+    return program
+
+
+def _replace(steps: list[Step], program: Program, old: Value, new: Value) -> None:
+    for step in steps:
+        step.arguments = _with(step.arguments, old, new)
+        step.named = _with(step.named, old, new)
+    program.outputs = {name: new if value is old else value for name, value in program.outputs.items()}
+
+
+def _with(argument: Any, old: Value, new: Value) -> Any:
+    if argument is old:
+        return new
+    if isinstance(argument, dict):
+        return {key: _with(item, old, new) for key, item in argument.items()}
+    if isinstance(argument, list):
+        return [_with(item, old, new) for item in argument]
+    return tuple(_with(item, old, new) for item in argument) if isinstance(argument, tuple) else argument
+
+
+def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
+    """A reduction that keeps axes, which are taken away then, as one that does not keep them."""
+    source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
+    reduction = _only(source, uses, *_REDUCTIONS)
+    if reduction is None or not reduction.named.get("keepdim") or len(squeeze.arguments) != 2:
+        return
+    rank = reduction.arguments[0].tensor.ndim
+    axes = [sorted(axis % rank for axis in _axes(step.arguments[1])) for step in (reduction, squeeze)]
+    if axes[0] == axes[1]:
+        squeeze.function, squeeze.call = reduction.function, reduction.call
+        squeeze.arguments = reduction.arguments
+        squeeze.named = {key: value for key, value in reduction.named.items() if key != "keepdim"}
+
+
+_REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.amin")
+
+
+def _axes(given: Any) -> list[int]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
+    """softmax(q · c · (k · c)ᵀ + mask) · v, with dropout before the last product, as PyTorch's own function."""
+    if last.function != "torch.Tensor.matmul":
+        return
+    weights, v = last.arguments
+    dropout = _only(weights, uses, "nn.Dropout")
+    softmax = _only(dropout.arguments[0] if dropout else weights, uses, "torch.softmax")
+    if softmax is None or softmax.arguments[1] not in (-1, v.tensor.ndim - 1):
+        return
+    scores, mask = softmax.arguments[0], None
+    added = _only(scores, uses, "torch.Tensor.add")
+    if added is not None:
+        scores, mask = (
+            added.arguments
+            if _only(added.arguments[0], uses, "torch.Tensor.matmul", *_SCALES)
+            else added.arguments[::-1]
+        )
+    scores, scale = _factor_of(scores, uses)
+    product = _only(scores, uses, "torch.Tensor.matmul")
+    if product is None or not all(isinstance(x, Value) and x.tensor.ndim == 4 for x in (*product.arguments, v)):
+        return
+    (q, of_q), (turned, of_k) = (_factor_of(value, uses) for value in product.arguments)
+    turn = _only(turned, uses, "torch.Tensor.permute")
+    if turn is None:
+        return
+    if mask is not None and not isinstance(mask, Value):
+        return
+    scale *= of_q * of_k
+    named: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+    if dropout is not None:
+        named["dropout_p"] = WhileTraining(dropout.arguments[1])
+    if not math.isclose(scale, q.tensor.shape[-1] ** -0.5, rel_tol=1e-6):
+        named["scale"] = scale
+    last.function, last.call = f"{F_}scaled_dot_product_attention", None
+    last.arguments, last.named = [q, _swap_source(turn), v], named
+
+
+def _swap_source(turn: Step) -> Value:
+    """What a permutation gives, but for the last two axes, which change places."""
+    source, (*axes, row, column) = turn.arguments
+    if [*axes, column, row] == list(range(len(axes) + 2)):
+        return source
+    turn.arguments = [source, [*axes, column, row]]
+    turn.results[0].tensor = source.tensor.permute(turn.arguments[1])
+    return turn.results[0]
+
+
+_SCALES = ("torch.Tensor.mul", "torch.Tensor.div")
+
+
+def _only(value: Any, uses: dict[Value, int], *functions: str) -> Step | None:
+    """The call that makes a value for one reader, if it is one of these."""
+    step = value.step if isinstance(value, Value) and uses[value] == 1 else None
+    return step if step is not None and step.function in functions else None
+
+
+def _factor_of(value: Value, uses: dict[Value, int]) -> tuple[Value, float]:
+    """A value, and the number that it is multiplied by."""
+    step = _only(value, uses, *_SCALES)
+    if step is None:
+        return value, 1.0
+    source, factor = step.arguments
+    if isinstance(factor, Value):
+        if factor.array is None or factor.array.size != 1:
+            return value, 1.0
+        factor = factor.array.item()
+    if not isinstance(factor, int | float) or not isinstance(source, Value):
+        return value, 1.0
+    return source, factor if step.function.endswith("mul") else 1 / factor

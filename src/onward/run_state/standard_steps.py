@@ -1,0 +1,200 @@
+"""Steps that others wrote, in operators of the standard alone: found to be a run, and written as `prepare` writes it.
+
+Such a file records no facts. What it computes has to be one loss that has a name, one Gradient of it, optimizers of the
+standard and counters, and nothing else: then a run says all of it, and converters find state under names they know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.inspect import describe
+from onward.inspect.summary_fields import Group as Described
+from onward.model import TRAINING_DOMAIN, Model
+from onward.model.core import string, strings
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.spec import Spec
+from onward.run_state.snapshot import Group, Snapshot, assemble, optimizer_of
+from onward.transform.names import rename
+from onward.transform.training import without_steps
+
+_Value = TypeVar("_Value")
+_SLOTS = {"Adagrad": "sum", "Momentum": "momentum_buffer"}
+"""What is held beside a parameter. The standard's Adam adds epsilon where no framework does."""
+
+
+def adopt(model: Model) -> Model:
+    """The training model that `prepare` would have written, if a step of others is one; else the model as it is."""
+    if len(model.steps) != 1 or model.steps[0].fact("train.optimizer") is not None:
+        return model
+    try:
+        found = _Reading(model)
+    except _Other:
+        return model
+    again = assemble(found.run)
+    if _settings(again) != _settings(model):
+        return model
+    (label,) = again.steps[0].algorithm.inputs
+    return again if label.name == found.label else rename(again, {label.name or "": found.label})
+
+
+class _Other(Exception):
+    """The step does not do what is looked for, or does more."""
+
+
+def _require(condition: object) -> None:
+    if not condition:
+        raise _Other
+
+
+class _Reading:
+    """What each node of an algorithm is for."""
+
+    def __init__(self, model: Model):
+        self._model, self._step = model, model.steps[0]
+        self._explained: set[ir.Node] = set()
+        self._new: dict[str, str] = {}  # state -> its new value
+        self._state: dict[str, np.ndarray] = {}
+        self._counts: set[int] = set()
+        algorithm = self._step.algorithm
+        self._made = {value.name: value for node in algorithm for value in node.outputs}
+        _require(len(algorithm.inputs) == 1)
+        self.label = algorithm.inputs[0].name or ""
+        self._gradients, loss = self._read_gradient()
+        self._loss = self._read_loss(loss)
+        for node in _optimizers(model):
+            self._read_optimizer(node)
+        _require(self._new == self._step.update and len(self._counts) < 2)
+        _require(self._explained == {node for node in algorithm if node.op_type != "Constant"})
+        _require({value.name for value in algorithm.outputs} <= {loss.name, *self._step.update.values()})
+
+    @property
+    def run(self) -> Snapshot:
+        found = describe(self._model).steps[0].groups
+        groups = [Group(self._optimizer(group), group.parameters) for group in found]
+        return Snapshot(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
+
+    def _optimizer(self, group: Described) -> Spec | FunctionOptimizer:
+        spec = optimizer_of(self._model, 0, group)
+        if isinstance(spec, Spec) and group.hyper.get("mode") == "nesterov":
+            return Spec("nesterov", spec.options)
+        if isinstance(spec, Spec) and spec.name == "adagrad" and not any(self._counts):
+            held = {float(x) for name in group.parameters for x in np.unique(self._state[f"{name}/sum"])}
+            if len(held) == 1:  # what it starts from, and not what it has come to
+                return Spec(spec.name, {**spec.options, "initial_accumulator_value": held.pop()})
+        return spec
+
+    def _read_gradient(self) -> tuple[dict[str, ir.Value], ir.Value]:
+        """The gradient of each parameter, and the value that it is of."""
+        found = self._step.gradients()
+        _require(len(found) == 1)
+        (node,) = found
+        xs = strings(node, "xs")
+        _require([value.name for value in node.inputs if value is not None] == [*xs, *strings(node, "zs")])
+        loss = self._made.get(string(node, "y"))
+        self._explained.add(node)
+        return dict(zip(xs, node.outputs, strict=False)), _there(loss)
+
+    def _read_loss(self, loss: ir.Value) -> dict[str, str]:
+        """The output that it looks at, and what it is called."""
+        node = self._producer(loss)
+        if node.op_type == "SoftmaxCrossEntropyLoss":
+            _require(len(node.inputs) == 2 and len(node.outputs) == 1 and {*node.attributes} <= {"reduction"})
+            _require((string(node, "reduction") or "mean") == "mean")
+            output, label = node.inputs
+            name = "cross_entropy"
+        else:
+            _require(node.op_type == "ReduceMean" and len(node.inputs) == 1)
+            _require({name: attribute.value for name, attribute in node.attributes.items()} == {"keepdims": 0})
+            squares = self._producer(node.inputs[0])
+            _require(squares.op_type == "Mul" and squares.inputs[0] is squares.inputs[1])
+            difference = self._producer(squares.inputs[0])
+            _require(difference.op_type == "Sub")
+            output, label = sorted(difference.inputs, key=lambda value: value is self._step.algorithm.inputs[0])
+            _require(_there(output).shape is not None and _there(output).shape == _there(label).shape)
+            name = "mse"
+        _require(output in self._model.outputs and label is self._step.algorithm.inputs[0])
+        return {_there(output).name or "": name}
+
+    def _producer(self, value: ir.Value | None) -> ir.Node:
+        node = _there(_there(value).producer())
+        _require(node.graph is self._step.algorithm)
+        self._explained.add(node)
+        return node
+
+    def _read_optimizer(self, node: ir.Node) -> None:
+        parameters, values = _parameters(node), node.inputs[2:]
+        each = len(parameters)
+        _require(0 < len(values) == 3 * each and len(node.outputs) == 2 * each)
+        rate, types = _there(node.inputs[0]), {_there(value).dtype for value in (node.inputs[0], *values[:each])}
+        _require(np.isfinite(_number(rate)) and rate.name not in self._step.update and len(types) == 1)
+        self._read_count(node)
+        for i, parameter in enumerate(parameters):
+            _require(values[each + i] is self._gradients.get(parameter))
+            self._renew(parameter, node.outputs[i])
+            held = _there(values[2 * each + i])
+            self._state[f"{parameter}/{_SLOTS[node.op_type]}"] = _constant(held)
+            self._renew(held.name or "", node.outputs[each + i])
+        self._explained.add(node)
+
+    def _renew(self, name: str, new: ir.Value) -> None:
+        _require(name not in self._new)
+        self._new[name] = new.name or ""
+
+    def _read_count(self, node: ir.Node) -> None:
+        """The counter of updates; or a number without effect, which therefore need not count."""
+        count = _there(node.inputs[1])
+        begun = int(_number(count))
+        if count.name not in self._step.update:
+            settings = _attributes(node)
+            _require(settings.get("decay_factor") == 0 or settings.get("beta") == 1)
+            return
+        added = self._producer(self._made.get(self._step.update[count.name]))
+        others = [value for value in added.inputs if value is not count]
+        _require(added.op_type == "Add" and len(others) == 1 and _number(others[0]) == 1 and begun >= 0)
+        self._counts.add(begun)
+        self._new[count.name] = self._step.update[count.name]
+
+
+def _there(value: _Value | None) -> _Value:
+    if value is None:
+        raise _Other
+    return value
+
+
+def _constant(value: ir.Value | None) -> np.ndarray:
+    """The number or numbers that a value holds in the file."""
+    return _there(ir.convenience.get_const_tensor(_there(value))).numpy()
+
+
+def _number(value: ir.Value | None) -> float:
+    held = _constant(value)
+    _require(held.size == 1)
+    return float(held.item())
+
+
+def _optimizers(model: Model) -> list[ir.Node]:
+    return [n for n in model.steps[0].algorithm if n.domain == TRAINING_DOMAIN and n.op_type in _SLOTS]
+
+
+def _parameters(optimizer: ir.Node) -> list[str]:
+    values = optimizer.inputs[2:]
+    return [_there(value).name or "" for value in values[: len(values) // 3]]
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """The optimizer of each parameter, as a file keeps it."""
+    return {name: _attributes(node) for node in _optimizers(model) for name in _parameters(node)}
+
+
+def _attributes(optimizer: ir.Node) -> dict[str, Any]:
+    """Its attributes, those that are not given too."""
+    schema = onnx.defs.get_schema(optimizer.op_type, 1, TRAINING_DOMAIN)
+    known = {name: onnx.helper.get_attribute_value(a.default_value) for name, a in schema.attributes.items()}
+    known |= {name: attribute.value for name, attribute in optimizer.attributes.items()}
+    numbers = {name: float(np.float32(value)) for name, value in known.items() if isinstance(value, float)}
+    return {"": optimizer.op_type} | {name: str(value) for name, value in known.items()} | numbers

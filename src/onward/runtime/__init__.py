@@ -1,0 +1,1 @@
+"""Sessions of stock ONNX Runtime and what it can load."""

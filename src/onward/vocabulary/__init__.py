@@ -1,0 +1,1 @@
+"""What each framework calls optimizers, slots, losses and schedules, as rows that import nothing of it."""

@@ -1,0 +1,123 @@
+"""PyTorch's schedulers in words of a recipe, by the names of classes and attributes. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from onward.recipe.spec import Spec
+from onward.vocabulary.rate_formulas import FOREVER, Pieces
+
+Attributes = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """A class of PyTorch, and the schedule that it computes."""
+
+    arguments: tuple[str, ...]
+    """Of the class; its attributes have the same names."""
+    read: Callable[[Attributes], Pieces]
+    name: str
+    write: Callable[[Mapping[str, Any]], tuple[Any, ...] | None]
+    """The arguments, from the numbers of the schedule; None where the class does not take them."""
+
+
+def _one(name: str, **options: Any) -> Pieces:
+    return [(Spec(name, options), FOREVER)]
+
+
+def _constant(s: Attributes) -> Pieces:
+    """A part of the rate for some steps, and then all of it."""
+    if s["factor"] == 1 or s["total_iters"] < 1:
+        return _one("constant")
+    level = Spec("linear", {"steps": 1, "start_factor": s["factor"], "end_factor": s["factor"]})
+    return [(level, s["total_iters"]), (Spec("constant"), FOREVER)]
+
+
+def _multistep(s: Attributes) -> Pieces:
+    milestones = sorted(step for step, times in s["milestones"].items() for _ in range(times))
+    return _one("multistep", milestones=milestones, gamma=s["gamma"]) if milestones else _one("constant")
+
+
+def _line(n: Mapping[str, Any], start: float, end: float) -> tuple[Any, ...] | None:
+    return (start, end, n["steps"]) if 0 < start <= 1 and 0 <= end <= 1 else None
+
+
+ROWS = {
+    "StepLR": Row(
+        ("step_size", "gamma"), lambda s: _one("step", size=s["step_size"], gamma=s["gamma"]),
+        "step", lambda n: (n["size"], n["gamma"])),
+    "MultiStepLR": Row(("milestones", "gamma"), _multistep, "multistep", lambda n: (n["milestones"], n["gamma"])),
+    "ExponentialLR": Row(
+        ("gamma",), lambda s: _one("exponential", gamma=s["gamma"]), "exponential", lambda n: (n["gamma"],)),
+    "LinearLR": Row(
+        ("start_factor", "end_factor", "total_iters"),
+        lambda s: _one("linear", steps=s["total_iters"], start_factor=s["start_factor"], end_factor=s["end_factor"]),
+        "linear", lambda n: _line(n, n["start_factor"], n["end_factor"])),
+    "ConstantLR": Row(("factor", "total_iters"), _constant, "constant", lambda n: (1.0, 1)),
+    "PolynomialLR": Row(
+        ("total_iters", "power"), lambda s: _one("polynomial", steps=s["total_iters"], power=s["power"]),
+        "polynomial", lambda n: None if n["end"] else (n["steps"], n["power"])),
+    "CosineAnnealingLR": Row(
+        ("T_max", "eta_min"), lambda s: _one("cosine", steps=s["T_max"], min=s["eta_min"], after="torch"),
+        "cosine", lambda n: None if n["after"] == "floor" else (n["steps"], n["min"])),
+    "CosineAnnealingWarmRestarts": Row(
+        ("T_0", "T_mult", "eta_min"),
+        lambda s: _one("cosine_restarts", period=s["T_0"], mult=s["T_mult"], min=s["eta_min"]),
+        "cosine_restarts", lambda n: (n["period"], n["mult"], n["min"])),
+}  # fmt: skip
+
+
+def class_of(schedule: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The class that computes a schedule, as `complete` gives it, and its arguments; None where there is none."""
+    if schedule.get("warmup") or schedule.get("every", 1) != 1:
+        return None
+    numbers = {**schedule, "milestones": [*schedule.get("milestones", ())]}
+    counts = {key: numbers[key] for key in ("steps", "size", "period", "mult") if key in numbers}
+    if not all(is_whole(count) for count in (*counts.values(), *numbers["milestones"])):
+        return None
+    numbers |= {key: int(count) for key, count in counts.items()}
+    numbers["milestones"] = [*map(int, numbers["milestones"])]
+    if schedule["name"] == "warmup":
+        numbers |= {"name": "linear", "end_factor": 1.0}
+    for kind, row in ROWS.items():
+        if row.name == numbers["name"] and (values := row.write(numbers)) is not None:
+            return kind, dict(zip(row.arguments, values, strict=True))
+    return None
+
+
+def is_whole(number: float) -> bool:
+    return math.isfinite(number) and number == int(number)
+
+
+def one_cycle(s: Attributes, group: Attributes) -> Pieces:
+    """What OneCycleLR computes, whose rates are in the groups of its optimizer."""
+    options = {
+        "steps": s["total_steps"],
+        "pct_start": (s["_schedule_phases"][0]["end_step"] + 1) / s["total_steps"],
+        "div_factor": group["max_lr"] / group["initial_lr"],
+        "final_div_factor": group["initial_lr"] / group["min_lr"],
+        "anneal": s["_anneal_func_type"],
+        "three_phase": len(s["_schedule_phases"]) == 3,
+    }
+    return _one("one_cycle", **options)
+
+
+def in_sequence(parts: Sequence[Pieces], milestones: Sequence[int]) -> Pieces:
+    """What SequentialLR computes: each part counts from the milestone at which it begins."""
+    found: Pieces = []
+    for pieces, start, end in zip(parts, [0, *milestones], [*milestones, FOREVER], strict=True):
+        for spec, until in pieces:
+            if start < end:
+                found.append((spec, min(start + until, end)))
+            if start + until >= end:
+                break
+    return found
+
+
+def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
+    """Where CosineAnnealingWarmRestarts is after so many steps."""
+    while position >= period and mult > 1:
+        position, period = position - period, period * mult
+    return {"T_cur": position % period, "T_i": period}
