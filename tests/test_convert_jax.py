@@ -16,7 +16,7 @@ from conftest import needs
 from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
 from onward.engines import start
 from onward.errors import UnsupportedError
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")
@@ -86,7 +86,7 @@ def test_a_training_model_goes_on_in_jax(name: str) -> None:
             assert found.dtype == array.dtype and found.shape == array.shape
             if key not in ("conv.bias", "conv.bias/momentum_buffer"):  # whose gradient is rounding alone
                 assert np.abs(found.astype(float) - array).max() <= 2e-4 * max(np.abs(array).max(), 1e-3), key
-        assert set(made.state["params"]) == set(disassemble(training).parameters)
+        assert set(made.state["params"]) == set(from_training_model(training).parameters)
 
 
 def test_functions_are_pure() -> None:
@@ -191,7 +191,7 @@ def test_a_run_of_jax_goes_on() -> None:
     loss = lambda params, batch: cross_entropy(mlp(params, batch["image"]), batch["labels"])
     batches = with_short_labels(digits(15, 64))
     training = go_on(loss, params, batches, tx)
-    (group,) = disassemble(training).groups
+    (group,) = from_training_model(training).groups
     assert list(group.parameters) == ["fc1/bias", "fc1/kernel", "fc2/bias", "fc2/kernel"]
     assert int(onward.to_jax(training).state["step"]) == 5
 
@@ -266,7 +266,9 @@ def test_a_run_of_flax_goes_on() -> None:
     loss = lambda params, batch: cross_entropy(module.apply(params, batch["image"]), batch["labels"])
     decays = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
     training = go_on(loss, params, batches, optax.adamw(1e-2, weight_decay=0.1, mask=decays))
-    by_name = {name: group.optimizer.name for group in disassemble(training).groups for name in group.parameters}
+    by_name = {
+        name: group.optimizer.name for group in from_training_model(training).groups for name in group.parameters
+    }
     assert by_name["params/Dense_0/kernel"] == "adamw" and by_name["params/LayerNorm_0/scale"] == "adam"
 
 

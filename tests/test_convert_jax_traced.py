@@ -15,7 +15,7 @@ from conftest import needs
 from jax_training import cross_entropy, dense, digits, mlp, trained, with_short_labels
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 pytestmark = needs("jax", "optax")
 
@@ -95,7 +95,7 @@ TRANSFORMATIONS = [
 ]
 
 
-class Snapshot:
+class RunState:
     """Five steps in JAX, and the training model that goes on."""
 
     def __init__(self, tx: Transformation):
@@ -116,9 +116,9 @@ def test_training_goes_on(make: Callable[[], Transformation]) -> None:
     """Ten steps on ONNX Runtime, and five in JAX again."""
     import jax
 
-    run = Snapshot(make())
+    run = RunState(make())
     assert onward.check(run.training) == []
-    (group,) = disassemble(run.training).groups
+    (group,) = from_training_model(run.training).groups
     assert isinstance(group.optimizer, FunctionOptimizer)
     with onward.engines.start(run.training, threads=1) as engine:
         losses = [float(engine.step(batch)[engine.loss]) for batch in run.batches[5:15]]
@@ -140,7 +140,7 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
 
     from onward.frameworks.files import restore, write
 
-    run = Snapshot(coupled())
+    run = RunState(coupled())
     parameters = {f"{layer}/{kind}" for layer in ("fc1", "fc2") for kind in ("kernel", "bias")}
     own = {*parameters, *(f"{name}/mean" for name in parameters), "group0/largest"}
     assert own < set(run.training.step().update)

@@ -16,7 +16,7 @@ from onward.engines import start
 from onward.errors import MismatchError, RecipeError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
-from onward.run_state.snapshot import Snapshot, assemble, disassemble
+from onward.run_state.state import RunState, from_training_model, to_training_model
 from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
 from representatives import chosen
 
@@ -82,14 +82,14 @@ def fed(weights: Arrays) -> onward.Model:
     return onward.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
 
 
-def run_of(tx: Any, state: Any, params: Any) -> Snapshot:
+def run_of(tx: Any, state: Any, params: Any) -> RunState:
     from onward.frameworks.jax.optimizers import read_optimizer
 
     found = read_optimizer(tx, state, params)
     trained = [name for group in found.groups for name in group.parameters]
     model = fed({name: array for name, array in flat(params).items() if name in trained})
     recipe = found.recipe
-    return Snapshot(
+    return RunState(
         model, "value:loss", found.groups, found.state, found.step, found.schedule, found.clip, recipe=recipe
     )
 
@@ -112,7 +112,7 @@ def some_updates(make: Callable[[], Any], dtype: str) -> tuple[float, float]:
         run = run_of(tx, state, params)
         own = {name: params_of for name, params_of in flat(params).items() if name in run.parameters}
         made, made_state = make_optimizer(run, own)
-        with start(assemble(run), threads=1) as engine:
+        with start(to_training_model(run), threads=1) as engine:
             for given in (next(source) for _ in range(6)):
                 state, params = update(tx, state, params, given)
                 known = {name: array for name, array in flat(given).items() if name in run.parameters}
@@ -224,7 +224,7 @@ def test_state_comes_back() -> None:
     from onward.frameworks.jax.optimizers import read_optimizer
 
     found = read_optimizer(tx, state, params)
-    run = Snapshot(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
+    run = RunState(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
     _, made = make_optimizer(run, {name: params[name] for name in params})
     assert jax.tree.structure(made) == jax.tree.structure(state)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(state), strict=True))
@@ -265,7 +265,7 @@ def test_every_optimizer_in_optax(optimizer: str) -> None:
             engine.step({f"{name}/g": array for name, array in flat(next(source)).items()})
         for name, array in engine.state().items():
             training.set(name, array)
-        run = disassemble(training)
+        run = from_training_model(training)
         assert is_native(run.groups[0].optimizer) == (optimizer in NATIVE)
         params = {name: engine.state()[name] for name in weights}
         tx, state = make_optimizer(run, params)
@@ -460,7 +460,7 @@ def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
     import optax
 
     from onward.frameworks.jax.trial import try_updates
-    from onward.run_state.snapshot import Group
+    from onward.run_state.state import Group
 
     tx = optax.adam(1e-2, eps=1e-3)
     state = tx.init(tree())

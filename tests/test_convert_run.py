@@ -17,7 +17,7 @@ from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.model.state import states
 from onward.recipe.optimizers import OPTIMIZERS
-from onward.run_state.snapshot import assemble, disassemble
+from onward.run_state.state import from_training_model, to_training_model
 
 RNG = np.random.default_rng(0)
 BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}
@@ -47,7 +47,7 @@ def steps(model, count, batch=BATCH):
 def test_a_run_goes_on(name):
     recipe = {"loss": "cross_entropy", **RECIPES[name]}
     _, model = steps(onward.prepare(models.digits_mlp(), **recipe), 4)
-    again = assemble(disassemble(model))
+    again = to_training_model(from_training_model(model))
     onward.check(again)
     expected, end = steps(model, 4)
     losses, other = steps(again, 4)
@@ -63,14 +63,14 @@ def test_a_loss_that_the_model_computes():
     proto.graph.output.append(onnx.helper.make_tensor_value_info("mean", onnx.TensorProto.FLOAT, ()))
     model = onward.prepare(proto, loss="value:mean")
     image = {"image": BATCH["image"]}
-    assert steps(assemble(disassemble(model)), 3, image)[0] == steps(model, 3, image)[0]
+    assert steps(to_training_model(from_training_model(model)), 3, image)[0] == steps(model, 3, image)[0]
 
 
 def test_what_is_written_out_is_no_run():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy")
     model.step().algorithm.metadata_props.pop("train.loss")
     with pytest.raises(UnsupportedError, match="the loss is written out"):
-        disassemble(model)
+        from_training_model(model)
 
 
 def test_a_framework_that_is_not_installed():

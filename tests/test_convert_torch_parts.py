@@ -18,7 +18,7 @@ from conftest import needs
 from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
-from onward.run_state.snapshot import Snapshot, assemble, disassemble
+from onward.run_state.state import RunState, from_training_model, to_training_model
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
 
@@ -117,12 +117,12 @@ def agree(found: dict[str, np.ndarray], parameters: dict[str, Any], tolerance: f
         np.testing.assert_allclose(found[name], expected, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def goes_on_in_onnx(optimizer: Any, parameters: dict[str, Any], gradients: list[dict[str, np.ndarray]]) -> Snapshot:
+def goes_on_in_onnx(optimizer: Any, parameters: dict[str, Any], gradients: list[dict[str, np.ndarray]]) -> RunState:
     """Read an optimizer, and let both sides make further steps."""
     groups, slots, step = read_optimizer(optimizer, names_of(parameters))
     weights = {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
-    run = Snapshot(onward.load(inference(weights)), LOSS, groups, slots, step)
-    model = on_onnxruntime(assemble(run), gradients)
+    run = RunState(onward.load(inference(weights)), LOSS, groups, slots, step)
+    model = on_onnxruntime(to_training_model(run), gradients)
     on_torch(optimizer, parameters, gradients)
     agree(weights_of(model), parameters)
     return run
@@ -217,7 +217,7 @@ def test_there_and_back_nothing_changes(name: str, cls: str, settings: dict[str,
     on_torch(theirs, parameters, [{key: g.astype("f") for key, g in step.items()} for step in gradients[:BEFORE]])
     groups, slots, step = read_optimizer(theirs, names_of(parameters))
     weights = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
-    run = disassemble(assemble(Snapshot(onward.load(inference(weights)), LOSS, groups, slots, step)))
+    run = from_training_model(to_training_model(RunState(onward.load(inference(weights)), LOSS, groups, slots, step)))
     found, expected = make_optimizer(run, parameters).state_dict(), theirs.state_dict()
     [found_group], [group] = found["param_groups"], expected["param_groups"]
     assert {**found_group, "dampening": None} == {**group, "dampening": None}
@@ -258,7 +258,7 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
     spec = {"name": name, **settings, "variant": variant, "lr": 0.05}
     model = onward.prepare(onward.load(inference(start)), loss=LOSS, optimizer=spec)
     model = on_onnxruntime(model, gradients[:before])
-    run = disassemble(model)
+    run = from_training_model(model)
     parameters = as_parameters(weights_of(model))
     made = make_optimizer(run, parameters)
     row = next(row for row in SUPPORT if row.fits(optimizer(name).configure(**settings, variant=variant)))
@@ -266,7 +266,7 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
     assert isinstance(made, ExactOptimizer) == (row.way == "exact subclass")
 
     loaded_parameters = as_parameters(weights_of(model))
-    loaded = make_optimizer(Snapshot(run.model, run.loss, run.groups), loaded_parameters)
+    loaded = make_optimizer(RunState(run.model, run.loss, run.groups), loaded_parameters)
     loaded.load_state_dict(copy.deepcopy(made.state_dict()))
 
     middle = before + AFTER // 2
@@ -294,7 +294,7 @@ def test_groups_of_several_optimizers(kinds: tuple[str, str]) -> None:
     model = onward.prepare(onward.load(inference(start)), loss=LOSS, optimizer=spec, groups=groups)
     model = on_onnxruntime(model, gradients[:BEFORE])
     parameters = as_parameters(weights_of(model))
-    made = make_optimizer(disassemble(model), parameters)
+    made = make_optimizer(from_training_model(model), parameters)
     assert isinstance(made, Together) == (kinds[0] != kinds[1])
     made.load_state_dict(copy.deepcopy(made.state_dict()))
     parameters, made = copy.deepcopy((parameters, made))

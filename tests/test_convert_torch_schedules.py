@@ -15,7 +15,7 @@ from conftest import needs
 from onward.errors import UnsupportedError
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec, parse
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import RunState
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
@@ -251,8 +251,8 @@ FORMULAS = [
 ]
 
 
-def run_at(schedule: str, step: int) -> Snapshot:
-    return Snapshot(None, None, [], {}, step, [parse(item) for item in schedule.split()])  # type: ignore[arg-type]
+def run_at(schedule: str, step: int) -> RunState:
+    return RunState(None, None, [], {}, step, [parse(item) for item in schedule.split()])  # type: ignore[arg-type]
 
 
 def check_made(schedule: str, step: int) -> Any:

@@ -11,7 +11,7 @@ import models
 import onward
 from conftest import needs
 from onward.engines import start
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 torch = pytest.importorskip("torch")
 from onward.frameworks.torch.schedules import updates_per_step  # noqa: E402
@@ -41,7 +41,7 @@ def test_there_and_back(recipe: dict[str, Any]) -> None:
         training = engine.updated()
         expected = [float(engine.step(BATCH)["loss"]) for _ in range(10)]
 
-    every, losses = updates_per_step(disassemble(training)), []
+    every, losses = updates_per_step(from_training_model(training)), []
     module, optimizer, scheduler, loss = onward.to_torch(training)
     image, labels = torch.tensor(BATCH["image"]), torch.tensor(BATCH["labels"])
     for step in range(6, 11):

@@ -13,7 +13,7 @@ from conftest import needs
 from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Snapshot, assemble, disassemble
+from onward.run_state.state import RunState, from_training_model, to_training_model
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -67,7 +67,7 @@ def carried(model: Any, module: Any, optimizer: Any) -> Any:
     now = model.copy()
     for name, parameter in module.named_parameters():
         now.set(name, parameter.detach().numpy())
-    return assemble(Snapshot(now, Spec("cross_entropy"), groups, state, step))
+    return to_training_model(RunState(now, Spec("cross_entropy"), groups, state, step))
 
 
 def two_groups(module: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_run_goes_on(name: str, begun: int, model: Any) -> None:
     assert (group.optimizer, set(group.slots)) == (name, SLOTS[name])
     losses, end = run(training)
     np.testing.assert_allclose(losses, train(module, optimizer, 10), rtol=1e-5)
-    back, held = disassemble(end), network()
+    back, held = from_training_model(end), network()
     for key, parameter in held.named_parameters():
         parameter.data = torch.tensor(end.array(key))
     again = make_optimizer(back, dict(held.named_parameters()))
@@ -159,7 +159,7 @@ def test_many_parameters_of_few_shapes(name: str) -> None:
     (group,), _, _ = read_optimizer(optimizer, names_of(module))
     again = copy.deepcopy(module)
     twin = make_optimizer(
-        Snapshot(capture_module(again, torch.tensor(X)), None, [group]), dict(again.named_parameters())
+        RunState(capture_module(again, torch.tensor(X)), None, [group]), dict(again.named_parameters())
     )
     for parameter, other in zip(module.parameters(), again.parameters(), strict=True):
         parameter.grad = torch.randn_like(parameter)

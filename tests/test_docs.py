@@ -74,7 +74,9 @@ def test_the_layout_is_that_of_the_files():
     assert set(re.findall(r"\w+\.py\b", text)) - there == set()
     rooms = {path.name + ("/" if path.is_dir() else "") for path in (DOCS.parent / "src/onward").glob("[a-z]*")}
     table = "".join(re.findall(r"^(\| `.*?) \|", text, re.MULTILINE))
-    assert rooms - {"py.typed"} == {f"{room}.py" if room[-1] != "/" else room for room in re.findall(r"`(\w+/?)`", table)}
+    assert rooms - {"py.typed"} == {
+        f"{room}.py" if room[-1] != "/" else room for room in re.findall(r"`(\w+/?)`", table)
+    }
 
 
 # ---- the reference of the Python interface ---------------------------------------------------------------------------

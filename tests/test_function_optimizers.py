@@ -17,7 +17,7 @@ from onward.engines import start
 from onward.errors import RecipeError
 from onward.inspect import render
 from onward.model.state import states
-from onward.run_state.snapshot import assemble, disassemble
+from onward.run_state.state import from_training_model, to_training_model
 
 RNG = np.random.default_rng(0)
 BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}
@@ -186,7 +186,7 @@ def test_a_run_goes_on(name, tmp_path):
     """Taken apart and put together, also from a file, it is the same training; and so it is after a reset."""
     _, model = steps(onward.prepare(models.digits_mlp(), loss="cross_entropy", **RECIPES[name]))
     model.save(tmp_path / "training.onnx")
-    again = assemble(disassemble(onward.load(tmp_path / "training.onnx")))
+    again = to_training_model(from_training_model(onward.load(tmp_path / "training.onnx")))
     assert onward.check(again) == []
     (losses, end), (expected, other) = steps(again), steps(model)
     assert losses == expected
@@ -217,7 +217,7 @@ def test_engines_agree(engine):
 def test_renamed_parameters():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer=longest_step(PARAMETERS))
     renamed = onward.transform.rename(model, {"fc1.weight": "first/grad", "fc2.bias": "last"})
-    assert steps(assemble(disassemble(renamed)))[0] == steps(model)[0]
+    assert steps(to_training_model(from_training_model(renamed)))[0] == steps(model)[0]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from onward.frameworks.torch import capture_module, files, from_torch, to_torch 
 from onward.frameworks.torch.clipping import Clip  # noqa: E402
 from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
-from onward.run_state.snapshot import Group, Snapshot, assemble  # noqa: E402
+from onward.run_state.state import Group, RunState, to_training_model  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -442,7 +442,9 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
     state = {f"{name}/master": master for name, master in copies.items()}
     state |= {f"{name}/{slot}": array for slot, arrays in slots.items() for name, array in arrays.items()}
     group = Group(Spec("adamw", {"lr": 1e-2, "variant": "torch"}), list(own))
-    training = assemble(Snapshot(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True}))
+    training = to_training_model(
+        RunState(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True})
+    )
     for name, master in copies.items():
         np.testing.assert_array_equal(training.array(f"{name}/master"), master, strict=True)
         np.testing.assert_array_equal(training.array(name), master.astype(BFLOAT16), strict=True)

@@ -16,7 +16,7 @@ from grid.side import Arrays
 from onward.engines import start
 from onward.frameworks.files import write
 from onward.model import Model
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 Target = Callable[[Model, Sequence[Arrays]], list[float]]
 
@@ -60,7 +60,7 @@ def torch_objects(live: bool) -> Target:
             if live:
                 module.leave_out_dropout()
         description = onward.describe(model).steps[0].loss
-        every, losses = updates_per_step(disassemble(model)), []
+        every, losses = updates_per_step(from_training_model(model)), []
         for number, batch in enumerate(batches, 1):
             tensors = {name: torch.from_numpy(np.array(array)) for name, array in batch.items()}
             optimizer.zero_grad()

@@ -19,7 +19,7 @@ from onward.frameworks.jax import from_jax, to_jax
 from onward.frameworks.jax.closures import Transformation, origin, walk
 from onward.frameworks.jax.schedules import make_schedule
 from onward.model import Model
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 OPTIMIZERS = [
     *("sgd()", "sgd(momentum=0.9)", "sgd(momentum=0.9, nesterov=True)", "adam(eps=1e-3)", "adam(eps_root=1e-3)"),
@@ -213,7 +213,7 @@ def _outcome(kind: str, carried: Any, training: Model) -> Outcome:
     if kind == "optimizers":
         chain = ", ".join(f"`{name}`" for name in found if name != "identity")
         return Outcome("native", chain) if all(hasattr(optax, name) for name in found) else Outcome("exact")
-    made = make_schedule(disassemble(training).schedule, 0.1)
+    made = make_schedule(from_training_model(training).schedule, 0.1)
     if not callable(made):
         return Outcome("native")
     name = origin(made)

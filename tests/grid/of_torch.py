@@ -17,7 +17,7 @@ from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in
 from onward.frameworks.torch import from_torch, to_torch
 from onward.frameworks.torch.schedules import updates_per_step
 from onward.model import Model
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 OPTIMIZERS = [
     *("SGD()", "SGD(weight_decay=0.1)", "SGD(momentum=0.9)", "SGD(momentum=0.9, nesterov=True)"),
@@ -185,7 +185,7 @@ def read(kind: str, row: str) -> Outcome:
 
 
 def make(kind: str, training: Model, batches: Iterable[Arrays]) -> tuple[Outcome, list[float]]:
-    carried, run = to_torch(training), disassemble(training)
+    carried, run = to_torch(training), from_training_model(training)
     made = {"optimizers": carried.optimizer, "losses": carried.loss, "schedules": carried.scheduler}[kind]
     own = type(made).__module__.startswith("torch.") and not isinstance(made, lr_scheduler.LambdaLR)
     outcome = Outcome("native" if own or made is None else "exact", f"`{type(made).__name__}`" if made else "")

@@ -12,7 +12,7 @@ from onward.engines import start
 from onward.model import Model
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 KINDS = ("optimizers", "losses", "schedules")
 
@@ -107,7 +107,7 @@ def goes_on(
 
 def in_words(kind: str, training: Model) -> Outcome:
     """What a training model has that was made of a framework's run."""
-    run = disassemble(training, forward=False)
+    run = from_training_model(training, forward=False)
     optimizer = run.groups[0].optimizer
     if kind != "losses" and isinstance(optimizer, FunctionOptimizer):  # with its rates
         return Outcome("traced")

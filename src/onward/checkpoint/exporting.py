@@ -30,8 +30,8 @@ from onward.model.state import states
 from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Snapshot, disassemble, step_of
 from onward.run_state.standard_steps import adopt
+from onward.run_state.state import RunState, from_training_model, step_of
 
 
 @checked()
@@ -121,7 +121,7 @@ def format_named(name: str) -> Format:
 def checkpoint_of_model(model: Model) -> Checkpoint:
     """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
     model = adopt(model)
-    run = disassemble(model, step_of(model))
+    run = from_training_model(model, step_of(model))
     rates = [group.lr_now for group in describe(model).steps[0].groups]
     origin = source_of(model)
     if origin is None:
@@ -229,7 +229,7 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
 
 def _continue_optimizer(
     before: Optimizer,
-    run: Snapshot,
+    run: RunState,
     rates: Sequence[float | None],
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
@@ -255,7 +255,7 @@ def _spec(optimizer: Any) -> Spec | None:
     return optimizer if isinstance(optimizer, Spec) else None
 
 
-def _schedules(run: Snapshot, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+def _schedules(run: RunState, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()

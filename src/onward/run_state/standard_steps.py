@@ -18,7 +18,7 @@ from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import string, strings
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group, Snapshot, assemble, optimizer_of
+from onward.run_state.state import Group, RunState, optimizer_of, to_training_model
 from onward.transform.names import rename
 from onward.transform.training import without_steps
 
@@ -35,7 +35,7 @@ def adopt(model: Model) -> Model:
         found = _Reading(model)
     except _Other:
         return model
-    again = assemble(found.run)
+    again = to_training_model(found.run)
     if _settings(again) != _settings(model):
         return model
     (label,) = again.steps[0].algorithm.inputs
@@ -73,10 +73,10 @@ class _Reading:
         _require({value.name for value in algorithm.outputs} <= {loss.name, *self._step.update.values()})
 
     @property
-    def run(self) -> Snapshot:
+    def run(self) -> RunState:
         found = describe(self._model).steps[0].groups
         groups = [Group(self._optimizer(group), group.parameters) for group in found]
-        return Snapshot(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
+        return RunState(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
 
     def _optimizer(self, group: Described) -> Spec | FunctionOptimizer:
         spec = optimizer_of(self._model, 0, group)

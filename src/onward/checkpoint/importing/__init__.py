@@ -30,8 +30,8 @@ from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
-from onward.run_state.snapshot import Group as RunGroup
-from onward.run_state.snapshot import Snapshot, assemble, disassemble
+from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import RunState, from_training_model, to_training_model
 from onward.transform.training import without_steps
 
 
@@ -42,7 +42,7 @@ class Plan:
     checkpoint: Checkpoint
     """With names for all that its optimizers keep."""
     match: Match
-    run: Snapshot
+    run: RunState
     """But for the state of optimizers."""
     slots: Mapping[str, Tensor]
     """That state, by the names of a training model."""
@@ -114,7 +114,7 @@ def plan(
         captured = capture_model(checkpoint, module, example_inputs, said.loss)
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
-    base = disassemble(given) if given.steps else None
+    base = from_training_model(given) if given.steps else None
     model = without_steps(given)
     if base is None and like is not None:
         given = model = model.copy()
@@ -146,7 +146,7 @@ def plan(
         recipe["loss_scale"] = scaling.words
         slots |= scaling.state
     slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
-    run = Snapshot(
+    run = RunState(
         model=model,
         loss=loss,
         groups=groups,
@@ -171,7 +171,7 @@ def apply_plan(plan: Plan) -> Model:
         value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
     if plan.probe is not None:
         plan.probe(plan.run.model, plan.run.loss)
-    made = assemble(plan.run)
+    made = to_training_model(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
         _fill(made, name, tensor, problems)
@@ -207,7 +207,7 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
         problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
 
 
-def _loss(checkpoint: Checkpoint, base: Snapshot | None, said: Any) -> Any:
+def _loss(checkpoint: Checkpoint, base: RunState | None, said: Any) -> Any:
     for known in (said, base.loss if base else None, checkpoint.loss):
         if known is not None:
             return known

@@ -16,15 +16,15 @@ from onward.inspect import describe
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
-from onward.run_state.snapshot import Group as RunGroup
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import RunState
 
 
 def with_optimizer_names(
     checkpoint: Checkpoint,
     matched: Match,
     model: Model,
-    base: Snapshot | None,
+    base: RunState | None,
     given: Sequence[str] | None,
     known: Mapping[str, Order],
 ) -> tuple[Checkpoint, dict[str, bool]]:
@@ -117,7 +117,7 @@ def _is_close(one: Any, other: Any) -> bool:
     return math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one == other)
 
 
-def own_constants(matched: Match, model: Model, base: Snapshot | None) -> set[str]:
+def own_constants(matched: Match, model: Model, base: RunState | None) -> set[str]:
     """Tensors that a training model neither trains nor averages, while the checkpoint has nothing left over."""
     if base is None or matched.left:
         return set()

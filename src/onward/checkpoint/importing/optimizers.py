@@ -14,8 +14,8 @@ from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group as RunGroup
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import RunState
 
 
 def tells_optimizers(checkpoint: Checkpoint) -> bool:
@@ -23,7 +23,7 @@ def tells_optimizers(checkpoint: Checkpoint) -> bool:
     return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
 
 
-def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Snapshot | None) -> list[RunGroup]:
+def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: RunState | None) -> list[RunGroup]:
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
@@ -62,7 +62,7 @@ def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[Run
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
-def _groups_of(base: Snapshot, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[RunGroup]:
+def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[RunGroup]:
     """Return the optimizers that a training model has for parameters, with what the checkpoint tells of them."""
     found = []
     for each in base.groups:

@@ -21,8 +21,8 @@ from onward.options import UntoldOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
-from onward.run_state.snapshot import Group as RunGroup
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import RunState
 from onward.transform.training import without_steps
 
 
@@ -31,7 +31,7 @@ def trained_groups(
     matched: Match,
     groups: Sequence[RunGroup],
     given: Model,
-    base: Snapshot | None,
+    base: RunState | None,
     loss: Any,
     said: UntoldOptions,
 ) -> tuple[list[RunGroup], dict[str, bool]]:
@@ -69,7 +69,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: Snapshot | None, groups: Sequence[RunGroup], said: UntoldOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[RunGroup], said: UntoldOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 

@@ -14,8 +14,8 @@ from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
-from onward.run_state.snapshot import Group as RunGroup
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import RunState
 from onward.vocabulary.rate_formulas import Factor, complete
 
 
@@ -37,7 +37,7 @@ def schedule_by_updates(
     checkpoint: Checkpoint,
     matched: Match,
     groups: Sequence[RunGroup],
-    base: Snapshot | None,
+    base: RunState | None,
     step: int | None,
     said: UntoldOptions,
 ) -> Scheduled:
@@ -144,7 +144,7 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
     )
 
 
-def _every_of(base: Snapshot | None) -> int | None:
+def _every_of(base: RunState | None) -> int | None:
     """Return the updates for each step of the schedule of a model."""
     units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
     return units.pop() if len(units) == 1 else None
@@ -188,7 +188,7 @@ def _number(stored: Any) -> float | None:
     return float(number_of(stored)) if stored is not None and is_number(stored) else None
 
 
-def _first_rate(base: Snapshot, group: RunGroup, rate: _Rate) -> float | None:
+def _first_rate(base: RunState, group: RunGroup, rate: _Rate) -> float | None:
     """Return the rate that the schedule of a model multiplies: the stored one before any schedule, or the model's."""
     own = (each.lr for each in base.groups if group.parameters[0] in each.parameters)
     return next(own, None) if rate.first is None else rate.first

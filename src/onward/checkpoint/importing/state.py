@@ -13,7 +13,7 @@ from onward.checkpoint.tensors import Tensor, as_tensor, count_of, transpose
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.run_state.problems import Problems
-from onward.run_state.snapshot import Group as RunGroup
+from onward.run_state.state import Group as RunGroup
 
 _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 

@@ -29,7 +29,7 @@ from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import Parts
-from onward.run_state.snapshot import Group, Snapshot, assemble
+from onward.run_state.state import Group, RunState, to_training_model
 from onward.runtime.sessions import evaluate
 from onward.transform import rename
 
@@ -75,7 +75,7 @@ def from_jax(
     with parts.reading():
         found, is_traced = _updates(optimizer, state, weights, idle)
     parts.refuse()
-    run = Snapshot(
+    run = RunState(
         model=model,
         loss="value:loss" if loss is None else loss,
         groups=found.groups,
@@ -183,8 +183,8 @@ def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _assemble(run: Snapshot, captured: _Captured) -> Model:
-    training = assemble(run)
+def _assemble(run: RunState, captured: _Captured) -> Model:
+    training = to_training_model(run)
     if captured.statistics is not None:
         for name in named_leaves(captured.statistics):
             _bind(training, name, f"{name}/next")

@@ -18,14 +18,14 @@ from onward.frameworks.jax.schedules import make_schedule
 from onward.frameworks.jax.slots import fill_state
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group, Snapshot
+from onward.run_state.state import Group, RunState
 from onward.vocabulary.optax import difference_from_optax
 
 Settings = SimpleNamespace
 Parts = Sequence[Any]
 
 
-def make_optimizer(run: Snapshot, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
+def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer of a run, and its state. `params` are by name."""
     tx = transformation(run, OBJECTS)
     slots = {**run.state, **_traces(run)}
@@ -43,7 +43,7 @@ def is_native(spec: Spec) -> bool:
     return _native(OBJECTS, spec, 1.0) is not None
 
 
-def transformation(run: Snapshot, ox: Any) -> Any:
+def transformation(run: RunState, ox: Any) -> Any:
     """The optimizer of a run, without accumulation: of the functions of `ox`, which makes objects or says which."""
     made = [_transformation(ox, group, f"group{i}", run) for i, group in enumerate(run.groups)]
     tx = made[0]
@@ -53,7 +53,7 @@ def transformation(run: Snapshot, ox: Any) -> Any:
     return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
-def _transformation(ox: Any, group: Group, name: str, run: Snapshot) -> Any:
+def _transformation(ox: Any, group: Group, name: str, run: RunState) -> Any:
     rate = make_schedule(run.schedule, group.lr, ox)
     if isinstance(group.optimizer, FunctionOptimizer):
         return ox.executed(group.optimizer, name, rate)
@@ -80,7 +80,7 @@ def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def _traces(run: Snapshot) -> dict[str, np.ndarray]:
+def _traces(run: RunState) -> dict[str, np.ndarray]:
     """Momentum that has the rate in it has the sign of updates in optax."""
     specs = {name: group.optimizer for group in run.groups for name in group.parameters}
     names = [name for name, spec in specs.items() if isinstance(spec, Spec) and _momentum_is_outer(spec)]
@@ -92,7 +92,7 @@ def _momentum_is_outer(spec: Spec) -> bool:
     return spec.name == "rmsprop" and spec.options.get("variant") != "torch" and is_native(spec)
 
 
-def _accumulation_state(state: optax.MultiStepsState, inner: Any, run: Snapshot) -> optax.MultiStepsState:
+def _accumulation_state(state: optax.MultiStepsState, inner: Any, run: RunState) -> optax.MultiStepsState:
     count = int(run.state.get("micro_step", 0))
     means = {
         name: jnp.asarray(run.state[f"accum/{name}"] / max(count, 1), old.dtype)

@@ -9,7 +9,7 @@ import optax
 from onward.frameworks.jax.exact import Rate, exact, rate_of
 from onward.frameworks.jax.executed import executed
 from onward.frameworks.jax.source.runtime import exact_clip
-from onward.run_state.snapshot import Group
+from onward.run_state.state import Group
 
 
 class Objects:

@@ -17,7 +17,7 @@ from onward.frameworks.jax.slots import Arrays, counts, read_slots
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group
+from onward.run_state.state import Group
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
 _OF_GROUPS = "group"
@@ -26,7 +26,7 @@ _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule
 
 
 class Optimization(NamedTuple):
-    """What a `Snapshot` says about updates."""
+    """What a `RunState` says about updates."""
 
     groups: list[Group]
     state: Arrays

@@ -24,8 +24,8 @@ from onward.model import Model, Source, load
 from onward.model.state import STEP, State, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Snapshot, disassemble, step_of
 from onward.run_state.standard_steps import adopt
+from onward.run_state.state import RunState, from_training_model, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.unused import keep_only
@@ -85,7 +85,7 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
     return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
 
 
-def _average(new: Tree, old: Tree, run: Snapshot) -> Tree:
+def _average(new: Tree, old: Tree, run: RunState) -> Tree:
     """The averages of the parameters follow them where there was an update."""
     if "ema" not in new:
         return new
@@ -97,7 +97,7 @@ def _average(new: Tree, old: Tree, run: Snapshot) -> Tree:
     return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
 
 
-def _check_rounding(run: Snapshot) -> None:
+def _check_rounding(run: RunState) -> None:
     """Refuse updates in 16 bits that round where PyTorch does, and optax does not."""
     types = {name: value.dtype for name, value in run.model.graph.initializers.items()}
     clip = {"variant": "torch", **(run.clip or {"value": None})}
@@ -127,7 +127,7 @@ class Parts:
                 f"the training model has state that optax has no place for: {', '.join(strange)}",
                 hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
             )
-        self.run = disassemble(model, index, forward=False)
+        self.run = from_training_model(model, index, forward=False)
         _check_rounding(self.run)
 
     def arrays(self, role: str) -> dict[str, jax.Array]:

@@ -27,7 +27,7 @@ from onward.frameworks.jax.optimizers import Optimization
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-from onward.run_state.snapshot import Group
+from onward.run_state.state import Group
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:

@@ -21,11 +21,11 @@ from onward.frameworks.jax.closures import Tree, named_leaves, path_name
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.snapshot import Snapshot, assemble
+from onward.run_state.state import RunState, to_training_model
 from onward.standard import COMMON_OPSET
 
 
-def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
+def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
     """Let both make a few updates with the same random gradients, in float64 if they can, and compare."""
     typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -74,7 +74,7 @@ def _double_state(state: Any) -> Any:
     return _double(state)
 
 
-def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
+def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
     """A training model of the same parameters and optimizers whose gradients are what it is fed."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="trial")
     op = Builder(graph, opset=COMMON_OPSET)
@@ -89,7 +89,8 @@ def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
-    made = assemble(dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe))
+    run = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
+    made = to_training_model(run)
     for state in states(made):
         if state.role != "parameter" and state.name in run.state:
             made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))

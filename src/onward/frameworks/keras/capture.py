@@ -17,7 +17,7 @@ from onward.frameworks.keras.trial import try_steps
 from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.model import Model
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group, Snapshot, assemble
+from onward.run_state.state import Group, RunState, to_training_model
 from onward.vocabulary.keras import Rate, Refused
 
 
@@ -52,7 +52,7 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
         )
     variables = [v for v in model.trainable_variables if walk.is_used(v)]
     optimizer = model.optimizer
-    run = Snapshot(
+    run = RunState(
         model=walk.model(),
         loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if walk.is_regularized else [])],
         groups=_groups(optimizer, rate.lr, variables, walk),
@@ -64,7 +64,7 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     )
     if probe:
         try_steps(run, model, walk, terms)
-    return assemble(run)
+    return to_training_model(run)
 
 
 def _check_kind(model: Any) -> None:

@@ -11,7 +11,7 @@ from onward.frameworks.keras.replicas import has_replicas
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure, optimizer
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import RunState
 from onward.vocabulary.keras import CLIPS, KINDS, Kind
 
 _CLASSES = {
@@ -24,7 +24,7 @@ _CLASSES = {
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
+def native_optimizer(run: RunState, held: Mapping[str, Any]) -> Any | None:
     """Keras's optimizer with the state of a run, if there is one that computes the same."""
     has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would leave behind
     if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
@@ -47,7 +47,7 @@ def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
 
 
 def _make_optimizer(
-    name: str, first: ConfiguredOptimizer, rate: Any, run: Snapshot, held: Mapping[str, Any], decays: Sequence[float]
+    name: str, first: ConfiguredOptimizer, rate: Any, run: RunState, held: Mapping[str, Any], decays: Sequence[float]
 ) -> Any:
     name = {"AdamW": "Adam"}.get(name, name) if not any(decays) else name
     kind = KINDS[name]
@@ -64,7 +64,7 @@ def _make_optimizer(
     return made
 
 
-def _fill(made: Any, kind: Kind, run: Snapshot, held: Mapping[str, Any]) -> None:
+def _fill(made: Any, kind: Kind, run: RunState, held: Mapping[str, Any]) -> None:
     for name in run.parameters:
         index = made._get_variable_index(held[name])
         for ours, theirs in kind.slots.items():
@@ -100,7 +100,7 @@ def _function(configured: ConfiguredOptimizer) -> str:
     return name if configured.values.get("weight_decay") else name.removesuffix("W")
 
 
-def _clips_alike(run: Snapshot) -> bool:
+def _clips_alike(run: RunState) -> bool:
     return run.clip is None or run.clip.get("variant", "optax") in ("optax", "keras")
 
 
@@ -162,7 +162,7 @@ _SCHEDULES: dict[str, Callable[[float, dict[str, Any]], Any | None]] = {
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def native_losses(run: Snapshot, model: Model) -> dict[str, Any] | None:
+def native_losses(run: RunState, model: Model) -> dict[str, Any] | None:
     """What `compile` takes: Keras's losses of the outputs, if there is one for each that computes the same."""
     outputs = {value.name: value for value in model.outputs}
     terms = [item for term in run.loss for item in term.items()] if _are_mappings(run.loss) else []

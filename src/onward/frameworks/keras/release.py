@@ -8,8 +8,8 @@ from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.native import native_losses, native_optimizer
 from onward.frameworks.keras.ops import no_gradient_inside
 from onward.model import Source, load
-from onward.run_state.snapshot import disassemble, is_plain, only_step_of
 from onward.run_state.standard_steps import adopt
+from onward.run_state.state import from_training_model, is_plain, only_step_of
 from onward.transform.opset import of_one_opset
 
 
@@ -30,7 +30,7 @@ def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
     index = only_step_of(model, step)
     if has_gradients(model):
         raise no_gradient_inside()
-    run = disassemble(model, index, forward=False)
+    run = from_training_model(model, index, forward=False)
     made = TrainingModel(model)
     held = made.variables_by_name
     optimizer = native_optimizer(run, held)

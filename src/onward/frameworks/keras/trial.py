@@ -17,12 +17,12 @@ from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.losses import Term
 from onward.frameworks.keras.optimizers import array_of, twin_of
 from onward.frameworks.keras.walk import Walk, functional_of
-from onward.run_state.snapshot import Snapshot, assemble
+from onward.run_state.state import RunState, to_training_model
 
 _STEPS = 3
 
 
-def try_steps(run: Snapshot, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
+def try_steps(run: RunState, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
     """Three steps of a copy of `model`, and of the training model; neither original is changed."""
     rng = generator(0)
     inputs = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
@@ -39,7 +39,7 @@ def try_steps(run: Snapshot, model: Any, walk: Walk, terms: Sequence[Term]) -> N
         weights = dict(zip(names, map(array_of, copy.variables), strict=True))
         return Step(float(loss), dict(zip(trained, gradients, strict=True)), weights)
 
-    still = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
+    still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
 
 

@@ -31,8 +31,8 @@ from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
 from onward.run_state.problems import Parts, Problems
-from onward.run_state.snapshot import Snapshot, assemble, disassemble, nothing_learns, only_step_of
 from onward.run_state.standard_steps import adopt
+from onward.run_state.state import RunState, from_training_model, nothing_learns, only_step_of, to_training_model
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 
@@ -100,7 +100,7 @@ def from_torch(
     run = _read(native, example_inputs, dynamic_shapes, step)
     if probe:
         probe_native(native, run, example_inputs)
-    return assemble(run)
+    return to_training_model(run)
 
 
 def _freeze_others(native: NativeRun) -> None:
@@ -120,7 +120,7 @@ def _freeze_others(native: NativeRun) -> None:
 
 def _read(
     native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, given: int | None
-) -> Snapshot:
+) -> RunState:
     parts, schedule = Parts(), None
     with parts.reading():
         model = _model(native.module, example_inputs, dynamic_shapes)
@@ -145,7 +145,7 @@ def _read(
     groups, state, found = read_optimizer(native.optimizer, trained, schedule)
     step = _step(native, found, given)
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
-    return Snapshot(
+    return RunState(
         model=model,
         loss=loss,
         groups=groups,
@@ -237,7 +237,7 @@ def to_torch(
     index = only_step_of(model, step)
     if probe:
         require_shapes(model, index, "a comparison of both sides (`probe`)")
-    run = disassemble(model, index)
+    run = from_training_model(model, index)
     made = _make_objects(run, blocks=blocks)
     if probe:
         _probe(made, run)
@@ -249,7 +249,7 @@ def to_torch(
     return TorchTraining(*run_program(write_program(model, made), made))
 
 
-def _make_objects(run: Snapshot, *, blocks: bool = False) -> TorchTraining:
+def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     _check(run)
     _count(run)
     inner = inner_values(run.loss, run.model)
@@ -264,12 +264,12 @@ def _make_objects(run: Snapshot, *, blocks: bool = False) -> TorchTraining:
     return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 
-def _probe(made: TorchTraining, run: Snapshot) -> None:
+def _probe(made: TorchTraining, run: RunState) -> None:
     twins = copy.deepcopy(made[:3])  # without the hook that clips
     probe_made(NativeRun(*twins, made.loss, summands(made.loss, None), run.clip, updates_per_step(run)), run)
 
 
-def _check(run: Snapshot) -> None:
+def _check(run: RunState) -> None:
     problems = Problems("the training model")
     words = {
         "accumulate": "it accumulates gradients",
@@ -281,7 +281,7 @@ def _check(run: Snapshot) -> None:
     problems.refuse()
 
 
-def _count(run: Snapshot) -> None:
+def _count(run: RunState) -> None:
     """Let the counters of batches count what was trained elsewhere."""
     for value in _counters(run.model):
         assert value.const_value is not None and value.name is not None
@@ -289,7 +289,7 @@ def _count(run: Snapshot) -> None:
         run.model.set(value.name, value.const_value.numpy() + since)
 
 
-def _add_idle(optimizer: Optimizer, run: Snapshot, parameters: Mapping[str, nn.Parameter]) -> None:
+def _add_idle(optimizer: Optimizer, run: RunState, parameters: Mapping[str, nn.Parameter]) -> None:
     """Give the optimizer back the parameters that it had without training them, in the order of the module."""
     order = {id(parameter): i for i, parameter in enumerate(parameters.values())}
     for name, parameter in parameters.items():

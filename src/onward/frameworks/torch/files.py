@@ -26,7 +26,7 @@ from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.replacement import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 
 def write(model: Model, path: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def write(model: Model, path: Path) -> list[Path]:
 
 def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
-    run, carried = disassemble(like), to_torch(like, probe=False)
+    run, carried = from_training_model(like), to_torch(like, probe=False)
     names = {id(parameter): name for name, parameter in carried.module.parameters_by_name().items()}
     every = updates_per_step(run)
     before, _, _ = _optimizer(carried, names, every)

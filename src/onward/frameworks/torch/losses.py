@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
-    """The loss of a `Snapshot`: a class of PyTorch's own, or a small module with the formula.
+    """The loss of a `RunState`: a class of PyTorch's own, or a small module with the formula.
 
     It takes a prediction and its targets; where there are several terms, what the module returns and all targets. A
     value that the model computes itself is picked from what it returns, and so is one that is `inner`.

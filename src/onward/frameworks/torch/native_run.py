@@ -35,7 +35,7 @@ from onward.model.core import values
 from onward.recipe import objective
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
-from onward.run_state.snapshot import Group, Snapshot, assemble
+from onward.run_state.state import Group, RunState, to_training_model
 
 _STEPS = 3
 _RATE = 1e-3
@@ -57,12 +57,12 @@ class NativeRun:
     """Updates between two steps of the scheduler."""
 
 
-def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any, steps: int = _STEPS) -> None:
+def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = _STEPS) -> None:
     """Compare a run with its training model. The run makes the steps: it must be the caller's own.
 
     Targets are made up where there are none.
     """
-    model = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
+    model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
     _turn_dropout_off(native.module)
     prober = _Prober(native, run.step, _flat(native.module, example_inputs), terms)
@@ -72,7 +72,7 @@ def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any, steps: i
         compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
 
 
-def probe_made(native: NativeRun, run: Snapshot) -> None:
+def probe_made(native: NativeRun, run: RunState) -> None:
     """Compare a run with what was made of it, whose module is a live one, with inputs that are made up.
 
     Where the module runs on none of them, nothing is compared.
@@ -110,7 +110,7 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
     if not trained:
         return
     group = Group(Spec("sgd", {"lr": _RATE}), list(trained))
-    run = Snapshot(model=model, loss=loss, groups=[group], statistics="sample")
+    run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
     native = NativeRun(
         module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1
     )

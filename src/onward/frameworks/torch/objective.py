@@ -86,6 +86,6 @@ def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
 
 
 def inner_values(loss: Any, model: Model) -> list[str]:
-    """The values that the loss of a `Snapshot` looks at, and that are no outputs of its model."""
+    """The values that the loss of a `RunState` looks at, and that are no outputs of its model."""
     outputs = {value.name for value in model.outputs}
     return list(dict.fromkeys(t.output for t in terms_of(loss) if t.output is not None and t.output not in outputs))

@@ -26,7 +26,7 @@ from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, con
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
-from onward.run_state.snapshot import Group, Snapshot
+from onward.run_state.state import Group, RunState
 from onward.vocabulary.torch import settings_in, words_of
 
 _NO_STEPS = (torch.optim.SGD,)
@@ -217,7 +217,7 @@ def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, examp
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
+def make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optimizer:
     """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
     masters = {name: run.state[f"{name}/master"] for name in run.parameters if f"{name}/master" in run.state}
     if not masters:
@@ -229,7 +229,7 @@ def make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimi
     return MasterWeights(_make_optimizer(dataclasses.replace(run, state=state), copies), parameters, copies)
 
 
-def _make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
+def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optimizer:
     _check_run(run, parameters)
     by_class: dict[type[Optimizer], list[Group]] = {}
     made: list[Optimizer] = []
@@ -247,7 +247,7 @@ def _make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optim
     return made[0] if len(made) == 1 else Together(made)
 
 
-def _at_present(function: FunctionOptimizer, run: Snapshot, group: str) -> FunctionOptimizer:
+def _at_present(function: FunctionOptimizer, run: RunState, group: str) -> FunctionOptimizer:
     """A function whose state begins as it is in a run now."""
     names = [value.name or "" for value in function.state]
     held = {name: run.state.get(name if function.owner_of(name) else f"{group}/{name}") for name in names}
@@ -255,7 +255,7 @@ def _at_present(function: FunctionOptimizer, run: Snapshot, group: str) -> Funct
     return dataclasses.replace(function, initial={**function.initial, **present})
 
 
-def _check_run(run: Snapshot, parameters: Mapping[str, Parameter]) -> None:
+def _check_run(run: RunState, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
     for group in run.groups:
         halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
@@ -277,7 +277,7 @@ def _settings_of(kind: type[Optimizer]) -> list[str]:
     return [*inspect.signature(kind).parameters]
 
 
-def _fill(made: Optimizer, run: Snapshot, names: Mapping[int, str]) -> None:
+def _fill(made: Optimizer, run: RunState, names: Mapping[int, str]) -> None:
     """Give an optimizer the state that a run has; one that has not begun makes its own."""
     if not run.step:
         return

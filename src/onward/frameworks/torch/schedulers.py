@@ -10,14 +10,14 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.run_state.snapshot import Snapshot
+from onward.run_state.state import RunState
 from onward.vocabulary.rate_formulas import FOREVER, Factor, complete
 from onward.vocabulary.torch_schedules import class_of, is_whole, restart_position
 
 Make = Callable[[Optimizer], LRScheduler]
 
 
-def updates_per_step(run: Snapshot) -> int:
+def updates_per_step(run: RunState) -> int:
     """How many updates one step of the scheduler that `make_scheduler` makes stands for: those of an epoch, maybe."""
     units = {int(spec.options.get("every", 1)) for spec in run.schedule}
     ends = [spec.options["until"] for spec in run.schedule if "until" in spec.options]
@@ -25,7 +25,7 @@ def updates_per_step(run: Snapshot) -> int:
     return unit if all(end % unit == 0 for end in ends) else 1
 
 
-def make_scheduler(run: Snapshot, optimizer: Optimizer) -> LRScheduler | None:
+def make_scheduler(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
     """The scheduler that goes on where a run is, for an optimizer of `make_optimizer`; None where the rate is fixed."""
     if not run.schedule:
         return None

@@ -24,7 +24,7 @@ class ReadSchedule(NamedTuple):
     """What a scheduler says."""
 
     specs: list[Spec]
-    """As a `Snapshot` has them; empty where the rate stays as it is."""
+    """As a `RunState` has them; empty where the rate stays as it is."""
     base_rates: list[float]
     """What the optimizer's groups begin with."""
     position: int

@@ -17,7 +17,7 @@ from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
-from onward.run_state.snapshot import Group, Snapshot
+from onward.run_state.state import Group, RunState
 from onward.transform.inline import inline
 
 
@@ -48,7 +48,7 @@ class Spelling:
 
         return made
 
-    def optimizer(self, run: Snapshot) -> Text:
+    def optimizer(self, run: RunState) -> Text:
         tx = transformation(run, self)
         every = int(run.recipe.get("accumulate", 1))
         if every == 1:

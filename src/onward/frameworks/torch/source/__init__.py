@@ -29,7 +29,7 @@ from onward.frameworks.torch.source.trial import try_module
 from onward.inspect import describe
 from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 _SIZES = 4, 7
 """What sizes that vary are while the forward pass is written down, at first and once more."""
@@ -67,7 +67,7 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
     body = "\n\n\n".join([*own.texts(), *map(break_lines, parts)])
     terms = describe(training).steps[0].loss.terms
-    every = updates_per_step(disassemble(training)) if scheduler is not None else 0
+    every = updates_per_step(from_training_model(training)) if scheduler is not None else 0
     heading = _heading(_loop(program, terms, every, quote(file)))
     return Source(
         audit_program(f"{heading}\n\n{_imports(own.imports(), body)}\n\n\n{body}\n", ["torch"]), model.constants

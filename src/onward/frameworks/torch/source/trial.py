@@ -24,7 +24,7 @@ from onward.frameworks.torch.source import child
 from onward.frameworks.torch.source.program import LIVE
 from onward.inspect import describe
 from onward.model import Model
-from onward.run_state.snapshot import disassemble
+from onward.run_state.state import from_training_model
 
 
 def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
@@ -52,7 +52,7 @@ def _step_trial(model: Model) -> StepTrial | None:
 
 def _settings(model: Model) -> dict[str, Any]:
     """Return what a training loop must know: see the heading of a program."""
-    terms, run = describe(model).steps[0].loss.terms, disassemble(model)
+    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
     return {
         "inputs": [value.name for value in model.inputs],
         "terms": [[term.output, list(term.inputs)] for term in terms],

@@ -23,7 +23,7 @@ from onward.model import Model
 from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
-from onward.run_state.snapshot import Group
+from onward.run_state.state import Group
 
 _COUNT = "step"
 

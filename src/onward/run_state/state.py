@@ -2,7 +2,8 @@
 
 Objects of a framework are read in three parts: the forward pass becomes an inference model whose initializers have
 the names of the framework's parameters; loss, optimizer and schedule become words of a recipe; the optimizer's state
-becomes slots. `assemble` makes a training model of these, and `disassemble` finds them in one, whoever wrote it.
+becomes slots. `to_training_model` makes a training model of these, and `from_training_model` finds them in one, whoever
+wrote it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class RunState:
     """A training run at some moment."""
 
     model: Model
@@ -94,7 +95,7 @@ class Snapshot:
         return [name for group in self.groups for name in group.parameters]
 
 
-def assemble(run: Snapshot) -> Model:
+def to_training_model(run: RunState) -> Model:
     """The training model that goes on where a run is."""
     if not run.parameters:
         raise nothing_learns()
@@ -171,13 +172,13 @@ def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
         )
 
 
-def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Snapshot:
+def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -> RunState:
     """The run that a training model holds, with its numbers as they are now, if it is the whole of it.
 
     Without `forward` the caller executes the forward pass and the loss as the file has them, and only the update is
     what the run says.
     """
-    run = _read_snapshot(model, step_of(model, index))
+    run = _read_run_state(model, step_of(model, index))
     refuse_rounding(model, in_pairs=forward)
     if not forward:
         _check_differentiated(model.step(index))
@@ -224,23 +225,23 @@ _WORDS = {
 """Parts of a recipe that no framework has an object for."""
 
 
-def _again(run: Snapshot, forward: bool) -> Model:
+def _again(run: RunState, forward: bool) -> Model:
     """The training model that a run would become, without its state; if its loss is not to be compared, with any."""
     if forward:
-        return assemble(dataclasses.replace(run, state={}))
+        return to_training_model(dataclasses.replace(run, state={}))
     watched = [term.output for term in terms(run.loss) if term.output is not None]
     floating = [value.name or "" for value in run.model.outputs if value.dtype and value.dtype.is_floating_point()]
     anything = [{name: "mse"} for name in dict.fromkeys([*watched, *floating])]
-    return assemble(dataclasses.replace(run, state={}, loss=anything))
+    return to_training_model(dataclasses.replace(run, state={}, loss=anything))
 
 
-def is_plain(model: Model, index: int, run: Snapshot) -> bool:
+def is_plain(model: Model, index: int, run: RunState) -> bool:
     """Whether a run is the whole of a step, with its forward pass and its loss."""
     named = all(term.spec.name != "custom" for term in terms(run.loss))
     return named and not differences(model, index, _again(run, forward=True), forward=True)
 
 
-def _read_snapshot(model: Model, index: int) -> Snapshot:
+def _read_run_state(model: Model, index: int) -> RunState:
     """What a converter knows to look for."""
     training = describe(model).steps[index]
     unknown = [group.name for group in training.groups if group.optimizer is None]
@@ -252,7 +253,7 @@ def _read_snapshot(model: Model, index: int) -> Snapshot:
         )
     own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}
-    return Snapshot(
+    return RunState(
         model=without_steps(model),
         loss=[_term(term) for term in training.loss.terms],
         groups=[Group(optimizer_of(model, index, group), group.parameters) for group in training.groups],
