@@ -33,14 +33,15 @@ relay: $(VENV)/.frameworks ## hand a training run from PyTorch to Keras to JAX, 
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
-	$(BIN)/pytest -q tests/test_smoke.py
+	$(BIN)/pytest -q tests/end_to_end/test_smoke.py
 
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
 	$(PYTEST) -m "not slow" --ignore tests/test_layers.py  # which `check` has run
 
+# `make test-all SHARD=1/6` to `SHARD=6/6`: each takes less than an hour on two cores.
 test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
 	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python ONWARD_NEMO_PYTHON=$(CURDIR)/$(NEMO_VENV)/bin/python \
-		$(PYTEST) --hypothesis-profile=search
+		$(PYTEST) --hypothesis-profile=search $(if $(SHARD),--shard $(SHARD))
 
 check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check
@@ -58,7 +59,7 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/passes.py --layers
 
 grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and schedule in every framework, for the documentation
-	$(BIN)/python tests/conversion_grid.py
+	$(BIN)/python tests/support/conversion_grid.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py

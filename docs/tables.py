@@ -160,7 +160,7 @@ def _conformity() -> Any:
 
 
 def _from_tests(name: str) -> Any:
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     return importlib.import_module(name)
 
 
@@ -283,7 +283,7 @@ def checkpoints() -> str:
     """What is read from the recorded checkpoint of each format, and what is there after it was written again."""
     lines = []
     for format in FORMATS:
-        place = HERE.parent / "tests" / "checkpoints" / RECORDED.get(format.name, format.name)
+        place = HERE.parent / "tests" / "support" / "checkpoints" / RECORDED.get(format.name, format.name)
         if not place.exists():
             continue
         found, again = open_checkpoint(place), None

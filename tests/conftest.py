@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import os
-import pickle
 import random
 import signal
 import sys
-import tempfile
 import types
-import warnings
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 from hypothesis import settings
@@ -68,20 +65,70 @@ settings.load_profile("quick")
 EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax", "tensorflow": "tensorflow", "keras": "tensorflow"}
 
 
-SLOW = Path(__file__).with_name("slow_cases.txt")
+# ---- shards and seconds ----------------------------------------------------------------------------------------------
+
+SECONDS = Path(__file__).with_name("seconds.json")
+"""Seconds of test functions that take more than a few, all cases together, by `file::function`."""
+BUDGET = 3.0
+"""Seconds that a quick test may take."""
 
 
-def needs(*modules: str) -> pytest.MarkDecorator:
-    """Mark a test, a module (`pytestmark = needs("torch")`) or a parameter that cannot run without these modules."""
-    return pytest.mark.needs(*modules)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N shards, each of which takes about as long")
+    parser.addoption("--measure", action="store_true", help="write the seconds of what was run to seconds.json")
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def _shard(items: list[pytest.Item], shard: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the items of a shard and the others. Cases of one function stay together, which share what they make."""
+    index, count = (int(number) for number in shard.split("/"))
+    if not 1 <= index <= count:
+        raise pytest.UsageError(f"--shard {shard}: the first number counts from 1 to the second")
+    measured = json.loads(SECONDS.read_text())
+    cases = Counter(_function(item.nodeid) for item in items)
+    weights = {name: measured.get(name, 0.05 * number) for name, number in cases.items()}
+    loads = [0.0] * count
+    home = {}
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        home[name] = loads.index(min(loads))
+        loads[home[name]] += weights[name]
+    chosen = [item for item in items if home[_function(item.nodeid)] == index - 1]
+    return chosen, [item for item in items if home[_function(item.nodeid)] != index - 1]
+
+
+_spent: Counter[str] = Counter()
+_over_budget: list[tuple[float, str]] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _spent[_function(report.nodeid)] += report.duration
+    if report.when == "call" and report.duration > BUDGET and "slow" not in report.keywords:
+        _over_budget.append((report.duration, report.nodeid))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _over_budget:
+        terminalreporter.section(f"quick tests over {BUDGET:g} s")
+        for seconds, name in sorted(_over_budget, reverse=True)[:20]:
+            terminalreporter.line(f"{seconds:6.1f} s  {name}")
+    if config.getoption("measure"):
+        long = {name: round(seconds, 1) for name, seconds in _spent.items() if seconds > BUDGET}
+        kept = {name: seconds for name, seconds in json.loads(SECONDS.read_text()).items() if name not in _spent}
+        SECONDS.write_text(json.dumps({**kept, **long}, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = tuple(f"tests/{line}" for line in SLOW.read_text().splitlines() if not line.startswith("#"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if shard := config.getoption("shard"):
+        items[:], others = _shard(items, shard)
+        config.hook.pytest_deselected(items=others)
     for item in items:
-        if item.nodeid.startswith(slow):
-            item.add_marker("slow")
+        for mark in [mark for mark in item.own_markers if mark.name == "slow" and mark.args]:
+            if item.callspec.id not in mark.args:
+                item.own_markers.remove(mark)
         for module in dict.fromkeys(name for mark in item.iter_markers("needs") for name in mark.args):
             extra = EXTRAS.get(module)
             if extra:
@@ -131,96 +178,3 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-# ---- the node tests of `onnx` ----------------------------------------------------------------------------------------
-
-
-class NodeTest(NamedTuple):
-    """One of the standard's own tests. A value is an array, a list of arrays (a sequence), or None (an optional)."""
-
-    name: str
-    model: bytes
-    data: list[tuple[list[Any], list[Any]]]
-    rtol: float
-    atol: float
-
-    def proto(self) -> onnx.ModelProto:
-        return onnx.ModelProto.FromString(self.model)
-
-
-@functools.cache
-def onnx_node_tests() -> dict[str, NodeTest]:
-    """All node tests by name. `onnx` computes them anew on each start, which takes long, so they are kept on disk."""
-    path = cache_folder() / f"node-tests-1-onnx-{onnx.__version__}-numpy-{np.__version__}.pickle"
-    with locked(path.with_suffix(".lock")):  # the first worker builds, the others wait
-        try:
-            rows = pickle.loads(path.read_bytes())
-        except Exception:  # not there, or unreadable for whatever reason: build it
-            rows = _build_node_tests()
-            _write_atomically(path, pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL))
-    return {row[0]: NodeTest(*row) for row in rows}
-
-
-def _build_node_tests() -> list[tuple]:
-    from onnx.backend.test.loader import load_model_tests
-
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        cases = load_model_tests(kind="node")
-    return [
-        (
-            case.name,
-            case.model.SerializeToString(),
-            [([_plain(v) for v in inputs], [_plain(v) for v in outputs]) for inputs, outputs in case.data_sets],
-            case.rtol,
-            case.atol,
-        )
-        for case in cases
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, onnx.TensorProto):  # how `onnx` writes what numpy alone has no dtype for
-        return onnx.numpy_helper.to_array(value)
-    if isinstance(value, np.ndarray | np.generic):
-        return np.asarray(value)
-    raise TypeError(f"a node test holds a {type(value)}: say in conftest.py how to keep it")
-
-
-def cache_folder() -> Path:
-    """A folder of this user's alone, since what is read from it is unpickled."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "onward-tests"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="onward-tests-"))
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        if sys.platform != "win32":  # there, workers may do the work twice; the write is atomic either way
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

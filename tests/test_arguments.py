@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 import pytest
 import yaml
+from marks import needs
+from models import digits_mlp, small_cnn
 from typer.testing import CliRunner
 
 import onward
-from conftest import needs
-from models import digits_mlp, small_cnn
 from onward.arguments import Range
 from onward.cli.app import BUG
 from onward.cli.commands import app

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from marks import needs
+from models import digits_mlp
 from onnx.backend.base import Backend
 
 import onward
-from conftest import needs
-from models import digits_mlp
 from onward.backend import for_engine, is_compatible, prepare, run_model, run_node, supports_device
 from onward.engines import FRAMEWORKS
 from onward.errors import DataError, UnknownNameError, UnsupportedError

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from paths import ROOT, TESTS
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = ROOT / "src"
 
 # From the ground up. A module of a tier imports from earlier tiers and from its own package, not from its neighbours.
 TIERS = [
@@ -279,7 +280,7 @@ def test_a_rule_catches(rule: Rule, name: str, source: str, caught: str) -> None
 
 def test_no_test_imports_another() -> None:
     """What several need is in a file of its own, so that each can be run, moved or marked by itself."""
-    for path in Path(__file__).parent.rglob("*.py"):
+    for path in TESTS.rglob("*.py"):
         imports = re.findall(r"^\s*(?:from|import) +(test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert not imports, f"{path.name} imports {imports}"
 
@@ -293,14 +294,6 @@ def loaded_frameworks(code: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1])) & FRAMEWORKS.keys()
-
-
-def test_slow_cases_are_tests_that_there_are() -> None:
-    tests = Path(__file__).parent
-    for line in (tests / "slow_cases.txt").read_text().splitlines()[1:]:
-        file, _, rest = line.partition("::")
-        name = rest.partition("[")[0]
-        assert f"def {name}(" in (tests / file).read_text(), line
 
 
 def test_import_loads_no_framework() -> None:

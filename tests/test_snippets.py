@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
-from markdown_it import MarkdownIt
-
 from commands import run as in_this_process
 from conformity import cases_of
+from markdown_it import MarkdownIt
 from models import digits_mlp, small_cnn
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = [file for file in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if file.exists()]
 SHELL = re.compile(r"^(?:'[^']*'|[^'#])*?[|<>&;$*?]")
 """What only a shell understands, outside of quotes and comments."""
@@ -87,6 +86,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(
+    "docs/command-line.md",
+    "docs/data.md",
+    "docs/engines.md",
+    "docs/frameworks/jax.md",
+    "docs/frameworks/torch.md",
+    "docs/lowered-steps.md",
+    "docs/transfer.md",
+)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_snippets(file: Path, folder: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).parent / "deepspeed"
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 TAG = "global_step5"
 
 from deepspeed_runs import configured, run  # noqa: E402

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 HERE = Path(__file__).parent / "megatron"
 FOLDER = HERE / "iter_0000005"
 

@@ -1,0 +1,295 @@
+"""What people type and do not mean: one row for a mistake, with what the message and the hint say."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import typer.main
+from models import digits_mlp
+from typer.testing import CliRunner
+
+import onward
+from onward.cli.app import BUG
+from onward.cli.commands import app
+
+# Arguments, a part of the message, a part of the hint. Usage ends with 2, everything else with 1.
+USAGE = [
+    ("prepare", "missing argument `MODEL`", "--list losses"),
+    ("prepare digits.onnx", "missing option `--loss`", "--list losses"),
+    ("prepare digits.onnx --los ce", "no such option: --los", "did you mean `--loss`"),
+    ("prepare digits.onnx --loss ce --accumulate x", "`--accumulate`: it must be a whole number", "prepare --help"),
+    ("prepare digits.onnx --loss ce --data x", "`x` is not one of `auto`", "prepare --help"),
+    ("prepare --list x", "`x` is not one of", "prepare --help"),
+    ("prepair", "no such command `prepair`", "did you mean `prepare`"),
+    ("check", "missing argument `MODEL`", "check --help"),
+    ("show", "missing argument `MODEL`", "show --help"),
+    ("show digits.onnx more.onnx", "unexpected argument `more.onnx`", "onward show MODEL"),
+    ("set training.onnx", "missing what to set", "--list"),
+    ("set training.onnx step", "`step` has not the form", "group0/lr"),
+    ("set training.onnx step=1 step=2", "`step` is given twice", ""),
+    ("set training.onnx --shape image", "`--shape image` has not the form", "--shape image=N,3,224,224"),
+    ("rename training.onnx logits", "`logits` has not the form", "="),
+    ("rename training.onnx a=b=c", "`a=b=c` can be `a` and `b=c` or `a=b` and `c`", "in Python"),
+    ("grad digits.onnx --of logits", "missing option `--wrt`", "grad --help"),
+    ("opset training.onnx 0", "`VERSION`: it must be at least 1", "opset --help"),
+    ("data training.onnx --to x", "`x` is not one of", "data --help"),
+    ("refresh digits.onnx", "missing option `--training`", "refresh --help"),
+    ("--what", "no such option: --what", ""),
+    ("train", "missing argument `MODEL`", "--resume RUN"),
+    ("train digits.onnx", "missing option `--data`", "train --help"),
+    ("train digits.onnx d.npz --loss ce", "unexpected argument `d.npz`", "onward train MODEL --data DATA"),
+    ("train digits.onnx --data d.npz --loss ce --optimizer adam lr=1", "unexpected argument `lr=1`", "usage"),
+    ("train digits.onnx --data d.npz --loss ce -o", "option `-o` requires an argument", "onward train --help"),
+    ("train digits.onnx --data d.npz --loss ce -b 1.5", "it must be a whole number", "train --help"),
+    ("train digits.onnx --data d.npz --loss ce --last trop", "`trop` is not one of", "did you mean `drop`?"),
+    ("train digits.onnx --data d.npz --learning-rate 1", "no such option: --learning-rate", "did you mean `--lr`?"),
+    ("train digits.onnx --data d.npz --loss ce --qqqq", "no such option: --qqqq", "see `onward train --help`"),
+    ("train digits.onnx --data d.npz --loss ce --map image=a --map image=b", "given twice: as `a` and as `b`", "once"),
+    ("train digits.onnx --data d.npz --loss ce --map image", "`--map image` has not the form", "--map image=pixels"),
+    ("train digits.onnx --data d.npz --loss ce --map image=", "`--map image=` has not the form", "--map image=pixels"),
+    ("train digits.onnx --data d.npz --loss ce --find-lr -o x.onnx", "`--find-lr` trains nothing", "leave `-o` out"),
+    ("train --resume run --loss ce", "`--loss` has no effect with --resume", "as it was started"),
+    ("train --resume run --reset", "`--reset` has no effect with --resume", "as it was started"),
+    ("convert training.onnx", "it is not said what to make of `training.onnx`", "--to torch"),
+    ("convert training.onnx --to pytorch", "`pytorch` is not one of", "did you mean `torch`?"),
+    ("convert training.onnx --to torch -o x.keras", "`x.keras` is no name for torch", "x.pt"),
+    ("lower training.onnx --part forward", "`forward` is not one of", "lower --help"),
+    ("lower training.onnx --all notes.txt", "`notes.txt` is a file", "name a folder"),
+    ("lower training.onnx --all x --part step", "`--all` and `--part` do not go together", "leave one"),
+    ("page digits.onnx", "missing option `--output` / `-o`", "page --help"),
+    ("pipeline scale --rest x.onnx", "`--rest` is what is left of a model", "name the model"),
+    ("verify training.onnx --steps 0", "`--steps`: it must be at least 1", "verify --help"),
+    ("verify training.onnx --tolerance nan", "`--tolerance`: it must be at least 0", "verify --help"),
+    ("check-gradients digits.onnx --order 3", "`--order`: it must be at most 2", "check-gradients --help"),
+    ("engines x", "unexpected argument `x`", "onward engines [OPTIONS]"),
+    ("engines --jso", "no such option: --jso", "did you mean `--json`?"),
+    ("report", "missing argument `RUN`", "report --help"),
+    ("set training.onnx --list step=1", "`--list` sets nothing", "leave it out"),
+    ("set group0/lr=1 training.onnx", "`training.onnx` has not the form", "the model comes first"),
+    ("rename training.onnx image=a image=b", "`image` is given twice", "give each name once"),
+    ("prepare digits.onnx --loss ce -o x.pt", "`x.pt` is no name for an ONNX model", "onward convert"),
+    ("prefix digits.onnx", "missing argument `PREFIX`", "prefix --help"),
+    ("merge digits.onnx", "missing argument `SECOND`", "merge --help"),
+    ("merge a.onnx b.onnx --connect x=y --connect x=z", "`x` is given twice", "give each name once"),
+    ("extract digits.onnx logits", "unexpected argument `logits`", "onward extract MODEL"),
+    ("inline digits.onnx --functions x", "no such option: --functions", "did you mean `--function`?"),
+    ("data digits.onnx", "missing option `--to`: one of none, data, safetensors", "data --help"),
+    ("strip", "missing argument `MODEL`", "strip --help"),
+]
+WRONG = [
+    ("pipeline resise:3", "there is no preprocessing `resise`", "did you mean `resize`?"),
+    ("prepare digits.onnx --loss ce --quantize int7", "no type to quantise to `int7`", "did you mean `int8`"),
+    ("train digits.onnx --data d.npz --from c --reset", "`reset` has no effect with a checkpoint", "how it goes on"),
+    ("set training.onnx a=b=1", "no initializer `a=b`", "fc1.weight"),
+    ("train training.onnx --data d.npz --lr 1", "the model carries its training already, so `lr` has no", "strip"),
+    ("train digits.onnx --data d.npz --loss ce --validation 20%", "is no share", "write `validation=0.2`"),
+    ("train digits.onnx --data d.npz --loss ce --validation nan", "is no share", "between 0 and 1"),
+    ("train digits.onnx --data d.npz --loss ce --validation 2", "`validation=2` is no share", "between 0 and 1"),
+    ("prepare digits.onnx --loss ce --init zeros --init ones", "`*` is given twice", "give each once"),
+    ("show digit.onnx", "there is no file `digit.onnx`", "did you mean `digits.onnx`"),
+    ("show .", "`.` is a folder", ".onnx"),
+    ("check nothing.onnx", "there is no file", ""),
+    ("check training.onnx --for abacus", "`abacus`", "onnxruntime"),
+    ("prepare digits.onnx --loss cross", "there is no loss `cross`", "did you mean"),
+    ("prepare digits.onnx --loss ce --optimizer adamv", "there is no optimizer `adamv`", "did you mean"),
+    ("prepare digits.onnx --loss ce --optimizer sgd:learning_rate=1", "no option `learning_rate`", ""),
+    ("prepare digits.onnx --loss ce --optimizer sgd:lr", "`lr` in `sgd:lr`", "write it as"),
+    ("prepare digits.onnx --loss ce --schedule cosine", "needs the option `steps`", "cosine:steps=100"),
+    ("prepare digits.onnx --loss ce --freeze fc3.*", "`fc3.*` matches no", "`fc2.bias`"),
+    ("prepare digits.onnx --loss ce --group fc3.*:lr=1", "`fc3.*` matches no parameter", ""),
+    ("prepare digits.onnx --loss logit=ce", "there is no value `logit`", "`logits`"),
+    ("prepare digits.onnx --loss ce --clip -1", "cannot be clipped to -1", "positive"),
+    ("prepare digits.onnx --loss ce --accumulate 0", "`accumulate` is 0, but must be at least 1", ""),
+    ("prepare digits.onnx --loss ce --ema 2", "`ema` is 2, but must be at least 0 and less than 1", ""),
+    ("prepare digits.onnx --loss ce --loss-scale big", "`big`", ""),
+    ("prepare digits.onnx --loss loss.onnx", "there is no file `loss.onnx`", ""),
+    ("prepare training.onnx --loss ce", "already carries its training", "--append"),
+    ("prepare digits.onnx --loss ce -o nowhere/t.onnx", "there is no folder `nowhere`", "create it first"),
+    ("grad digits.onnx --of logits --wrt fc3.*", "`fc3.*` matches no floating-point value", "did you mean"),
+    ("grad digits.onnx --of nothing --wrt fc1.*", "`nothing`", ""),
+    ("set digits.onnx step=1", "there is no step 0", "onward prepare"),
+    ("set training.onnx lr=1", "there is no initializer `lr`", "`group0/lr`"),
+    ("set training.onnx group0/lr=fast", "`group0/lr` is double, and `fast` is not", "1e-3"),
+    ("set training.onnx group0/lr=true", "`group0/lr` is double, and `true` is not", "1e-3"),
+    ("set training.onnx group0/lr=[1,2]", "`group0/lr` has shape [], not [2]", ""),
+    ("set training.onnx step=1.5", "`step` is int64, which cannot hold `1.5`", "whole number"),
+    ("set training.onnx step=1e300", "`step` is int64, which cannot hold `1e300`", "whole number"),
+    ("set training.onnx step=99999999999999999999", "`step` is int64, and", "whole number"),
+    ("set training.onnx fc1.weight=0", "`fc1.weight` has 2,048 elements", "Model.set"),
+    ("set training.onnx step=1 --step 3", "there is no step 3", ""),
+    ("set digits.onnx --shape imag=N,64", "no input `imag`", "did you mean `image`"),
+    ("set digits.onnx --shape image=N,65", "has the shape", "only sizes that are open"),
+    ("set digits.onnx --shape image=N,", "cannot have the shape [N, ]", "numbers, or names"),
+    ("rename training.onnx fc9.weight=x", "there is no value `fc9.weight`", "did you mean"),
+    ("rename training.onnx fc1.weight=fc2.weight", "already the name of another value", "choose another"),
+    ("merge digits.onnx digits.onnx", "both models have values named", "--prefix"),
+    ("merge digits.onnx digits.onnx --connect a=b", "`a` is no output of the first model", ""),
+    ("extract training.onnx --to nothing", "there is no value `nothing`", ""),
+    ("opset digits.onnx 9999", "cannot convert the model to operator set 9999", ""),
+    ("plan digits.onnx --memory much", "`memory` is `much`, which is no amount", "80GB"),
+    (
+        "plan digits.onnx --devices 12 --strategy hybrid",
+        "there are no whole machines of 8 in 12 devices",
+        "--per-machine",
+    ),
+    ("plan digits.onnx --devices 4 --strategy ddp -b 6", "a batch of 6 cannot be divided among 4", "a multiple"),
+    ("plan training.onnx --optimizer sgd", "the model carries its training", "onward strip"),
+    ("plan training.onnx --step 1", "there is no step 1", ""),
+    ("reset digits.onnx", "there is no step 0", "onward prepare"),
+    ("reset training.onnx --seed 7", "draws no random numbers", "leave it out"),
+    ("refresh training.onnx --training digits.onnx", "no training to put back", ""),
+    ("show folder", "`folder` is a folder, not a file", ".onnx"),
+    ("show run", "`run` is a folder, not a file", "`run/training.onnx`"),
+    ("show empty.onnx", "`empty.onnx` is empty", "download"),
+    ("show notes.txt", "`notes.txt` is not an ONNX model but a text file", ".onnx"),
+    ("prepare weights.pt --loss ce", "is not an ONNX model but a PyTorch file", "onward convert"),
+    ("show model.h5", "`model.h5` is not a whole HDF5 file", ""),
+    ("train d.npz --data digits.onnx --loss ce", "`d.npz` is not an ONNX model but a NumPy file", "--data"),
+    ("show cut.onnx", "not valid protobuf", "compare its size"),
+    ("show nowhere/digits.onnx", "there is no file `nowhere/digits.onnx`", "check the path"),
+    ("show training.onnx --graph nowhere/x.svg", "nowhere/x.svg", ""),
+    ("check folder", "`folder` holds no run", "onward train"),
+    ("check weights.pt", "PyTorch file", "onward.from_torch"),
+    ("train digits.onnx --data nope.npz --loss ce", "nope.npz", "path"),
+    ("train digits.onnx --data d.npz", "one must know its loss", "--loss cross_entropy"),
+    ("train digits.onnx --data d.npz --loss CE", "there is no loss `CE`", "did you mean `ce`"),
+    ("train digits.onnx --data d.npz --loss ce --batch-size 0", "`batch_size` is 0, but must be at least 1", ""),
+    ("train digits.onnx --data d.npz --loss ce --batch-size -1", "`batch_size` is -1", ""),
+    ("train digits.onnx --data d.npz --loss ce --epochs -1", "`epochs` is -1, but must be at least 0", ""),
+    ("train digits.onnx --data d.npz --loss ce --threads 0", "`threads` is 0", ""),
+    (
+        "train digits.onnx --data d.npz --loss ce --threads 99999999999999999999",
+        "but must be at least 1 and at most",
+        "",
+    ),
+    ("train digits.onnx --data d.npz --loss ce --seed -1", "`seed` is -1", ""),
+    ("train digits.onnx --data d.npz --loss ce --save-every nan", "`save_every` is nan", ""),
+    ("train digits.onnx --data d.npz --loss ce --patience 0 --validation 0.5", "`patience` is 0", ""),
+    ("train digits.onnx --data d.npz --loss ce --patience 2", "`patience` waits for", "--validation 0.1"),
+    ("train digits.onnx --data d.npz --loss ce --clip nan", "`clip` is nan", ""),
+    ("train digits.onnx --data d.npz --loss ce --loss-scale 0", "`loss_scale` is 0, but must be positive", ""),
+    ("train digits.onnx --data d.npz --loss ce --lr-decay 0", "`lr_decay` is 0, but must be positive", ""),
+    ("train digits.onnx --data d.npz --loss ce --lr -1", "`lr` of optimizer `adamw` is -1", ""),
+    ("train digits.onnx --data d.npz --loss ce --lr 1 --optimizer sgd:lr=1", "given twice", "leave one"),
+    ("train digits.onnx --data d.npz --loss ce --lr 1 --find-lr", "is what is searched for", "--lr"),
+    ("train digits.onnx --data d.npz --loss ce --engine pytorch", "there is no engine `pytorch`", "`torch`"),
+    ("train digits.onnx --data d.npz --loss ce --metric acuracy", "there is no metric `acuracy`", "`accuracy`"),
+    ("train digits.onnx --data d.npz --loss ce --new-head 0", "`classes` is 0", ""),
+    ("train digits.onnx --data d.npz --loss ce --new-head class=3", "no option `class`", "did you mean `classes`?"),
+    ("train digits.onnx --data d.npz --loss ce --new-head 3,layer=x", "there is no layer `x`", "fc1"),
+    ("train digits.onnx --data d.npz --loss ce --lora 4,targets=nope", "`nope` matches no weight", "fc1"),
+    ("train digits.onnx --data d.npz --loss ce --recompute nope", "nothing to compute again", "there are `fc1`"),
+    ("train digits.onnx --data d.npz --loss ce --recompute -1", "every -1", "above 0"),
+    ("train digits.onnx --data d.npz --loss ce --keep-preprocessing", "no preprocessing to keep", "give some"),
+    (
+        "train digits.onnx --data d.npz --loss ce --run notes.txt",
+        "could not make the folder `notes.txt`",
+        "--run FOLDER",
+    ),
+    ("train digits.onnx --data d.npz --loss ce -o nowhere/x.onnx", "there is no folder `nowhere`", "create it"),
+    ("train digits.onnx --data d.npz --loss ce -o digits.onnx", "`digits.onnx` is the model itself", "--force"),
+    ("train --resume folder", "`folder` holds no run", "onward train"),
+    ("prepare digits.onnx --loss ce --optimizer adam:lr=-1", "`lr` of optimizer `adam` is -1", ""),
+    ("prepare digits.onnx --loss ce --optimizer adam:lr=nan", "`lr` of optimizer `adam` is nan", ""),
+    ("prepare digits.onnx --loss ce --optimizer adam:lr=1,lr=2", "gives `lr` twice", "give it once"),
+    ("prepare digits.onnx --loss ce --optimizer adam(lr=1)", "is not how options are given", "`adam:lr=1`"),
+    ("prepare digits.onnx --loss ce --optimizer adam:epsilon=1", "no option `epsilon`", "did you mean `eps`?"),
+    ("prepare digits.onnx --loss ce --schedule cosine:steps=0", "`steps` of schedule `cosine` is 0", ""),
+    ("prepare digits.onnx --loss ce --schedule cosine:steps=ten", "is `ten`, which is not a number", ""),
+    ("prepare digits.onnx --loss ce --init nope=zeros", "`nope`, which has an initializer, matches", "`fc1.weight`"),
+    ("prepare digits.onnx --loss ce --group a=1", "does not say which parameters", "write `*.bias:a=1`"),
+    ("prepare digits.onnx --loss ce --group fc1.*:lr=1 --group fc1.*:lr=2", "is left without a parameter", "first"),
+    ("prepare digits.onnx --loss ce --group qqqq:lr=1", "`qqqq` matches no parameter", "there are `fc1.weight`"),
+    ("prepare digits.onnx --loss ce --freeze qqqq", "`qqqq` matches no", "there are `fc1.weight`"),
+    ("prepare digits.onnx --loss ce --freeze *", "nothing is left to train", "--params"),
+    ("prepare digits.onnx --loss ce --preprocess image=scale --preprocess image=scale", "given twice", "once"),
+    ("prepare digits.onnx --loss nope --json", "there is no loss `nope`", "cross_entropy"),
+    ("grad digits.onnx --of qqqq --wrt image", "there is no value `qqqq`", "there are `image`"),
+    ("grad digits.onnx --of logits --wrt qqqq", "`qqqq` matches no floating-point value", "there are `image`"),
+    ("lower training.onnx --steps 3", "there is no step `3`", "the steps are training"),
+    ("train training.onnx --data digits.npz --steps critic:2", "there is no step `critic`", "the steps are training"),
+    ("train training.onnx --data digits.npz --noise z=normal", "there is no input `z` that could be noise", ""),
+    ("lower digits.onnx --part step", "there is no step 0", "onward prepare"),
+    ("convert nope.pt --json", "there is no file `nope.pt`", ""),
+    ("convert notes.txt --to torch", "`notes.txt` is of no format that is known", "what a framework has saved"),
+    ("convert model.h5", "`model.h5` is not a whole HDF5 file", ""),
+    ("diff training.onnx nope.pt", "there is no", ""),
+    ("verify digits.onnx --json", "there is no step 0", "onward prepare"),
+    ("verify training.onnx --engine onxruntime", "there is no engine `onxruntime`", "did you mean `onnxruntime`?"),
+    ("verify training.onnx --inputs nope.npz", "cannot read `nope.npz`", "path"),
+    ("check-gradients digits.onnx --of qqqq", "there is no value `qqqq`", "there are"),
+    ("check-gradients digits.onnx --inputs notes.txt", "`notes.txt` is not an .npz file", "numpy.savez"),
+    ("report folder", "`folder` holds no run", "folder that a run wrote"),
+    ("set training.onnx group0/lr=-1", "`group0/lr` is -1, but must be at least 0", ""),
+    ("set training.onnx group0/lr=nan", "`group0/lr` is nan, but must be at least 0", ""),
+    ("set training.onnx group0/beta1=2", "`group0/beta1` is 2, but must be", ""),
+    ("set training.onnx schedule/steps=0", "`schedule/steps` is 0, but must be positive", ""),
+    ("set training.onnx step=-1", "`step` is -1, but must be at least 0", ""),
+    ("set training.onnx qqqq=1", "there is no initializer `qqqq`", ""),
+    ("rename digits.onnx qqqq=x", "there is no value `qqqq`", "there are `image`"),
+    ("prefix nope.onnx a/", "there is no file `nope.onnx`", ""),
+    ("inline training.onnx --function nope", "`nope` matches no function", "there are `onward."),
+    ("set training.onnx fc2.bias=[NaN,0,0,0,0,0,0,0,0,0]", "`fc2.bias` is nan, but must be finite", ""),
+    ("inline nope.onnx", "there is no file `nope.onnx`", ""),
+    ("extract digits.onnx --to qqqq", "there is no value `qqqq`", "there are `image`"),
+    ("data nope.onnx --to none", "there is no file `nope.onnx`", ""),
+    ("strip notes.txt", "a text file", ".onnx"),
+]
+
+
+COMMAND = typer.main.get_command(app)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what people have around: models, data, and what is neither."""
+    path = tmp_path_factory.mktemp("mistakes")
+    onnx.save(digits_mlp(), path / "digits.onnx")
+    onward.prepare(digits_mlp(), loss="ce", optimizer="adamw", schedule="cosine:steps=9").save(path / "training.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(path / "d.npz", image=rng.random((8, 64), np.float32), labels=rng.integers(0, 3, 8))
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("weights/data.pkl", "")
+    contents = {
+        "empty.onnx": b"",
+        "notes.txt": b"to do: train\n",
+        "weights.pt": archive.getvalue(),
+        "model.h5": b"\x89HDF\r\n\x1a\n" + bytes(32),
+        "cut.onnx": (path / "digits.onnx").read_bytes()[:5000],
+    }
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+    (path / "folder").mkdir()
+    (path / "run").mkdir()
+    (path / "run" / "training.onnx").write_bytes(b"")
+    return path
+
+
+@pytest.mark.parametrize(("arguments", "message", "hint"), [*USAGE, *WRONG])
+def test_a_mistake_is_explained(
+    arguments: str, message: str, hint: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("typer.testing._get_command", lambda _: COMMAND)  # built once, and not for every row
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*")}
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == (2 if (arguments, message, hint) in USAGE else 1), result.output
+    assert not result.stdout  # where a program reads, also of those that want JSON
+    said = re.fullmatch(r"error: (.+?)\n(?:hint:  (.+)\n)?", result.stderr, re.DOTALL)
+    assert said and BUG not in result.stderr, result.stderr
+    assert message in said[1] and hint in (said[2] or ""), result.stderr
+    assert said[1][:2].islower() or said[1].startswith("`"), said[1]
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before
+
+
+def test_there_is_a_mistake_for_every_command() -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    made = {arguments.split()[0] for arguments, *_ in (*USAGE, *WRONG)}
+    assert {name.rstrip("_") for name in commands} <= made

@@ -1,0 +1,76 @@
+"""Each engine on ONNX's own tests: a case passes, or is listed with the reason why it does not."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conformity import DEPENDS, kinds, listed, outcome
+from marks import needs
+from node_tests import onnx_node_tests
+from operator_families import FAMILIES
+from representatives import by_mode, by_operators, first_of_each
+
+from onward.engines import ENGINES, framework
+from onward.engines.catalogue import UNWRITTEN, lacking
+from onward.engines.framework_engine import framework_class
+
+FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ENGINES if name != "onnxruntime"]
+NODE_TESTS = {name: (case.proto(), dict(enumerate(case.data[0][0]))) for name, case in onnx_node_tests().items()}
+REPRESENTATIVES = set(first_of_each(NODE_TESTS, by_mode))
+OPERATORS = set(first_of_each(NODE_TESTS, by_operators))
+
+
+def quick(name: str, kind: str, engine: str) -> bool:
+    """Of cases that are alike, one on every engine (on JAX, which compiles, of each operator), and all on numpy."""
+    if kind != "node":
+        return kind == "simple" or (kind != "real" and engine == "onnxruntime")
+    some = OPERATORS if engine == "jax" else REPRESENTATIVES
+    return engine == "numpy" or ("_expanded" not in name and name in some)
+
+
+def cases() -> Iterator[Any]:
+    for (name, kind), engine in itertools.product(kinds().items(), ENGINES):
+        slow = () if quick(name, kind, engine) else (pytest.mark.slow,)
+        yield pytest.param(name, engine, marks=(needs(engine), *slow))
+
+
+@pytest.mark.slow(
+    "test_affine_grid_2d-jax",
+    "test_ai_onnx_ml_tree_ensemble_single_tree-jax",
+    "test_attention_local_window_gqa_rank4_mask_expanded-numpy",
+    "test_basic_deform_conv_with_padding-jax",
+    "test_gridsample-jax",
+    "test_qlinearconv-jax",
+    "test_roialign_aligned_false-jax",
+)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "engine"), list(cases()))
+def test_a_case_passes_or_is_listed(name: str, engine: str) -> None:
+    passed, reason = outcome(name, engine)
+    known = listed(name, engine)
+    if known is None or not known.startswith(DEPENDS):
+        assert passed == (known is None), reason or f"it passes, and is listed: {known}"
+
+
+def test_families_are_those_of_the_tables() -> None:
+    assert tuple(FAMILIES) == framework.FAMILIES
+
+
+@pytest.mark.parametrize("engine", [*FRAMEWORKS, "shared"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_have_the_same_rows_in_the_same_order(engine: str, family: str) -> None:
+    try:
+        module = importlib.import_module(f"onward.engines.{engine}.{family}")
+    except ModuleNotFoundError:
+        return  # all of it is shared, or expressed by other operators: the cases above tell
+    assert list(module.operators) == [name for name in FAMILIES[family] if name in module.operators]
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_what_an_engine_lacks_has_a_reason(engine: str) -> None:
+    missing = lacking(framework_class(engine))
+    assert not [name for name, reason in missing.items() if reason == UNWRITTEN]

@@ -1,0 +1,475 @@
+"""optax: what it computes after a conversion, and what ONNX Runtime does with the same gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from marks import needs
+from onnx import helper, numpy_helper
+from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
+from paths import ROOT
+from representatives import chosen
+
+import onward
+from onward.engines import start
+from onward.errors import MismatchError, RecipeError, UnsupportedError
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.recipe.spec import Spec, parse
+from onward.run_state.state import RunState, from_training_model, to_training_model
+
+pytestmark = needs("jax", "optax")
+
+Arrays = dict[str, np.ndarray]
+SHAPES = {"layers/0": (4, 5), "layers/1": (2, 4, 6), "bias": (5,)}
+
+
+def tree(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    """Parameters, in which names are places."""
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(seed)
+    arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+    return {"layers": [arrays["layers/0"], arrays["layers/1"]], "bias": arrays["bias"]}
+
+
+def flat(params: Any) -> Arrays:
+    return {
+        "layers/0": np.asarray(params["layers"][0]),
+        "layers/1": np.asarray(params["layers"][1]),
+        "bias": np.asarray(params["bias"]),
+    }
+
+
+def gradients(dtype: str, seed: int) -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    while True:
+        sizes = {name: rng.normal(size=shape) * 10 ** rng.uniform(-3, 0, shape) for name, shape in SHAPES.items()}
+        given = {name: array.astype(dtype) for name, array in sizes.items()}
+        yield {"layers": [given["layers/0"], given["layers/1"]], "bias": given["bias"]}
+
+
+def update(tx: Any, state: Any, params: Any, given: Any) -> tuple[Any, Any]:
+    import optax
+
+    compute = compiled(tx) if isinstance(state, optax.MultiStepsState) else tx.update
+    changes, state = compute(given, state, params)
+    return state, optax.apply_updates(params, changes)
+
+
+@functools.cache
+def compiled(tx: Any) -> Callable[..., Any]:
+    """An update with branches, which would be compiled at each call."""
+    import jax
+
+    return jax.jit(tx.update)
+
+
+def fed(weights: Arrays) -> onward.Model:
+    """A model whose gradients are its inputs: the loss is the sum of the products of both."""
+    first = next(iter(weights.values()))
+    kind = helper.np_dtype_to_tensor_dtype(first.dtype)
+    nodes, inputs = [], []
+    for i, (name, array) in enumerate(weights.items()):
+        inputs.append(helper.make_tensor_value_info(f"{name}/g", kind, array.shape))
+        nodes.append(helper.make_node("Mul", [name, f"{name}/g"], [f"product{i}"]))
+        nodes.append(helper.make_node("ReduceSum", [f"product{i}"], [f"sum{i}"], keepdims=0))
+    nodes.append(helper.make_node("Sum", [f"sum{i}" for i in range(len(weights))], ["loss"]))
+    graph = helper.make_graph(nodes, "fed", inputs, [helper.make_tensor_value_info("loss", kind, [])])
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return onward.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+
+
+def run_of(tx: Any, state: Any, params: Any) -> RunState:
+    from onward.frameworks.jax.optimizers import read_optimizer
+
+    found = read_optimizer(tx, state, params)
+    trained = [name for group in found.groups for name in group.parameters]
+    model = fed({name: array for name, array in flat(params).items() if name in trained})
+    recipe = found.recipe
+    return RunState(
+        model, "value:loss", found.groups, found.state, found.step, found.schedule, found.clip, recipe=recipe
+    )
+
+
+def largest_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    return max(float(np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()) for name in theirs)
+
+
+def some_updates(make: Callable[[], Any], dtype: str) -> tuple[float, float]:
+    """optax for 3 updates, then both for 6; and what optax does that was made of our run. Largest differences."""
+    import jax
+
+    from onward.frameworks.jax.native import make_optimizer
+
+    with jax.enable_x64(dtype == "float64"):
+        tx, params, source = make(), tree(dtype), gradients(dtype, 1)
+        state = tx.init(params)
+        for _ in range(3):
+            state, params = update(tx, state, params, next(source))
+        run = run_of(tx, state, params)
+        own = {name: params_of for name, params_of in flat(params).items() if name in run.parameters}
+        made, made_state = make_optimizer(run, own)
+        with start(to_training_model(run), threads=1) as engine:
+            for given in (next(source) for _ in range(6)):
+                state, params = update(tx, state, params, given)
+                known = {name: array for name, array in flat(given).items() if name in run.parameters}
+                engine.step({f"{name}/g": array for name, array in known.items()})
+                made_state, own = update(made, made_state, own, known)
+            expected = {name: array for name, array in flat(params).items() if name in run.parameters}
+            return largest_difference(engine.state(), expected), largest_difference(own, expected)
+
+
+# ---- every optimizer -------------------------------------------------------------------------------------------------
+
+
+def chains() -> dict[str, Callable[[], Any]]:
+    import jax
+    import optax as o
+
+    falling = lambda: o.exponential_decay(0.1, 1, 0.9)
+    kinds = lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
+    is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    return {
+        "sgd": lambda: o.sgd(0.1),
+        "sgd with decay": lambda: o.chain(o.add_decayed_weights(0.1), o.sgd(0.1, 0.9)),
+        "sgd with decoupled decay": lambda: o.chain(o.trace(0.9), o.add_decayed_weights(0.1), o.scale(-0.1)),
+        "momentum, falling": lambda: o.sgd(falling(), 0.9),
+        "nesterov": lambda: o.sgd(0.1, 0.9, nesterov=True),
+        "momentum after the rate": lambda: o.chain(o.scale_by_learning_rate(falling()), o.trace(0.9)),
+        "adam": lambda: o.adam(1e-2, eps=1e-3),
+        "adam with decay": lambda: o.chain(o.add_decayed_weights(0.1), o.adam(1e-2)),
+        "adamw": lambda: o.adamw(1e-2, weight_decay=0.1),
+        "amsgrad": lambda: o.amsgrad(1e-2, eps=1e-3),
+        "nadam": lambda: o.nadam(1e-2),
+        "nadamw": lambda: o.nadamw(1e-2, weight_decay=0.1),
+        "radam": lambda: o.radam(1e-2, b2=0.9),
+        "adamax": lambda: o.adamax(1e-2),
+        "lion": lambda: o.lion(1e-2, weight_decay=0.1),
+        "lamb": lambda: o.lamb(1e-2, weight_decay=0.1),
+        "adagrad": lambda: o.adagrad(0.1, initial_accumulator_value=1e-6),
+        "adadelta": lambda: o.adadelta(1.0, weight_decay=0.01),
+        "rmsprop": lambda: o.rmsprop(1e-2, eps=1e-3),
+        "rmsprop with momentum, falling": lambda: o.rmsprop(falling(), momentum=0.9),
+        "rmsprop, centered": lambda: o.rmsprop(1e-2, centered=True, momentum=0.8, initial_scale=1.0),
+        "rmsprop, eps outside": lambda: o.rmsprop(1e-2, eps_in_sqrt=False, eps=1e-3),
+        "rmsprop, eps outside, momentum": lambda: o.rmsprop(1e-2, eps_in_sqrt=False, momentum=0.9),
+        "rmsprop, momentum before the rate": lambda: o.chain(
+            o.scale_by_rms(eps_in_sqrt=False), o.trace(0.9), o.scale_by_learning_rate(falling())
+        ),
+        "rmsprop with decoupled decay": lambda: o.chain(o.scale_by_rms(), o.add_decayed_weights(0.1), o.scale(-0.01)),
+        "adafactor": lambda: o.adafactor(0.1, min_dim_size_to_factor=4),
+        "adafactor, whole": lambda: o.adafactor(0.1, factored=False, weight_decay_rate=0.01, clipping_threshold=None),
+        "clip by norm": lambda: o.chain(o.clip_by_global_norm(0.5), o.adam(1e-2)),
+        "clip by value": lambda: o.chain(o.clip(0.1), o.sgd(0.1)),
+        "scales": lambda: o.chain(o.scale_by_adam(), o.scale(0.5), o.scale_by_schedule(falling()), o.scale(-1.0)),
+        "masked decay": lambda: o.adamw(1e-2, weight_decay=0.1, mask=is_matrix),
+        "groups": lambda: o.multi_transform({"matrix": o.adam(1e-2), "vector": o.sgd(0.1, 0.9)}, kinds),
+        "frozen": lambda: o.multi_transform({"matrix": o.adam(1e-2), "vector": o.set_to_zero()}, kinds),
+        "frozen at last": lambda: o.chain(o.adamw(1e-2), o.masked(o.set_to_zero(), is_matrix)),
+        "injected": lambda: o.inject_hyperparams(o.adamw)(falling(), weight_decay=0.1),
+        "accumulated": lambda: o.MultiSteps(o.chain(o.clip_by_global_norm(0.5), o.adam(1e-2)), 3),
+    }
+
+
+ONLY_32_BITS = {  # parts of optax compute in float32 whatever the parameters are
+    "adafactor",
+    "adafactor, whole",
+    "momentum, falling",
+    "momentum after the rate",
+    "rmsprop with momentum, falling",
+    "rmsprop, momentum before the rate",
+    "scales",
+    "injected",
+    "accumulated",
+}
+NAMES = [
+    *("sgd", "sgd with decay", "sgd with decoupled decay", "momentum, falling", "nesterov", "momentum after the rate"),
+    *("adam", "adam with decay", "adamw", "amsgrad", "nadam", "nadamw", "radam", "adamax", "lion", "lamb", "adagrad"),
+    *("adadelta", "rmsprop", "rmsprop with momentum, falling", "rmsprop, centered", "rmsprop, eps outside"),
+    *("rmsprop, eps outside, momentum", "rmsprop, momentum before the rate", "rmsprop with decoupled decay"),
+    *("adafactor", "adafactor, whole", "clip by norm", "clip by value", "scales", "masked decay", "groups", "frozen"),
+    *("frozen at last", "injected", "accumulated"),
+]
+
+
+@pytest.mark.slow("adafactor", "momentum after the rate", "momentum, falling")
+@pytest.mark.parametrize("name", chosen(NAMES, ONLY_32_BITS))  # the others are quick with more digits, below
+def test_optax_goes_on(name: str) -> None:
+    assert chains().keys() == set(NAMES)
+    ours, back = some_updates(chains()[name], "float32")
+    assert ours < 1e-5 and back < 1e-5
+
+
+@pytest.mark.slow("clip by norm", "lamb", "radam")
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ONLY_32_BITS])
+def test_optax_goes_on_in_float64(name: str) -> None:
+    ours, back = some_updates(chains()[name], "float64")
+    assert ours < 1e-10 and back < 1e-10
+
+
+def test_state_comes_back() -> None:
+    """optax -> recipe -> optax is the same chain, and the same bits."""
+    import jax
+    import optax
+
+    from onward.frameworks.jax.native import make_optimizer
+
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_decay_schedule(0.1, 9), eps=1e-3))
+    params = flat(tree())
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for _ in range(4):
+        given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+        state, params = update(tx, state, params, given)
+    from onward.frameworks.jax.optimizers import read_optimizer
+
+    found = read_optimizer(tx, state, params)
+    run = RunState(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
+    _, made = make_optimizer(run, {name: params[name] for name in params})
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(state), strict=True))
+
+
+# ---- optimizers that others have -------------------------------------------------------------------------------------
+
+EXACT = {
+    *("sgd:momentum=0.9,variant=keras", "sgd:momentum=0.9,dampening=0.5", "sgd:maximize=true"),
+    *("adam:eps=1e-3,variant=keras", "amsgrad:eps=1e-3", "amsgrad:eps=1e-3,variant=keras", "adamax:variant=keras"),
+    *("nadam", "nadam:variant=keras", "radam:beta2=0.9", "adagrad:initial_accumulator_value=1e-6", "adafactor"),
+    *("lamb:weight_decay=0.1,variant=keras", "rmsprop:momentum=0.9,weight_decay=0.1,variant=keras"),
+}
+NATIVE = {
+    *(
+        "sgd:momentum=0.9,nesterov=true,weight_decay=0.1",
+        "sgdw:momentum=0.9",
+        "adam:eps=1e-3,weight_decay=0.1",
+        "adamw",
+    ),
+    *("amsgrad:variant=optax", "adamax", "nadam:variant=optax", "radam:beta2=0.9,variant=optax", "lion", "lamb"),
+    *("rmsprop:momentum=0.9", "rmsprop:momentum=0.9,centered=true,variant=keras", "adadelta:weight_decay=0.1"),
+    *("adagrad:variant=keras,weight_decay=0.1", "adafactor:variant=optax,min_dim_size_to_factor=4"),
+}
+
+
+@pytest.mark.slow("adafactor:variant=optax,min_dim_size_to_factor=4", "radam:beta2=0.9")
+@pytest.mark.parametrize("optimizer", [*sorted(EXACT), *sorted(NATIVE)])
+def test_every_optimizer_in_optax(optimizer: str) -> None:
+    from onward.frameworks.jax.native import is_native, make_optimizer
+
+    weights = flat(tree())
+    training = onward.prepare(
+        fed(weights), loss="value:loss", optimizer=optimizer, schedule="cosine:steps=12,warmup=3", clip="norm:0.5"
+    )
+    source = gradients("float32", 2)
+    with start(training, threads=1) as engine:
+        for _ in range(3):
+            engine.step({f"{name}/g": array for name, array in flat(next(source)).items()})
+        for name, array in engine.state().items():
+            training.set(name, array)
+        run = from_training_model(training)
+        assert is_native(run.groups[0].optimizer) == (optimizer in NATIVE)
+        params = {name: engine.state()[name] for name in weights}
+        tx, state = make_optimizer(run, params)
+        for _ in range(10):
+            given = flat(next(source))
+            engine.step({f"{name}/g": array for name, array in given.items()})
+            changes, state = compiled(tx)(given, state, params)
+            params = {name: params[name] + change for name, change in changes.items()}
+        assert largest_difference(params, {name: engine.state()[name] for name in weights}) < 1e-5
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: str) -> None:
+    """Where optax has no such state, `to_jax` computes the update itself."""
+    from onward.checkpoint.pytree.optax_states import stages
+    from onward.frameworks.jax.native import is_native
+    from onward.recipe.optimizers import configure
+    from onward.vocabulary.optax import ELSE, difference_from_optax
+
+    for variant in ("torch", "keras", "optax", "transformers"):
+        for option in ("", "weight_decay=0.1", "momentum=0.9", "amsgrad=1", "maximize=1", "momentum=0.9,dampening=0.1"):
+            try:
+                spec = parse(f"{name}:lr=0.1,variant={variant},{option}".rstrip(","))
+                configured = configure(spec)
+            except RecipeError:
+                continue
+            difference = difference_from_optax(name, configured.settings)
+            assert is_native(spec) == (difference is None), spec
+            if difference != ELSE:
+                assert stages(spec, configured), spec
+                continue
+            with pytest.raises(UnsupportedError, match="optax has no optimizer"):
+                stages(spec, configured)
+
+
+def test_no_optimizer_is_forgotten() -> None:
+    """Muon, which is for matrices, and two other names of SGD are not in the lists above."""
+    assert {text.partition(":")[0] for text in EXACT | NATIVE} | {"muon", "momentum", "nesterov"} == OPTIMIZERS.keys()
+
+
+def test_the_tables_of_the_documentation() -> None:
+
+    import optax
+
+    from onward.frameworks.jax.native import is_native
+
+    page = (ROOT / "docs/frameworks/jax.md").read_text(encoding="utf-8")
+    for row in OPTAX_SUPPORT:
+        assert is_native(parse(row.example)) == row.is_native, row
+        assert f"| {row.variant} | {row.made} |" in page
+    named = {name for row in OPTAX_SUPPORT for name in row.optimizers.split(", ")}
+    assert named - {"any"} == OPTIMIZERS.keys()
+    for names, text in OPTAX_READ.items():
+        assert all(hasattr(optax, name) for name in names.split(", ")) and text in page
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def schedules() -> dict[str, Any]:
+    import optax as o
+
+    cycle = {"init_value": 0.01, "peak_value": 0.1, "warmup_steps": 5, "decay_steps": 20, "end_value": 0.01}
+    line = o.linear_schedule(0.0, 0.1, 5)
+    return {
+        "exponential": o.exponential_decay(0.1, 7, 0.5),
+        "exponential in steps": o.exponential_decay(0.1, 7, 0.5, staircase=True),
+        "exponential to a floor": o.exponential_decay(0.1, 7, 0.5, transition_begin=5, end_value=0.01),
+        "exponential in steps to a floor": o.exponential_decay(0.1, 7, 0.5, 5, staircase=True, end_value=0.03),
+        "cosine": o.cosine_decay_schedule(0.1, 40, 0.1),
+        "warmup and cosine": o.warmup_cosine_decay_schedule(0.01, 0.1, 10, 50, 0.003),
+        "cosine without its warmup": o.warmup_cosine_decay_schedule(0.01, 0.1, 0, 50, 0.003),
+        "warmup and exponential": o.warmup_exponential_decay_schedule(0.0, 0.1, 10, 7, 0.5, end_value=0.01),
+        "warmup": o.warmup_constant_schedule(0.0, 0.1, 10),
+        "polynomial": o.polynomial_schedule(0.1, 0.01, 2.0, 40, 5),
+        "linear": o.linear_schedule(0.1, 0.02, 30),
+        "linear, later": o.linear_schedule(0.0, 0.02, 30, 7),
+        "piecewise": o.piecewise_constant_schedule(0.1, {10: 0.5, 30: 0.5}),
+        "piecewise with scales": o.piecewise_constant_schedule(0.1, {10: 0.5, 30: 0.1}),
+        "one cycle of lines": o.linear_onecycle_schedule(50, 0.1),
+        "one cycle of cosines": o.cosine_onecycle_schedule(50, 0.1),
+        "joined": o.join_schedules([line, o.constant_schedule(0.1), o.cosine_decay_schedule(0.1, 20)], [5, 12]),
+        "joined to a constant": o.join_schedules([o.constant_schedule(0.1), o.constant_schedule(0.01)], [10]),
+        "restarts": o.sgdr_schedule([cycle, cycle, cycle]),
+        "half a cosine": o.piecewise_interpolate_schedule("cosine", 0.1, {20: 0.1}),
+    }
+
+
+@pytest.mark.parametrize("name", range(20))
+def test_sixty_steps_of_a_schedule(name: int) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from onward.frameworks.jax.schedules import make_schedule, read_schedule
+
+    assert len(schedules()) == 20
+    theirs = list(schedules().values())[name]
+    base, specs = read_schedule(theirs)
+    counts = jnp.arange(60)
+    expected = np.asarray(jax.vmap(theirs)(counts))
+    again = np.asarray(jax.vmap(make_schedule(specs, base))(counts))
+    weights = {"w": np.ones((2, 2), np.float32)}
+    training = onward.prepare(fed(weights), loss="value:loss", optimizer=Spec("sgd", {"lr": base}), schedule=specs)
+    with start(training, threads=1) as engine:
+        ours = [float(engine.step({"w/g": weights["w"]})["lr"]) for _ in counts]
+    assert np.abs(ours - expected).max() < 1e-7
+    assert np.abs(again - expected).max() < 1e-7
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["cosine:steps=20,min=0.01,after=torch", "cosine_restarts:period=7,mult=2", "inverse_sqrt:timescale=9"]
+    + ["one_cycle:steps=50,three_phase=true", "one_cycle:steps=50,pct_start=0.31", "step:size=3,gamma=0.5,every=4"]
+    + ["cosine:steps=40,warmup=10,warmup_start=0.1", "multistep:milestones=[5,9,30],gamma=0.3"],
+)
+def test_a_schedule_that_others_have(schedule: str) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from onward.frameworks.jax.schedules import make_schedule, read_schedule
+
+    made = make_schedule([parse(schedule)], 0.1)
+    weights = {"w": np.ones((2, 2), np.float32)}
+    training = onward.prepare(fed(weights), loss="value:loss", optimizer="sgd:lr=0.1", schedule=schedule)
+    with start(training, threads=1) as engine:
+        ours = [float(engine.step({"w/g": weights["w"]})["lr"]) for _ in range(60)]
+    assert np.abs(ours - np.asarray(jax.vmap(made)(jnp.arange(60)))).max() < 1e-7
+    base, specs = read_schedule(made)  # and it can be read again
+    assert base == pytest.approx(0.1) and specs
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused() -> list[tuple[Any, str]]:
+    import jax
+    import optax as o
+
+    is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    kinds = lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
+    cosine = o.cosine_decay_schedule(0.1, 10)
+    return [
+        (o.adabelief(0.1), "`scale_by_belief`"),
+        (o.lars(0.1), "`scale_by_trust_ratio` after sgd"),
+        (o.noisy_sgd(0.1, key=0), "`add_noise`"),
+        (o.adamaxw(0.1), "decoupled weight decay of adamax"),
+        (o.adam(0.1, eps_root=1e-3), "eps_root=0.001"),
+        (o.adam(0.1, mu_dtype="bfloat16"), "mu_dtype=bfloat16"),
+        (o.chain(o.zero_nans(), o.clip_by_block_rms(1.0), o.sgd(0.1)), "`zero_nans`, `clip_by_block_rms`"),
+        (o.sgd(lambda count: 0.1 / (count + 1)), "a function that cannot be read"),
+        (o.sgd(o.cosine_decay_schedule(0.1, 10, exponent=2.0)), "with an exponent"),
+        (o.adamw(0.1, weight_decay=cosine), "`weight_decay` follows a schedule"),
+        (o.chain(o.trace(0.9), o.scale(0.1)), "go up the gradient"),
+        (o.rmsprop(cosine, eps_in_sqrt=False, momentum=0.9), "momentum of RMSprop"),
+        (o.masked(o.sgd(0.1), is_matrix), "adds their gradients as they are"),
+        (o.adafactor(0.1, multiply_by_parameter_scale=False), "multiply_by_parameter_scale"),
+        (o.multi_transform({"matrix": o.adam(cosine), "vector": o.sgd(0.1)}, kinds), "different schedules"),
+        (
+            o.chain(o.clip_by_global_norm(1.0), o.masked(o.set_to_zero(), is_matrix), o.sgd(0.1)),
+            "about other gradients|`set_to_zero`",
+        ),
+        (o.GradientTransformation(lambda params: (), lambda g, state, params=None: (g, state)), "<lambda>"),
+        (o.MultiSteps(o.sgd(0.1), 2, use_grad_mean=False), "`MultiSteps` sums"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_what_is_refused(number: int) -> None:
+    from onward.frameworks.jax.optimizers import read_optimizer
+
+    tx, message = refused()[number]
+    assert len(refused()) == 18
+    with pytest.raises(UnsupportedError, match=message):
+        read_optimizer(tx, tx.init(tree()), tree())
+
+
+def test_counts_that_differ() -> None:
+    import optax
+
+    from onward.frameworks.jax.optimizers import read_optimizer
+
+    tx = optax.adam(optax.cosine_decay_schedule(0.1, 10))
+    adam, schedule = tx.init(tree())
+    with pytest.raises(UnsupportedError, match="different numbers of updates"):
+        read_optimizer(tx, (adam._replace(count=adam.count + 3), schedule), tree())
+
+
+def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
+    import dataclasses
+
+    import optax
+
+    from onward.frameworks.jax.trial import try_updates
+    from onward.run_state.state import Group
+
+    tx = optax.adam(1e-2, eps=1e-3)
+    state = tx.init(tree())
+    run = run_of(tx, state, tree())
+    try_updates(tx, state, tree(), run)
+    keras = Spec("adam", {**run.groups[0].optimizer.options, "variant": "keras"})
+    wrong = dataclasses.replace(run, groups=[Group(keras, run.groups[0].parameters)])
+    with pytest.raises(MismatchError, match="is off by"):
+        try_updates(tx, state, tree(), wrong)

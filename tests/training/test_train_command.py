@@ -1,0 +1,124 @@
+"""`onward train`: what it does, says and returns, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from runs import QUIET, filled, interrupted_after, state
+
+import onward
+from onward.training.api import train
+from onward.training.run import Run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two models, and data for each."""
+    monkeypatch.chdir(filled(tmp_path))
+    return tmp_path
+
+
+def command(*arguments: str, code: int = 0) -> tuple[str, str]:
+    from typer.testing import CliRunner
+
+    from onward.cli.commands import app
+
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == code, f"{result.stdout}{result.stderr}"
+    return result.stdout, result.stderr
+
+
+TRAIN = ["digits.onnx", "--data", "digits.npz", "--loss", "cross_entropy", "--run", "run", "--threads", "1"]
+
+
+def test_command(folder: Path) -> None:
+    out, err = command(*TRAIN, "--epochs", "2", "--validation", "0.2", "-o", "trained.onnx")
+    assert not out and all(text in err for text in ("finished after 6 steps: run", "wrote trained.onnx", "report run"))
+    assert onnx.load("trained.onnx") == onward.load("run/best.onnx").to_proto()
+    _, err = command("--resume", "run", "--epochs", "3", "-o", "more.onnx")
+    assert "finished after 9 steps" in err and Path("more.onnx").exists()
+
+
+def test_command_is_the_function_of_the_same_name(folder: Path) -> None:
+    flags = ["--optimizer", "sgd:lr=0.1", "--batch-size", "8", "--no-shuffle", "--last", "drop", "--clip", "1"]
+    out, err = command(*TRAIN, *flags, "--map", "image=image", "--ema", "0.5", "--seed", "3", "--json")
+    told = json.loads(out)
+    assert not err and told["reason"] == "finished" and told["step"] == 12 and told["output"] is None
+    settings = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.1", "clip": "norm:1", "ema": 0.5, "seed": 3}
+    same = train("digits.onnx", "digits.npz", run="same", batch_size=8, shuffle=False, last="drop", **settings, **QUIET)
+    assert all(np.array_equal(a, b) for a, b in zip(state(Run("run")).values(), state(same).values(), strict=True))
+
+
+def test_command_preprocesses(folder: Path) -> None:
+    scans = np.random.default_rng(0).integers(0, 256, (48, 16, 12), np.uint8)
+    np.savez("scans.npz", image=scans, labels=np.arange(48) % 10)
+    operations = ["--preprocess", "resize:size=8 scale", "--augment", "flip crop:padding=1", "--keep-preprocessing"]
+    flags = ["--data", "scans.npz", "--loss", "ce", "--validation", "0.25", "--no-stratify", "--threads", "1"]
+    command("model.onnx", *flags, *operations, "--run", "run", "-o", "out.onnx")
+    settings = {"loss": "ce", "preprocess": ["resize:size=8", "scale"], "augment": ["flip", "crop:padding=1"]}
+    same = train("model.onnx", "scans.npz", run="same", validation=0.25, stratify=False, **settings, **QUIET)
+    assert all(np.array_equal(a, b) for a, b in zip(state(Run("run")).values(), state(same).values(), strict=True))
+    assert ort.InferenceSession("out.onnx").run(None, {"image": scans})[0].shape == (48, 10)
+
+
+def test_command_finds_a_learning_rate(folder: Path) -> None:
+    out, _ = command(*TRAIN[:5], "--find-lr")
+    assert out.startswith("lr=") and not Path("runs").exists()
+    assert json.loads(command(*TRAIN[:5], "--find-lr", "--json")[0])["lr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ("--data digits.npz", 2, "error: missing argument `MODEL`\nhint:  see `onward train --help`; to go on"),
+        ("digits.onnx", 2, "error: missing option `--data`\n"),
+        ("digits.onnx --data digits.npz", 1, "error: to train a model one must know its loss\nhint:  for example"),
+        ("digits.onnx --data no.npz --loss ce", 1, "error: there is no no.npz\nhint: "),
+        (
+            "digits.onnx --data digits.npz --loss ce --validation 3",
+            1,
+            "error: `validation=3` is no share of the data\n",
+        ),
+        ("digits.onnx --data digits.npz --loss ce --map image", 2, "error: `--map image` has not the form of"),
+        ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the model itself\n"),
+        ("--resume no", 1, "error: `no` holds no run: there is no training.onnx\n"),
+        ("--resume no --seed 3", 2, "error: `--seed` has no effect with --resume\n"),
+        (
+            "training.onnx --data digits.npz --optimizer sgd",
+            1,
+            "error: the model carries its training already, so `opt",
+        ),
+    ],
+)
+def test_command_that_fails(arguments: str, code: int, told: str, folder: Path) -> None:
+    onward.prepare("digits.onnx", loss="cross_entropy").save("training.onnx")
+    out, err = command(*arguments.split(), code=code)
+    assert not out and err.startswith(told), err
+    assert not Path("runs").exists()
+
+
+def test_command_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_after(2, monkeypatch)
+    _, err = command(*TRAIN, "-o", "trained.onnx", code=130)
+    assert "finishing the step, then saving; Ctrl-C again to stop at once" in err
+    assert "interrupted after 2 steps: run\nto go on: onward train --resume run\n" in err
+    assert not Path("trained.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--launch", "ray"], "do not fit together"),
+        (["--workers", "2"], "do not fit together"),
+        (["--launch", "slurm", "--workers", "2"], "do not fit together"),
+        (["--launch", "ray", "--workers", "2", "--nproc", "2"], "do not fit together"),
+        (["--launch", "ray", "--workers", "2", "--engine", "jax"], "JAX connects its own"),
+    ],
+)
+def test_what_starts_processes_is_one(folder: Path, arguments: list[str], words: str) -> None:
+    assert words in command(*TRAIN, *arguments, code=2)[1]
