@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -273,6 +274,18 @@ def test_a_rule_catches(rule: Rule, name: str, source: str, caught: str) -> None
     found = "\n".join(violations(rule, known))
     assert bool(found) == bool(caught), found
     assert re.search(caught, found)
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("part", "folder"), [("src", ""), ("frameworks", "frameworks")])
+def test_the_source_is_within_its_budget(part: str, folder: str) -> None:
+    budget = tomllib.loads((ROOT / "budget.toml").read_text())[part]
+    texts = [path.read_text(encoding="utf-8") for path in (SOURCE / "onward" / folder).rglob("*.py")]
+    size = {"files": len(texts), "lines": sum(len(text.splitlines()) for text in texts)}
+    over = {unit: f"{size[unit]} of {budget[unit]}" for unit in size if size[unit] > budget[unit]}
+    assert not over, f"{part} is over the budget of budget.toml: {over}"
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
