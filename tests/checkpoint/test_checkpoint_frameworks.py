@@ -17,7 +17,7 @@ import onward
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
-HERE = TESTS
+SUPPORT = TESTS / "support"
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def _without_norm() -> Any:
 def _processes(count: int, first: int, last: int, load: Path | None, save: Path | None, folder: Path) -> list[float]:
     result = folder / f"losses-{count}-{first}.json"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--master-port=0"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(HERE / "fsdp_run.py")]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SUPPORT / "fsdp_run.py")]
     command += [str(first), str(last), str(load or "-"), str(save or "-"), str(result)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     log = folder / "log"
     with open(log, "ab") as out:
         done = subprocess.run(

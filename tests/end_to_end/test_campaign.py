@@ -32,7 +32,7 @@ def cases(kind: str, first: int, count: int) -> None:
             pytest.skip(f"needs {module}, which is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "campaign", kind, str(first), str(count)],
-        cwd=TESTS, env=os.environ | QUIET, capture_output=True, text=True,
+        cwd=TESTS / "support", env=os.environ | QUIET, capture_output=True, text=True,
     )  # fmt: skip
     failures = [json.loads(line) for line in done.stdout.splitlines()]
     shown = "\n\n".join(f"{kind} {number}: {wrong}" for number, wrong in failures[:5])

@@ -56,7 +56,7 @@ def of_forward(compute, layer=None):
 class TestTorch:
     def test_decisions_by_values(self):
         module = of_forward(lambda layer, x: layer(x) if x.sum() > 0 else layer(-x))
-        refused(from_torch(module), UnsupportedError, "decides by the values", "test_convert_refusals.py", hint="where")
+        refused(from_torch(module), UnsupportedError, "decides by the values", "test_refusals.py", hint="where")
 
     @pytest.mark.parametrize("folder", ["onward", "torch", "onward/torch"])
     def test_decisions_in_a_folder_of_any_name(self, folder, tmp_path):

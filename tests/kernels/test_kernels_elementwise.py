@@ -250,4 +250,4 @@ def test_all_instructions_give_the_same(instructions):
     environment = {**os.environ, "ONWARD_KERNELS_INSTRUCTIONS": instructions}
     some = "of_torch and (odd or 37 or 1001 or (blocks and finite))"
     command = [sys.executable, "-m", "pytest", "-q", "-k", some, *tests]
-    subprocess.run(command, check=True, cwd=TESTS, env=environment)
+    subprocess.run(command, check=True, cwd=TESTS / "kernels", env=environment)

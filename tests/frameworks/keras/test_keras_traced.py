@@ -79,9 +79,15 @@ def test_classes_of_keras(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=needs(name)) for name in ("jax", "torch")])
 def test_other_backends(backend: str) -> None:
-    code = "import test_convert_keras_traced as t; t.of_ones_own(0); t.of_ones_own(3)"
-    environment = {**os.environ, "KERAS_BACKEND": backend}
-    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, env=environment, capture_output=True, text=True)
+    code = "import test_keras_traced as t; t.of_ones_own(0); t.of_ones_own(3)"
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(TESTS / "support")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=TESTS / "frameworks" / "keras",
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 

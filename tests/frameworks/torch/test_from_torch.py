@@ -420,7 +420,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(
     ("module", "x", "message"),
     [
-        (Deciding(), torch.randn(2, 3), r"decides by the values of tensors what to do \(.*test_convert_torch.py"),
+        (Deciding(), torch.randn(2, 3), r"decides by the values of tensors what to do \(.*test_from_torch.py"),
         (Noisy(), torch.randn(2, 3), "changes the buffer `calls`; it draws random numbers other than for dropout"),
         (
             nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)),
