@@ -18,7 +18,7 @@ from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.engines import ENGINES, FRAMEWORKS
 from onward.model.state import carried_state, states
-from onward.recipe.optimizers.table import OPTIMIZERS
+from onward.recipe.optimizers.updates import OPTIMIZERS
 from runs import QUIET, RECIPE, Arrays, digits
 
 DRAWN = {"conv.weight": "kaiming_normal", "fc.weight": "orthogonal", "fc.bias": "truncated_normal:std=0.1"}

@@ -27,9 +27,8 @@ from onward.recipe.forward import bind_statistics, functions_to_inline, training
 from onward.recipe.head import replace_head
 from onward.recipe.linear import open_linear
 from onward.recipe.objective import unsuitable
-from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
+from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer, given_optimizer, with_rate
 from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
-from onward.recipe.optimizers.selection import given_optimizer, with_rate
 from onward.recipe.quantize import scales
 from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles

@@ -17,10 +17,9 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
-from onward.recipe.optimizers.append import declare_state, like_target
+from onward.recipe.optimizers.arithmetic import HALVES
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.optimizers.groups import Group
-from onward.recipe.optimizers.sixteen_bit import HALVES
+from onward.recipe.optimizers.groups import Group, declare_state, like_target
 from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, check_options, parse, parse_options

@@ -22,7 +22,7 @@ from onward.engines.jax import Jax
 from onward.frameworks.jax.source.runtime import transformation
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
-from onward.recipe.optimizers.configuration import Slot
+from onward.recipe.optimizers.definition import Slot
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
 from onward.standard import COMMON_OPSET, IR_VERSION

@@ -22,7 +22,7 @@ from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.state import STEP, State, carried_state, states
-from onward.recipe.optimizers.sixteen_bit import HALVES
+from onward.recipe.optimizers.arithmetic import HALVES
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState, from_training_model, step_of

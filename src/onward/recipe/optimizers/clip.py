@@ -13,8 +13,17 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.optimizers.parts import declared_scalar, double, scaled, typed
-from onward.recipe.optimizers.sixteen_bit import HALVES, add, mul, rounded, single
+from onward.recipe.optimizers.arithmetic import (
+    HALVES,
+    add,
+    declared_scalar,
+    double,
+    mul,
+    rounded,
+    scaled,
+    single,
+    typed,
+)
 
 
 @function("squared_norm")

@@ -14,16 +14,12 @@ from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.recipe.assembly import Assembly
-from onward.recipe.optimizers.configuration import ConfiguredOptimizer
+from onward.recipe.optimizers.definition import ConfiguredOptimizer
 from onward.recipe.optimizers.groups import Group
 from onward.recipe.quantize.observe import BATCHES
 from onward.recipe.quantize.ranges import LEAST_SCALE, Rounding, roundings
 from onward.recipe.quantize.settings import levels, most_symmetric
 from onward.recipe.reset import bind_initial_value
-
-_BY_SIZE = ("sgd", "momentum", "nesterov", "sgdw")
-"""Optimizers whose steps are as long as gradients are. Others divide that out."""
-
 
 def learned_scales(model: Model, parameters: Sequence[ir.Value]) -> list[ir.Value]:
     """The scales that are parameters: those of activations, and of weights that are trained."""
@@ -56,7 +52,7 @@ def groups_of_scales(scales: Sequence[ir.Value], model: Model, like: Group, star
             by_level.setdefault(levels(one.dtype)[1], []).append(one.scale)
     made = []
     for i, (level, members) in enumerate(by_level.items()):
-        rate = optimizer.values["lr"] / (1 if optimizer.kind.name in _BY_SIZE else level)
+        rate = optimizer.values["lr"] / (level if optimizer.kind.is_scale_free else 1)
         decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.values else {}
         own = dataclasses.replace(optimizer, values={**optimizer.values, "lr": rate, **decay})
         made.append(Group(f"group{start + i}", own, members))
