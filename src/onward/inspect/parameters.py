@@ -27,7 +27,7 @@ from onward.recipe.exporter_notes import (
     restore,
     sources_of,
 )
-from onward.recipe.roles import is_norm
+from onward.recipe.layers import is_norm
 from onward.recipe.trainable import judge
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}

@@ -7,13 +7,16 @@ the loss; weights are shared by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Expr
-from onward.constants import constant_tensor
+from onward.build import Builder, Expr
+from onward.constants import add_initializer, constant_tensor
+from onward.differentiate.expand import replace_node
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -21,10 +24,12 @@ from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
-from onward.recipe.quantize.observe import observe
-from onward.recipe.quantize.ranges import is_observed
+from onward.recipe.quantize.ranges import is_observed, observe
 from onward.recipe.trainable import Choice
+from onward.rules.classical import classify, post_transform_scores
+from onward.rules.registry import make_rewrite
 from onward.standard import is_standard
+from onward.transform.linear import DOMAIN, ORIGIN_KEY, PART_KEY
 from onward.transform.quantised import STORED_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
@@ -189,3 +194,84 @@ def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.A
 
 def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
     return expr.named(f"train/{old.name}").like(old).value
+
+
+# ---- linear models of ai.onnx.ml -------------------------------------------------------------------------------------
+
+
+def open_linear(model: Model) -> None:
+    """Replace LinearRegressor and LinearClassifier by standard operators that compute the same, in place.
+
+    Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip` makes them what
+    they were.
+    """
+    names = model.names()
+    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in _OPENED]:
+        results = [value.name for value in node.outputs]
+        replace_node(model, node, make_rewrite((DOMAIN, node.op_type), _OPENED[node.op_type]), names)
+        for value in [output for made in model.graph for output in made.outputs if output.name in results]:
+            value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
+
+
+def _regressor(
+    op: Builder, x: Expr, *, coefficients: Any, intercepts: Any, targets: int = 1, post_transform: Any, node: ir.Node
+) -> Expr:
+    scores = _scores(op, x, coefficients, intercepts, targets, node)
+    result: Expr = post_transform_scores(op, scores, post_transform)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _classifier(
+    op: Builder,
+    x: Expr,
+    *,
+    coefficients: Any,
+    intercepts: Any,
+    classlabels_ints: Any,
+    classlabels_strings: Any,
+    post_transform: Any,
+    node: ir.Node,
+) -> tuple[Expr, Expr]:
+    labels = classlabels_ints or classlabels_strings or ()
+    scores = _scores(op, x, coefficients, intercepts, len(intercepts or labels), node)
+    result: tuple[Expr, Expr] = classify(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
+    return result
+
+
+_OPENED: Mapping[str, Callable[..., Any]] = {"LinearRegressor": _regressor, "LinearClassifier": _classifier}
+
+
+def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int, node: ir.Node) -> Expr:
+    owner = node.name or node.op_type
+    matrix = np.array(coefficients, np.float32).reshape(rows, -1)
+    weight = add_initializer(op.graph, op.names.fresh(f"{owner}.coefficients"), matrix)
+    offsets = np.array(intercepts, np.float32)
+    bias = [add_initializer(op.graph, op.names.fresh(f"{owner}.intercepts"), offsets)] if intercepts else []
+    made = op.Gemm(_rows(op, x, matrix.shape[1]), weight, *bias, transB=1).named(f"{owner}.scores")
+    gemm = made.value.producer()
+    assert gemm is not None
+    kept = {name: attribute.value for name, attribute in node.attributes.items()}
+    origin = {
+        "operator": node.op_type,
+        "name": node.name or "",
+        "version": op.imports[DOMAIN],
+        "shape": matrix.shape,
+        "outputs": len(node.outputs),
+        "attributes": {k: v for k, v in kept.items() if k not in ("coefficients", "intercepts") and v not in ((), [])},
+    }
+    gemm.metadata_props[ORIGIN_KEY] = json.dumps(origin)
+    return made
+
+
+def _rows(op: Builder, x: Expr, width: int) -> Expr:
+    """Examples in rows, as float32; one example may come as a vector."""
+    before = x
+    x = x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
+    x = x if x.value.shape is not None and x.value.shape.rank() == 2 else op.Reshape(x, [-1, width])
+    value = x.value
+    while value is not before.value:
+        producer = value.producer()
+        assert producer is not None and producer.inputs[0] is not None
+        producer.metadata_props[PART_KEY] = "x"
+        value = producer.inputs[0]
+    return x

@@ -21,9 +21,8 @@ from onward.model import Model, Source, load
 from onward.model.signature import check_signatures
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
-from onward.recipe.initialize import INITIALIZERS
+from onward.recipe.initialize import INITIALIZERS, Drawn, draw_initial_values
 from onward.recipe.layers import Layer, downstream, find_head
-from onward.recipe.reset import Drawn, draw_initial_values
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
 from onward.standard import METADATA_IR

@@ -23,15 +23,14 @@ from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
-from onward.recipe.forward import bind_statistics, functions_to_inline, training_forward
+from onward.recipe.forward import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.head import replace_head
-from onward.recipe.linear import open_linear
+from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
+from onward.recipe.layers import roles
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer, given_optimizer, with_rate
 from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
-from onward.recipe.quantize import scales
-from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
-from onward.recipe.roles import roles
+from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.trainable import Selection, matching, select
 from onward.recipe.update import Update
@@ -85,7 +84,7 @@ class Recipe(StepOptions):
             trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
-        learned = scales.learned_scales(model, selection.parameters)
+        learned = ranges.learned_scales(model, selection.parameters)
         masks = self._prune(model, selection.parameters)
         varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
         inputs = [value.name or "" for value in model.inputs]
@@ -107,10 +106,10 @@ class Recipe(StepOptions):
             bind_initial_value(assembly, value, init)
         chosen = groups(selection.parameters, optimizer, self.groups, found)
         if learned:
-            scales.bind_learned(assembly, learned, init)
-            chosen += scales.groups_of_scales(learned, model, chosen[-1], len(chosen))
+            ranges.bind_learned(assembly, learned, init)
+            chosen += ranges.groups_of_scales(learned, model, chosen[-1], len(chosen))
         self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
-        scales.follow(assembly, trained, init)
+        ranges.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
@@ -183,7 +182,7 @@ class Recipe(StepOptions):
         )
         gradients = _gradients(assembly, update.scale_loss(loss), parameters)
         gradients = prune.mask_gradients(assembly, gradients, masks)
-        update.apply(scales.scale_gradients(assembly, gradients, trained))
+        update.apply(ranges.scale_gradients(assembly, gradients, trained))
         prune.mask_updates(assembly, masks)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 

@@ -27,8 +27,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.ranges import ANY, OF_SCHEDULES
-from onward.recipe.spec import check_options, lookup
+from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, lookup
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones

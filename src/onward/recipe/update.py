@@ -20,9 +20,8 @@ from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
 from onward.recipe.optimizers.arithmetic import HALVES
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group, declare_state, like_target
-from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
-from onward.recipe.spec import Spec, check_options, parse, parse_options
+from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_options
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
 _OF_SOME_SCALERS = {"hysteresis": 1.0, "min_scale": 0.0, "cooldown": 0.0}

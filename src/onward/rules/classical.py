@@ -1,6 +1,6 @@
 """Classical machine learning, `ai.onnx.ml`, as standard operators.
 
-The weights are attributes, and so have no gradient: to be trained, linear models are opened (`recipe/linear.py`).
+The weights are attributes, and so have no gradient: to be trained, linear models are opened (`recipe/forward.py`).
 
 Results are float32, in which these operators compute whatever type their input has.
 """

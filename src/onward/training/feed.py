@@ -12,7 +12,7 @@ from onward.engines import Engine
 from onward.errors import DataError, list_names
 from onward.model import Model
 from onward.options import Last
-from onward.recipe.measures import Labels, labels_of
+from onward.recipe.metrics import Labels, labels_of
 from onward.training.config import Config
 from onward.training.data import (
     Batches,

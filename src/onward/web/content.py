@@ -18,7 +18,7 @@ from onward.lowering import lower
 from onward.lowering.contract import contract_of
 from onward.model import Model
 from onward.model.state import all_states
-from onward.recipe.measures import Labels, labels_of, objectives
+from onward.recipe.metrics import Labels, labels_of, objectives
 from onward.training.config import Config
 from onward.training.data import Batch, Dataset, Stream
 from onward.training.feed import open_feed

@@ -24,8 +24,7 @@ from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
 from onward.recipe.layers import Layer
-from onward.recipe.lora.adapters import Adapter, adapters, array, by_weight, detach
-from onward.recipe.lora.add import adaptable, attach
+from onward.recipe.lora.adapters import Adapter, adaptable, adapters, array, attach, by_weight, detach
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")

@@ -24,8 +24,7 @@ from onward.recipe.optimizers.arithmetic import (
     mul,
     single,
 )
-from onward.recipe.ranges import NOT_NEGATIVE, OF_OPTIMIZERS
-from onward.recipe.spec import check_options
+from onward.recipe.spec import NOT_NEGATIVE, OF_OPTIMIZERS, check_options
 
 Settings = SimpleNamespace
 """Every number and choice of a configured optimizer, as attributes."""

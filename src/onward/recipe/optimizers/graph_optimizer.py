@@ -27,8 +27,7 @@ from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import graphs_in
 from onward.recipe.assembly import take_apart
-from onward.recipe.ranges import NOT_NEGATIVE
-from onward.recipe.spec import Spec, check_options, parse
+from onward.recipe.spec import NOT_NEGATIVE, Spec, check_options, parse
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset

@@ -14,8 +14,7 @@ from onward.recipe.preprocessing.join import (
     put_before,
     with_preprocessing,
 )
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, pipelines
-from onward.recipe.preprocessing.single import Single
+from onward.recipe.preprocessing.pipeline import Pipeline, Raw, Single, by_input, pipelines
 
 __all__ = [
     "Augmentation",

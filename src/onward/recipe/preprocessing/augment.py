@@ -21,7 +21,7 @@ from onward.model import Step
 from onward.recipe.assembly import Assembly
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, MOVES, Chance, Draws
 from onward.recipe.preprocessing.join import Entry
-from onward.recipe.preprocessing.picture import Form, dims_of
+from onward.recipe.preprocessing.operations import Form, dims_of
 from onward.recipe.preprocessing.pipeline import form_of, specs_of
 from onward.recipe.spec import Spec, arguments, lookup
 

@@ -18,10 +18,17 @@ from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
 from onward.recipe.assembly import take_apart
-from onward.recipe.preprocessing.picture import Form, dims_of
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines
+from onward.recipe.preprocessing.operations import Form, dims_of
+from onward.recipe.preprocessing.pipeline import (
+    Pipeline,
+    Raw,
+    by_input,
+    form_of,
+    mentions_text,
+    pipelines,
+    text_pipeline,
+)
 from onward.recipe.preprocessing.text import TEXT_OPSET
-from onward.recipe.preprocessing.text_inputs import text_pipeline
 from onward.recipe.preprocessing.word_pieces import ML
 from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.inline import inline

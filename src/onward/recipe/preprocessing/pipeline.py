@@ -13,9 +13,12 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
-from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
+from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, Dims, Form, Picture, dims_of, is_number, size_of
+from onward.recipe.preprocessing.text import Tokens, checked_length, tokenize
+from onward.recipe.preprocessing.word_pieces import ML, ML_OPSET
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
+from onward.runtime.sessions import open_session
+from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_OPSET
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
@@ -276,3 +279,112 @@ def _in_type(x: Expr, model: ir.Value) -> Expr:
     if wanted is not ir.DataType.FLOAT:
         x = x.op.Cast(x, to=wanted)
     return x
+
+
+# ---- text as a model of its own --------------------------------------------------------------------------------------
+
+
+TEXT_INPUT = "text"
+"""What the input for text is called."""
+_USUAL = {"input_ids": "ids", "attention_mask": "mask"}
+
+
+def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "input_ids") -> Model:
+    """From `text`, strings [N], to the inputs of a model: that of this `name`, and those with a mask or with zeros."""
+    inputs = {value.name or "": value for value in model.inputs} if model is not None else {}
+    options = dict(pipeline.specs[0].options)
+    roles = dict(_USUAL)
+    if model is not None:
+        roles = {name: "ids", **{other: ROLES[other] for other in inputs if other in ROLES and other != name}}
+        options.setdefault("length", _length(inputs[name]))
+    raw = _raw(options)
+    graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML: ML_OPSET})
+    op = Builder(graph, opset=COMMON_OPSET)
+    op.names.fresh(TEXT_INPUT)
+    tokens = tokenize(op(raw), **options)
+    for output, role in roles.items():
+        made = _as_input(_part(tokens, role), inputs.get(output)).named(output).value
+        made.shape = ir.Shape(["N", options["length"]])
+        graph.outputs.append(made)
+    return Model(ir.Model(graph, ir_version=IR_VERSION))
+
+
+def _raw(options: Mapping[str, Any]) -> ir.Value:
+    """Strings; where bytes are wanted, these: what they are, no operator tells of a string."""
+    if options.get("by") != "bytes":
+        return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+    shape = ir.Shape(["N", checked_length(options.get("length"))])
+    return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.UINT8), shape=shape)
+
+
+def _part(tokens: Tokens, role: str) -> Expr:
+    if role == "zeros":
+        return tokens.ids.op.filled_like(tokens.ids.value, 0)
+    return tokens.ids.op.Identity(tokens.ids if role == "ids" else tokens.mask)
+
+
+def _as_input(x: Expr, wanted: ir.Value | None) -> Expr:
+    if wanted is None or wanted.dtype in (None, ir.DataType.INT64):
+        return x
+    cast: Expr = x.op.Cast(x, to=wanted.dtype)
+    return cast
+
+
+def _length(value: ir.Value) -> int | None:
+    """The length that an input has, or None."""
+    if value.shape is None or len(value.shape) != 2:
+        shape = "a shape that is not known" if value.shape is None else f"the shape {value.shape}"
+        raise RecipeError(f"the numbers of text are a matrix, and `{value.name}` has {shape}")
+    length = value.shape[1]
+    return length if isinstance(length, int) else None
+
+
+# ---- pictures of different sizes -------------------------------------------------------------------------------------
+
+# The graph of a training model takes batches, so that what fixes the size must have happened before. It is still in the
+# graph, which gets pictures of that size already, and leaves them as they are: to resize to the same size changes no bit.
+
+
+_MOVES = ("channels_first", "channels_last", "to_rgb")
+"""What can be undone: after it, a picture is what it was, in another order."""
+
+
+class Single:
+    """Brings bytes of a picture to the size that a pipeline makes of it, as numbers that are not rounded."""
+
+    def __init__(self, specs: tuple[Spec, ...], form: Form):
+        self._specs, self._form = specs, form
+        raw = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape([1, *form.dims]))
+        graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": OLDEST_OPSET})
+        op = Builder(graph, opset=OLDEST_OPSET)
+        picture = Picture(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
+        for spec in specs:
+            picture = OPERATIONS[spec.name].build(picture, **spec.options)
+        made = picture.x.named("y").value
+        made.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
+        graph.outputs.append(made)
+        # Other pictures wait for other cores.
+        self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, form: Form) -> Single | None:
+        """For pictures of such a form; None where the size is not fixed, or only after values were changed."""
+        at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in SIZES), None)
+        if at is None or not form.is_picture or not all(spec.name in _MOVES for spec in pipeline.specs[:at]):
+            return None
+        return cls(pipeline.specs[: at + 1], form)
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """The height and width that a picture must have."""
+        last = self._specs[-1]
+        return size_of("center_crop", last.options["size"]) if last.name == "center_crop" else (1, 1)
+
+    def __call__(self, picture: np.ndarray) -> np.ndarray:
+        made = self._session.run(None, {"x": picture[None]})[0][0]
+        if any(spec.name == "to_rgb" for spec in self._specs):  # all three are alike
+            made = np.take(made, [0], axis=self._made.channels)
+        return np.ascontiguousarray(np.moveaxis(made, self._made.channels, self._form.channels))
+
+    def __str__(self) -> str:
+        return str(self._specs[-1])

@@ -15,9 +15,8 @@ from onward.model.core import string, strings, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.recipe.preprocessing.join import RAW, with_preprocessing
-from onward.recipe.preprocessing.picture import Form, Picture
-from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted
-from onward.recipe.preprocessing.text_inputs import text_pipeline
+from onward.recipe.preprocessing.operations import Form, Picture
+from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted, text_pipeline
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.extract import extract
 from onward.transform.names import rename
