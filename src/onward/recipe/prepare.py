@@ -26,13 +26,12 @@ from onward.recipe.exporter_notes import restore
 from onward.recipe.forward import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
-from onward.recipe.layers import roles
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer, given_optimizer, with_rate
 from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
-from onward.recipe.trainable import Selection, matching, select
+from onward.recipe.trainable import Selection, matching, roles, select
 from onward.recipe.update import Update
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline

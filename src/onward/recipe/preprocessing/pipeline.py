@@ -342,7 +342,7 @@ def _length(value: ir.Value) -> int | None:
 # ---- pictures of different sizes -------------------------------------------------------------------------------------
 
 # The graph of a training model takes batches, so that what fixes the size must have happened before. It is still in the
-# graph, which gets pictures of that size already, and leaves them as they are: to resize to the same size changes no bit.
+# graph, which gets pictures of that size already and leaves them as they are: resizing to the same size changes no bit.
 
 
 _MOVES = ("channels_first", "channels_last", "to_rgb")
