@@ -35,7 +35,7 @@ from broken_models import (
 from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, standard
 from onward.checker.view import sandbox, worker
 from onward.errors import UnknownNameError
-from onward.model.fingerprint import fingerprint
+from onward.model.serde import fingerprint
 from onward.runtime.limits import onnxruntime_limits
 from representatives import examples
 

@@ -11,7 +11,7 @@ from lowered import FLAT, SQUARE, assert_close, case, own_metrics, stored
 from models import digits_mlp, small_cnn
 from onward.engines import onnxruntime, start
 from onward.engines.onnxruntime import OnnxRuntime
-from onward.model.storage.open_files import HeldTensor
+from onward.model.storage.tensor_places import HeldTensor
 from stepping import Stepper
 
 __all__ = ["case"]  # a fixture

@@ -23,7 +23,7 @@ from broken_models import DAMAGES, GOOD
 from models import digits_mlp, small_cnn
 from onward.errors import Error, UnknownNameError
 from onward.inspect import Summary, describe, draw, render, render_parameters
-from onward.model.storage.open_files import HeldTensor
+from onward.model.storage.tensor_places import HeldTensor
 from onward.recipe.optimizers import OPTIMIZERS
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"

@@ -31,7 +31,7 @@ from conftest import needs
 from models import digits_mlp
 from onward.cli import files
 from onward.model import storage
-from onward.model.storage.stream import Sink, report_writes_to
+from onward.model.storage.files import Sink, report_writes_to
 from runs import digits, state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at holes, and at the peak memory in /proc")

@@ -10,7 +10,7 @@ from onnx import IR_VERSION, ModelProto
 from onward.checker.findings import Finding, make_finding
 from onward.checker.view.scope import Subject
 from onward.errors import Error, InvalidModelError
-from onward.model import legacy, storage
+from onward.model import older_forms, storage
 from onward.model.serde import modernise
 
 
@@ -49,7 +49,7 @@ def checksums(path: Path) -> Iterator[Finding]:
 
 def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
     """What is to say about training information of an older form, and the model with it in the present one."""
-    if not legacy.is_older(proto):
+    if not older_forms.is_older(proto):
         return [], proto
     present = ModelProto()
     present.CopyFrom(proto)

@@ -11,8 +11,8 @@ from onward.checker.findings import Finding, bare, make_finding
 from onward.checker.view.graphs import Site, subgraphs
 from onward.checker.view.scope import Subject
 from onward.checker.view.shapes import count, of_tensor
+from onward.model.checks import DATA_FIELDS, field_of
 from onward.model.storage import bits_of, external_faults
-from onward.model.tensors import DATA_FIELDS, field_of
 
 _PAIRS = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)  # two numbers for one element
 _FAULTS = {

@@ -18,8 +18,8 @@ from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
+from onward.model.checks import check_signatures
 from onward.model.core import values
-from onward.model.signature import check_signatures
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.standard import OLDEST_OPSET

@@ -26,9 +26,8 @@ from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
 from onward.model import Model, Source, Step, load
-from onward.model.core import as_input, values
-from onward.model.gradient_names import tie, untie
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
+from onward.model.core import as_input, tie, untie, values
 from onward.model.state import carried_state, states
 from onward.rules import RULES
 from onward.rules.registry import lookup

@@ -12,10 +12,9 @@ from onward.arguments import fitting, is_empty
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, list_names, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
-from onward.model.core import values
-from onward.model.gradient_names import tie, untie
+from onward.model.checks import check_signatures
+from onward.model.core import tie, untie, values
 from onward.model.serde import stamp
-from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
 from onward.recipe import lora, objective, preprocessing, prune, quantize

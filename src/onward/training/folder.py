@@ -15,8 +15,7 @@ from onward.errors import DataError, InvalidModelError, WriteError
 from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, verify_checksums, write_file
-from onward.model.storage.data import is_own
-from onward.model.storage.divided import Writers
+from onward.model.storage.data import Writers, is_own
 from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn

@@ -9,8 +9,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import Step, string, strings, values
-from onward.model.gradient_names import tie, untie
+from onward.model.core import Step, string, strings, tie, untie, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors

@@ -9,8 +9,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, load
-from onward.model.core import values
-from onward.model.gradient_names import rename_in_gradients
+from onward.model.core import rename_in_gradients, values
 from onward.model.serde import stamp
 from onward.transform.names import add_prefix, replace_names
 from onward.transform.opset import convert_opset

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import Step, values
-from onward.model.gradient_names import rename_in_gradients
+from onward.model.core import Step, rename_in_gradients, values
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, with_tags
 

@@ -7,8 +7,8 @@ from onnx import ModelProto, ValueInfoProto
 from onward.arguments import Count, checked
 from onward.build import Names
 from onward.model import Model, Source, load
+from onward.model.checks import check_expansion
 from onward.model.core import all_names
-from onward.model.functions import check_expansion
 from onward.model.protos import captured_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import COMMON_OPSET, STANDARD

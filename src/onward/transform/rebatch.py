@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.constants import add_initializer, constant_ints
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
 from onward.model.walk import ancestors
 from onward.runtime.sessions import evaluate
 from onward.standard import is_standard

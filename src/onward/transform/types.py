@@ -13,7 +13,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
 
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.model import Model
-from onward.model.functions import check_expansion
+from onward.model.checks import check_expansion
 from onward.model.serde import to_proto, without_data
 from onward.model.walk import ancestors, read_by
 from onward.transform.attribute_words import check_equations

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import onnx_ir as ir
 
 from onward.model import Model
-from onward.model.gradient_names import tie, untie
+from onward.model.core import tie, untie
 from onward.model.walk import ancestors, nested_nodes
 
 

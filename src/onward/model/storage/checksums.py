@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 from onnx import ModelProto, StringStringEntryProto
 
 from onward.errors import InvalidModelError
-from onward.model.storage.files import is_plain_name, mentions, reason, regular
-from onward.model.storage.stream import BLOCK
+from onward.model.storage.files import BLOCK, is_plain_name, mentions, reason, regular
 
 Range = tuple[int, int, int]
 """Offset and length in a data file, and the CRC-32 of these bytes."""

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onward.model.storage.headers import Stored
+from onward.model.storage.containers import Stored
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 """How a file begins."""

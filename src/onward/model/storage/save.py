@@ -17,14 +17,13 @@ from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.checksums import Range, checksum_entry, stored_ranges
-from onward.model.storage.data import is_own, spared_bytes, write_data
-from onward.model.storage.divided import Writers
+from onward.model.storage.data import Writers, is_own, spared_bytes, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
-from onward.model.storage.open_files import hold_open
-from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
+from onward.model.storage.opening import OUTSIDE_HINT, PROTO_LIMIT, read_proto
 from onward.model.storage.tensor_places import (
     Place,
+    hold_open,
     in_file,
     inside,
     is_external,

@@ -15,7 +15,7 @@ from onward.build import Builder, Expr, Names
 from onward.constants import add_initializer
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, with_tags
 from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training

@@ -13,7 +13,7 @@ from onward.build import Names
 from onward.constants import add_initializer, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
 from onward.model.state import with_metadata, with_tags
 from onward.recipe.constants import expose
 from onward.recipe.exporter_notes import restore
