@@ -20,7 +20,7 @@ from onward.errors import Error
 from onward.model import Model
 from onward.training.api import resume, train
 from onward.training.run import Run
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 from runs import QUIET, accuracy, interrupted_after, outputs, state
 from whole_runs import WholeRun, check_same, trained
 

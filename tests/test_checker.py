@@ -32,8 +32,7 @@ from broken_models import (
     tensor,
     value,
 )
-from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, standard
-from onward.checker.view import sandbox, worker
+from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, sandbox, standard, worker
 from onward.errors import UnknownNameError
 from onward.model.serde import fingerprint
 from onward.runtime.limits import onnxruntime_limits

@@ -11,7 +11,7 @@ import onward
 from models import digits_mlp, small_transformer
 from onward.build import Builder
 from onward.differentiate.simplify import simplify
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 from sessions import run
 
 

@@ -8,7 +8,7 @@ import onward
 from conftest import needs
 from onward.engines import start
 from onward.training.export import in_form_of
-from onward.transform.rebatch import rebatch
+from onward.transform.declare import rebatch
 from runs import QUIET
 
 pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.filterwarnings("ignore")]

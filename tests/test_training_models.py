@@ -15,7 +15,7 @@ from conftest import needs
 from gradcheck import assert_close
 from onward.engines import start
 from onward.model.state import STEP
-from onward.transform.rebatch import rebatch
+from onward.transform.declare import rebatch
 from training_cases import CASES, STEPS, arrays, exported, loop, made, prepared
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]

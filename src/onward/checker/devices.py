@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from onnx import ShardingSpecProto
 
-from onward.checker.findings import Finding, listing, make_finding, quote
-from onward.checker.view.graphs import Node
-from onward.checker.view.scope import Scope, Subject
+from onward.checker.codes import Finding, listing, make_finding, quote
+from onward.checker.graphs import Node
+from onward.checker.scope import Scope, Subject
 from onward.standard import DEVICES_IR
 
 _NAMES = "each configuration has a name, at least one device, and as many names of devices, or none"

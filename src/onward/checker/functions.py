@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from onnx import FunctionProto, defs
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.graphs import walk
-from onward.checker.view.scope import Call, FunctionKey, Subject, function_place
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.graphs import walk
+from onward.checker.scope import Call, FunctionKey, Subject, function_place
 from onward.standard import domain_of
 
 OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake

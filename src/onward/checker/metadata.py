@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.scope import Scope, Subject
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.scope import Scope, Subject
 from onward.model.serde import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
 from onward.standard import METADATA_IR

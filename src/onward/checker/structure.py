@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.graphs import Graph, Node
-from onward.checker.view.scope import Scope
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.graphs import Graph, Node
+from onward.checker.scope import Scope
 from onward.model.protos import definitions
 
 

@@ -24,7 +24,7 @@ from onward.model.state import ROLE_KEY, with_metadata
 from onward.model.walk import is_random
 from onward.recipe.random import new_key
 from onward.standard import is_standard
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only
 
 _PROGRESS = "train.progress"
 

@@ -19,7 +19,7 @@ from onward.engines.host import ONLY_ON_HOST
 from onward.model.core import is_gradient, string, strings, visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by
 from onward.standard import is_standard
-from onward.transform.attribute_words import check_words
+from onward.transform.types import check_words
 
 
 @dataclasses.dataclass

@@ -14,8 +14,8 @@ from onward.kernels.updates import fuse_updates
 from onward.model import Model
 from onward.model.core import gradients_in, is_gradient, string, tie, untie, values, visible
 from onward.model.walk import ancestors
+from onward.transform.training import remove_unused
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove_unused
 
 
 def can_use_kernels(model: Model) -> bool:

@@ -27,7 +27,7 @@ from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, check_options, lookup, parse
 from onward.transform.extract import extract
 from onward.transform.inline import inline
-from onward.transform.names import add_prefix
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.training import strip
 from onward.transform.types import fill_in_types

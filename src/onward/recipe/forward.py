@@ -28,9 +28,9 @@ from onward.recipe.quantize.ranges import is_observed, observe
 from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
-from onward.standard import is_standard
-from onward.transform.linear import DOMAIN, ORIGIN_KEY, PART_KEY
+from onward.standard import ML_DOMAIN, is_standard
 from onward.transform.quantised import STORED_KEY
+from onward.transform.training import ORIGIN_KEY, PART_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""
@@ -206,9 +206,9 @@ def open_linear(model: Model) -> None:
     they were.
     """
     names = model.names()
-    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in _OPENED]:
+    for node in [node for node in model.graph if node.domain == ML_DOMAIN and node.op_type in _OPENED]:
         results = [value.name for value in node.outputs]
-        replace_node(model, node, make_rewrite((DOMAIN, node.op_type), _OPENED[node.op_type]), names)
+        replace_node(model, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]), names)
         for value in [output for made in model.graph for output in made.outputs if output.name in results]:
             value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
 
@@ -254,7 +254,7 @@ def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int,
     origin = {
         "operator": node.op_type,
         "name": node.name or "",
-        "version": op.imports[DOMAIN],
+        "version": op.imports[ML_DOMAIN],
         "shape": matrix.shape,
         "outputs": len(node.outputs),
         "attributes": {k: v for k, v in kept.items() if k not in ("coefficients", "intercepts") and v not in ((), [])},

@@ -19,9 +19,9 @@ from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import one_of, reduce_loss
 from onward.recipe.spec import Spec, check_options, parse, split_address
-from onward.transform.linear import tensor_of
-from onward.transform.names import add_prefix
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
+from onward.transform.training import tensor_of
 from onward.transform.types import fill_in_types
 
 _EXISTING = "value"

@@ -49,8 +49,7 @@ from onward.recipe.exporter_notes import (
 from onward.recipe.layers import find_head
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
-from onward.standard import is_standard
-from onward.transform.linear import DOMAIN
+from onward.standard import ML_DOMAIN, is_standard
 from onward.transform.quantised import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
@@ -409,9 +408,9 @@ def _match(
 def _way_out(graph: ir.Graph) -> str:
     if any(node.op_type.startswith(_QUANTISED) for node in graph):
         return "its weights are integers: train it before it is quantised, or quantise it in the format QDQ"
-    classical = {f"`{node.op_type}`" for node in graph if node.domain == DOMAIN}
+    classical = {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}
     if classical:
-        return f"of `{DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
+        return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
     return "`onward show MODEL --params` says what each tensor is"
 
 

@@ -14,10 +14,10 @@ import onnx_ir as ir
 
 from onward.arguments import is_empty
 from onward.build import Builder, Expr
+from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
-from onward.recipe.optimizers.arithmetic import HALVES
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group, declare_state, like_target
 from onward.recipe.schedules import Part, schedule, sequence

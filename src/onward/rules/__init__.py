@@ -13,7 +13,6 @@ FAMILIES = (
     "convolution",
     "pooling",
     "normalization",
-    "loss",
     "quantization",
     "control",
     "sequence",
@@ -21,7 +20,6 @@ FAMILIES = (
     "spectral",
     "recurrent",
     "attention",
-    "grids",
     "microsoft",
     "classical",
 )

@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.rules import registry
+from onward.standard import ML_DOMAIN
 
-DOMAIN = "ai.onnx.ml"
 FLOAT = ir.DataType.FLOAT
 
-rewrite = functools.partial(registry.rewrite, domain=DOMAIN)
-body = functools.partial(registry.body, domain=DOMAIN)
-no_gradient = functools.partial(registry.no_gradient, domain=DOMAIN)
+rewrite = functools.partial(registry.rewrite, domain=ML_DOMAIN)
+body = functools.partial(registry.body, domain=ML_DOMAIN)
+no_gradient = functools.partial(registry.no_gradient, domain=ML_DOMAIN)
 
 
 @rewrite("Scaler")

@@ -23,7 +23,7 @@ from onward.rules.nested import (
 )
 from onward.rules.registry import gradient, no_gradient, simplification
 from onward.shapes import dims, output_shape
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 INT64 = ir.DataType.INT64
 

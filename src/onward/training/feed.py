@@ -31,7 +31,7 @@ from onward.training.data import (
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
-from onward.transform.rebatch import check_batch_axis
+from onward.transform.declare import check_batch_axis
 
 
 @dataclasses.dataclass(frozen=True)

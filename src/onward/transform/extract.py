@@ -13,9 +13,8 @@ from onward.model.core import Step, string, strings, tie, untie, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
-from onward.transform.training import drop_unused_definitions
+from onward.transform.training import drop_unused_definitions, remove
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove
 
 
 @checked()

@@ -18,8 +18,8 @@ from onward.rules.registry import has_gradient
 from onward.standard import OLDEST_OPSET
 from onward.transform.float_type import FLOATS
 from onward.transform.opset import of_one_opset
+from onward.transform.training import keep_only
 from onward.transform.types import fill_in_types
-from onward.transform.unused import keep_only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from onward.model.state import states
 from onward.options import WholeRunOptions
 from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.standard import IR_VERSION
-from onward.transform.rebatch import USUAL_BATCH, check_batch_axis
+from onward.transform.declare import USUAL_BATCH, check_batch_axis
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _OF_VALIDATION = ("patience", "metrics", "monitor")

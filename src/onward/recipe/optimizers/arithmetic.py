@@ -11,8 +11,6 @@ import onnx_ir as ir
 
 from onward.build import Expr
 
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 Number = Expr | float
 """A float64 scalar of the graph, or a number that is known while building."""
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
+from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.recipe.optimizers.arithmetic import (
-    HALVES,
     add,
     declared_scalar,
     double,

@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
+from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers.arithmetic import (
-    HALVES,
     add_scaled,
     coupled_decay,
     declared_scalar,

@@ -29,10 +29,9 @@ from onward.recipe.preprocessing.pipeline import (
     text_pipeline,
 )
 from onward.recipe.preprocessing.text import TEXT_OPSET
-from onward.recipe.preprocessing.word_pieces import ML
-from onward.standard import METADATA_IR, OLDEST_OPSET
+from onward.standard import METADATA_IR, ML_DOMAIN, OLDEST_OPSET
 from onward.transform.inline import inline
-from onward.transform.names import add_prefix
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.training import strip
 from onward.transform.types import fill_in_types
@@ -162,7 +161,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
     _move_before(model.graph, first.graph)
     model.graph.inputs.extend([*raw, *kept])
     for domain, version in first.ir.opset_imports.items():
-        if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML:
+        if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML_DOMAIN:
             raise RecipeError(
                 f"the model has version {model.ir.opset_imports[domain]} of {domain}, and its preprocessing {version}"
             )

@@ -15,10 +15,10 @@ from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
 from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, Dims, Form, Picture, dims_of, is_number, size_of
 from onward.recipe.preprocessing.text import Tokens, checked_length, tokenize
-from onward.recipe.preprocessing.word_pieces import ML, ML_OPSET
+from onward.recipe.preprocessing.word_pieces import ML_OPSET
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
 from onward.runtime.sessions import open_session
-from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_OPSET
+from onward.standard import COMMON_OPSET, IR_VERSION, ML_DOMAIN, OLDEST_OPSET
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
@@ -298,7 +298,7 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
         roles = {name: "ids", **{other: ROLES[other] for other in inputs if other in ROLES and other != name}}
         options.setdefault("length", _length(inputs[name]))
     raw = _raw(options)
-    graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML: ML_OPSET})
+    graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML_DOMAIN: ML_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
     op.names.fresh(TEXT_INPUT)
     tokens = tokenize(op(raw), **options)

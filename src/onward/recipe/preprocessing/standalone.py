@@ -19,7 +19,7 @@ from onward.recipe.preprocessing.operations import Form, Picture
 from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted, text_pipeline
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.extract import extract
-from onward.transform.names import rename
+from onward.transform.merge import rename
 from onward.transform.training import strip
 
 _JOINED = "/preprocessed"

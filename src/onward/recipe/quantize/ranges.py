@@ -23,8 +23,7 @@ from onward.recipe.optimizers.groups import Group
 from onward.recipe.quantize.settings import Settings, levels, most_symmetric
 from onward.runtime.sessions import explain_failures, open_session
 from onward.transform.quantised import RANGE_KEY, STORED_KEY
-from onward.transform.training import without_steps
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only, without_steps
 
 LEAST_SCALE = float(np.finfo(np.float32).eps)
 """Scales are not smaller than that, as in PyTorch."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +19,14 @@ from onnx import (
     StringStringEntryProto,
     TensorProto,
     TrainingInfoProto,
+    ValueInfoProto,
 )
 
-from onward.checker.findings import bare
-from onward.checker.view.graphs import Graph, Node, Site, attribute, walk
-from onward.checker.view.shapes import TensorType, declared_types
+from onward.checker.codes import bare
+from onward.checker.graphs import Graph, Node, Site, TensorType, attribute, count, declared_types, walk
 from onward.errors import near
+from onward.model import TRAINING_DOMAIN
+from onward.model.protos import bodies
 from onward.standard import domain_of, schema_domain
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload
@@ -222,3 +224,139 @@ class Subject:
             self._hints.spend(len(candidates) + 1)
             return near(name, candidates) if len(name) <= 100 else None
         return None
+
+
+# ---- combined graphs -------------------------------------------------------------------------------------------------
+
+
+# A graph, or an inference graph and the algorithm on it, as a model of its own for onnx.checker and shape inference.
+#
+# Weights stay behind: a large initializer becomes an input of the same name, type and shape, which is all that those
+# two look at. So the size of a model costs nothing here, and data that lies in other files is not opened.
+
+_SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
+
+
+def model_of(scope: Scope) -> ModelProto:
+    source = scope.subject.proto
+    model = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, functions=source.functions)
+    model.graph.name = scope.own.proto.name or "graph"
+    for part in scope.parts:
+        _append(model, part)
+    if TRAINING_DOMAIN in versions(model.opset_import):
+        _type_gradients(model.graph.node)
+    return model
+
+
+def _append(model: ModelProto, part: Graph) -> None:
+    graph = model.graph
+    graph.node.extend(part.proto.node)
+    graph.input.extend(part.proto.input)
+    graph.output.extend(part.proto.output)
+    graph.value_info.extend(part.proto.value_info)
+    for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
+        name = sparse.values.name
+        graph.sparse_initializer.add().CopyFrom(sparse)
+        graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
+        if name not in part.inputs:
+            graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
+    for tensor in part.proto.initializer:
+        if _is_small(tensor):
+            graph.initializer.append(tensor)
+        elif tensor.name not in part.inputs:
+            graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
+
+
+def _is_small(tensor: TensorProto) -> bool:
+    return tensor.data_location != TensorProto.EXTERNAL and count(tensor.dims) <= _SMALL
+
+
+def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfoProto:
+    value = ValueInfoProto(name=name)
+    tensor = value.type.tensor_type
+    tensor.elem_type = elem
+    if dims is not None:
+        tensor.shape.SetInParent()
+        for dim in dims:
+            added = tensor.shape.dim.add()
+            if dim is not None:
+                added.dim_value = dim
+    return value
+
+
+def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
+    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there.
+
+    So others read copies of the inputs in its place, also in nested graphs.
+    """
+    given = list(nodes)
+    del nodes[:]
+    for node in given:
+        for body in bodies(node):
+            _type_gradients(body.node)
+        copies = []
+        if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+            for i, (x, result) in enumerate(zip(node.input, node.output, strict=False)):
+                if x and result:
+                    copies.append(NodeProto(op_type="Identity", input=[x], output=[result]))
+                    node.output[i] = f"onward:gradient:{result}"
+        nodes.extend([node, *copies])
+
+
+# ---- what depends on what --------------------------------------------------------------------------------------------
+
+
+Inputs = Callable[[Node, int], Iterable[str]]
+
+
+def all_inputs(node: Node, output: int) -> Iterable[str]:
+    return node.behind(output)
+
+
+def upstream(
+    scope: Scope,
+    starts: Iterable[str],
+    *,
+    stop: Collection[str] = (),
+    inputs: Inputs = all_inputs,
+    passes: Callable[[str], bool] = lambda name: True,
+    until: Callable[[str], bool] = lambda name: False,
+    through_time: bool = False,
+) -> dict[str, None]:
+    """The names from which `starts` are computed, themselves included, nearest first.
+
+    stop: names that count as given. inputs: which inputs of a node to follow. passes: which values to follow.
+    until: what ends the search. through_time: a variable is also computed from what replaced it in the last run.
+    """
+    seen = dict.fromkeys(starts)
+    expanded: set[object] = set()
+    todo = deque(seen)
+    while todo:
+        name = todo.popleft()
+        if until(name):
+            break
+        if name in stop or not passes(name):
+            continue
+        reads: Iterable[str] = ()
+        if producer := scope.producer(name):
+            node, output = producer
+            # The outputs of a node have the same inputs, except those of an optimizer.
+            origin = node if node.tuples is None else producer
+            if origin not in expanded:
+                expanded.add(origin)
+                reads = inputs(node, output)
+                if node.is_training("Gradient"):  # which reads its y, though only by name
+                    reads = (*reads, *filter(None, [Gradient.of(node).y]))
+        elif through_time and name in scope.updates:
+            reads = (scope.updates[name],)
+        scope.budget.spend(1)
+        for read in reads:
+            if read not in seen:
+                seen[read] = None
+                todo.append(read)
+    return seen
+
+
+def leaves(scope: Scope, names: Iterable[str]) -> list[str]:
+    """Those that no node computes: inputs, initializers, and names that are not there at all."""
+    return [name for name in names if scope.producer(name) is None]
