@@ -29,7 +29,7 @@ TIERS = [
     ["arguments"],
     ["options"],
     ["standard", "constants"],
-    ["containers", "shapes"],
+    ["shapes"],
     ["build"],
     ["model"],
     ["runtime"],

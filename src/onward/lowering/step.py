@@ -27,7 +27,7 @@ from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
 from onward.model import Model, Source, Step, load
 from onward.model.checks import check_signatures
-from onward.model.core import as_input, tie, untie, values
+from onward.model.core import as_input, tensor_of, tie, untie, values
 from onward.model.state import carried_state, states
 from onward.rules import RULES
 from onward.rules.registry import lookup
@@ -35,7 +35,7 @@ from onward.standard import IR_VERSION, ML_DOMAIN, OLDEST_OPSET, STANDARD
 from onward.transform.inline import inline_calls
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding
-from onward.transform.training import remove_unused, tensor_of
+from onward.transform.training import remove_unused
 
 _STANDARD = (*STANDARD, ML_DOMAIN)
 """The domains of the standard that runtimes have."""

@@ -22,6 +22,7 @@ from onward.arguments import checked
 from onward.build import Names
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model.walk import graphs_in, nested_graphs
+from onward.standard import ML_DOMAIN
 
 TRAINING_DOMAIN = "ai.onnx.preview.training"
 
@@ -326,6 +327,13 @@ def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any
         "update": dict(step.update),
         "reset": dict(step.reset),
     }
+
+
+def tensor_of(value: ir.Value) -> ir.Value:
+    """The value itself; or of a list of maps from labels, the tensor that it is made of."""
+    node = value.producer()
+    is_map = node is not None and (node.domain, node.op_type) == (ML_DOMAIN, "ZipMap")
+    return node.inputs[0] if is_map and node.inputs[0] is not None else value  # type: ignore[union-attr]
 
 
 # ---- names in Gradient nodes -----------------------------------------------------------------------------------------

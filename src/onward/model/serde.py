@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onward.arguments import OPENED
 from onward.errors import Error, ExternalDataError, InvalidModelError, warn
-from onward.model import older_forms, preserved_fields, storage
+from onward.model import older_forms, protos, storage
 from onward.model.checks import callees_first, check_tensors
 from onward.model.core import Model, Step
 from onward.model.protos import all_nodes, replace_entries
@@ -120,12 +120,12 @@ def from_proto(proto: ModelProto) -> Model:
     older = modernise(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
-        aside = preserved_fields.set_aside(proto)
+        aside = protos.set_aside(proto)
         inference, algorithms = _deserialize(proto)
         callees_first(inference.functions)
         _type_function_inputs(proto, inference)
-        preserved_fields.attach_model(aside, inference)
-        preserved_fields.attach(aside, ("graph",), inference.graph)
+        protos.attach_model(aside, inference)
+        protos.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
         model = Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
     if older:
@@ -139,18 +139,18 @@ def modernise(proto: ModelProto) -> list[str]:
         return older_forms.convert(proto)
 
 
-def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: preserved_fields.Residue) -> Step:
-    preserved_fields.attach(aside, ("algorithm", index), algorithm)
+def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: protos.Residue) -> Step:
+    protos.attach(aside, ("algorithm", index), algorithm)
     initialization = None
     if info.HasField("initialization"):
         initialization = ir.serde.deserialize_graph(info.initialization)
-        preserved_fields.attach(aside, ("initialization", index), initialization)
+        protos.attach(aside, ("initialization", index), initialization)
     return Step(
         algorithm,
         initialization,
         _bindings(info.update_binding, index, "update_binding"),
         _bindings(info.initialization_binding, index, "initialization_binding"),
-        preserved_fields.unknown_fields(info),
+        protos.unknown_fields(info),
     )
 
 
@@ -196,7 +196,7 @@ def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
 def to_proto(model: Model) -> ModelProto:
     with _quiet(), _library_errors():
         proto = ir.serde.serialize_model(model.ir)
-        preserved_fields.put_back(proto, model.ir)
+        protos.put_back(proto, model.ir)
         _tidy(proto.graph, model.graph)
         for step in model.steps:
             _write_step(proto.training_info.add(), step)
@@ -205,11 +205,11 @@ def to_proto(model: Model) -> ModelProto:
 
 def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
     ir.serde.serialize_graph_into(info.algorithm, step.algorithm)
-    preserved_fields.put_back(info.algorithm, step.algorithm)
+    protos.put_back(info.algorithm, step.algorithm)
     _tidy(info.algorithm, step.algorithm)
     if step.initialization is not None:
         ir.serde.serialize_graph_into(info.initialization, step.initialization)
-        preserved_fields.put_back(info.initialization, step.initialization)
+        protos.put_back(info.initialization, step.initialization)
         _tidy(info.initialization, step.initialization)
     for key, value in step.reset.items():
         info.initialization_binding.add(key=key, value=value)
@@ -342,7 +342,7 @@ _LARGE = 1024
 
 
 def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:
-    if tensor is None or isinstance(tensor, preserved_fields.SparseTensor) or tensor.dtype == ir.DataType.STRING:
+    if tensor is None or isinstance(tensor, protos.SparseTensor) or tensor.dtype == ir.DataType.STRING:
         return False
     return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes > _LARGE
 

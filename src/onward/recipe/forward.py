@@ -29,7 +29,7 @@ from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
 from onward.standard import ML_DOMAIN, is_standard
-from onward.transform.quantised import STORED_KEY
+from onward.transform.quantised import RANGE_KEY, STORED_KEY
 from onward.transform.training import ORIGIN_KEY, PART_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
@@ -57,7 +57,7 @@ def training_forward(
             continue
         if node.op_type == "BatchNormalization" and is_switchable(node, frozen):
             _batch_normalization(assembly, node, new, variance)
-        elif is_observed(node) and STORED_KEY not in node.metadata_props:
+        elif RANGE_KEY in node.metadata_props and is_observed(node) and STORED_KEY not in node.metadata_props:
             observe(assembly, node, new)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             _dropout(assembly, node, new)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model, load
-from onward.model.core import all_names, values
+from onward.model.core import all_names, tensor_of, values
 from onward.recipe.assembly import Assembly, embed
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
@@ -21,7 +21,6 @@ from onward.recipe.losses.definitions import one_of, reduce_loss
 from onward.recipe.spec import Spec, check_options, parse, split_address
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
-from onward.transform.training import tensor_of
 from onward.transform.types import fill_in_types
 
 _EXISTING = "value"
@@ -82,7 +81,8 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     """The values of the inference graph that each summand looks at."""
     known = {value.name: value for value in values(model.graph) if value.name}
     found = [_prediction(model, term, known) for term in summands]
-    fill_in_types(model, [value for value in found if value.type is None or value.shape is None])
+    if untyped := [value for value in found if value.type is None or value.shape is None]:
+        fill_in_types(model, untyped)
     return found
 
 

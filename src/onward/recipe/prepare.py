@@ -26,8 +26,16 @@ from onward.recipe.forward import bind_statistics, functions_to_inline, open_lin
 from onward.recipe.head import replace_head
 from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.objective import unsuitable
-from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer, given_optimizer, with_rate
-from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
+from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
+from onward.recipe.optimizers.groups import (
+    Group,
+    divide_by_depth,
+    given_optimizer,
+    groups,
+    opset_of,
+    patterns,
+    with_rate,
+)
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.trainable import Selection, matching, roles, select
@@ -36,6 +44,7 @@ from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.padding import write_padding
+from onward.transform.quantised import RANGE_KEY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +69,12 @@ class Recipe(StepOptions):
         model = model.copy()
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
-        before = preprocessing.open_preprocessing(self.preprocess)
+        before = None if self.preprocess is None else preprocessing.open_preprocessing(self.preprocess)
         optimizer = given_optimizer(self.optimizer)
-        needed = (preprocessing.opset_of(before), opset_of(optimizer, self.groups))
-        model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
+        needed = 0 if before is None else preprocessing.opset_of(before)
+        needed = max(needed, opset_of(optimizer, self.groups), teaching.opset if teaching else 0)
+        model = of_one_opset(model, OLDEST_OPSET)
+        model = convert_opset(model, max(model.opset, needed))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         if written := write_padding(model):
@@ -82,21 +93,27 @@ class Recipe(StepOptions):
             trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
-        learned = ranges.learned_scales(model, selection.parameters)
+        is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)
+        learned = ranges.learned_scales(model, selection.parameters) if is_quantized else []
         masks = self._prune(model, selection.parameters)
         varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
         inputs = [value.name or "" for value in model.inputs]
-        entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
+        # now that it is known what is trained: nothing of this
+        entries = {} if before is None else preprocessing.put_before(model, before)
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
-        augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
-        trained = training_forward(assembly, watched, selection.choices, self.variance, augmentation.changed)
+        augmentation = None
+        if varied or self.move_with_image is not None:
+            augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
+        changed = augmentation.changed if augmentation else {}
+        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
         if teaching:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
-        trained |= augmentation.move_targets()
+        if augmentation:
+            trained |= augmentation.move_targets()
         loss = assembly.metric("loss", loss)
         init = cast(str | Mapping[str, Any], self.init)
         check_patterns(init, selection.parameters)
@@ -107,7 +124,8 @@ class Recipe(StepOptions):
             ranges.bind_learned(assembly, learned, init)
             chosen += ranges.groups_of_scales(learned, model, chosen[-1], len(chosen))
         self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
-        ranges.follow(assembly, trained, init)
+        if is_quantized:
+            ranges.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
@@ -179,9 +197,13 @@ class Recipe(StepOptions):
             master_weights=self.master_weights,
         )
         gradients = _gradients(assembly, update.scale_loss(loss), parameters)
-        gradients = prune.mask_gradients(assembly, gradients, masks)
-        update.apply(ranges.scale_gradients(assembly, gradients, trained))
-        prune.mask_updates(assembly, masks)
+        if masks:
+            gradients = prune.mask_gradients(assembly, gradients, masks)
+        if any(RANGE_KEY in node.metadata_props for node in assembly.model.graph):
+            gradients = ranges.scale_gradients(assembly, gradients, trained)
+        update.apply(gradients)
+        if masks:
+            prune.mask_updates(assembly, masks)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:
@@ -206,12 +228,6 @@ def prepare(model: Source, **recipe: Any) -> Model:
     - `model`: any model; a training model with `append`
     """
     return Recipe(**recipe).apply(check_signatures(load(model)))
-
-
-def _at_common_opset(model: Model, least: int) -> Model:
-    """The model at an operator set that training can work with, and that is at least that of its teacher."""
-    model = of_one_opset(model, OLDEST_OPSET)
-    return convert_opset(model, max(model.opset, least))
 
 
 def _inputs_in_training(

@@ -11,7 +11,6 @@ end what was appended; where it needs to know what was in a sequence, it runs th
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.containers import content_type, is_sequence
 from onward.errors import UnsupportedError
 from onward.rules.indexing import along, join_shape
 from onward.rules.nested import (
@@ -26,6 +25,7 @@ from onward.rules.nested import (
     sum_by_value,
 )
 from onward.rules.registry import gradient
+from onward.shapes import content_type, is_sequence
 from onward.transform.training import remove_unused
 
 

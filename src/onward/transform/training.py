@@ -147,13 +147,6 @@ PART_KEY = "train.linear.part"
 """In the metadata of nodes around it: `x` of what prepares its input, or the index of the output that they make."""
 
 
-def tensor_of(value: ir.Value) -> ir.Value:
-    """The value itself; or of a list of maps from labels, the tensor that it is made of."""
-    node = value.producer()
-    is_map = node is not None and (node.domain, node.op_type) == (ML_DOMAIN, "ZipMap")
-    return node.inputs[0] if is_map and node.inputs[0] is not None else value  # type: ignore[union-attr]
-
-
 def put_back(model: Model) -> None:
     """Make the operators again of what was opened, in place; what has been changed meanwhile stays open."""
     opened = [node for node in model.graph if ORIGIN_KEY in node.metadata_props]

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelError, near, needing_memory
-from onward.model.storage.checksums import remove_checksum_entry
+from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
 from onward.model.storage.tensor_places import DataFile, hold_open
@@ -124,7 +124,8 @@ def _parse(name: str, data: bytes) -> ModelProto:
         raise InvalidModelError(
             f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=f"{EXPORT}, once more"
         )
-    remove_checksum_entry(proto)
+    if any(entry.key == CHECKSUMS for entry in proto.metadata_props):
+        remove_checksum_entry(proto)
     return proto
 
 

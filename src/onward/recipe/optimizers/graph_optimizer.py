@@ -14,7 +14,6 @@ the new parameters and then the new state, in the order of the inputs.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import graphs_in
 from onward.recipe.assembly import take_apart
-from onward.recipe.spec import NOT_NEGATIVE, Spec, check_options, parse
+from onward.recipe.spec import NOT_NEGATIVE, check_options
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
@@ -214,46 +213,12 @@ def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
 
 # ---- as a recipe gives it --------------------------------------------------------------------------------------------
 
-
-Given = Spec | FunctionOptimizer
-
 _DEFAULT_RATE = 1e-3
-_OPTIONS = ("function", "lr", "initial", "name")
+OPTIONS = ("function", "lr", "initial", "name")
 
 
-def given_optimizer(given: Any) -> Given:
-    """What a recipe says of an optimizer.
-
-    A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1, "initial": {"v": 1}}`.
-    A model can say these itself, as defaults of its inputs.
-    """
-    if isinstance(given, FunctionOptimizer):
-        return given
-    if isinstance(given, Mapping) and "function" in given:
-        check_options("an optimizer that is a function", given, dict.fromkeys(_OPTIONS))
-        return _change_options(_open_function(given["function"]), given)
-    return _open_function(given) if _is_graph(given) else parse(given)
-
-
-def with_rate(given: Any, lr: float) -> Any:
-    """The optimizer with a learning rate that was given beside it."""
-    optimizer = given_optimizer(given)
-    if isinstance(optimizer, FunctionOptimizer):
-        return _change_options(optimizer, {RATE: lr})
-    if RATE in optimizer.options:
-        raise RecipeError(
-            f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
-        )
-    return Spec(optimizer.name, {RATE: lr, **optimizer.options})
-
-
-def _is_graph(given: Any) -> bool:
-    if isinstance(given, str):
-        return given.endswith(".onnx")
-    return isinstance(given, Model | ir.Function | os.PathLike | bytes) or hasattr(given, "SerializeToString")
-
-
-def _open_function(source: Any) -> FunctionOptimizer:
+def open_function(source: Any) -> FunctionOptimizer:
+    """Return the optimizer in a graph: a model, a function or a file, whose inputs may have defaults."""
     if isinstance(source, FunctionOptimizer):
         return source
     if isinstance(source, ir.Function) or type(source).__name__ == "FunctionProto":
@@ -278,7 +243,8 @@ def _as_model(function: ir.Function) -> Model:
     return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
-def _change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
+def change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
+    """Return the optimizer with other options: `lr`, `initial`, `name`."""
     initial = options.get("initial", {})
     check_options(f"the state of the optimizer `{made.name}`", initial, {value.name or "": 0 for value in made.state})
     try:

@@ -6,6 +6,7 @@ Targets of an optimizer are the parameters, or float32 copies of them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -17,16 +18,28 @@ import onnx_ir as ir
 from onward.arguments import fitting
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.model import Model
 from onward.recipe.assembly import Assembly, fill, full_tensor
 from onward.recipe.layers import layers
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
-from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, FunctionOptimizer, Given, given_optimizer, gradient_of
+from onward.recipe.optimizers.graph_optimizer import (
+    COUNT,
+    OPTIONS,
+    RATE,
+    FunctionOptimizer,
+    change_options,
+    gradient_of,
+    open_function,
+)
 from onward.recipe.optimizers.updates import configure
-from onward.recipe.spec import Spec, parse_options
+from onward.recipe.spec import Spec, check_options, parse, parse_options
 from onward.recipe.trainable import matching
 
 _NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
 """A pattern, in which there may be colons, and options."""
+
+
+Given = Spec | FunctionOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +62,38 @@ class Group:
             "hyper": dict(self.optimizer.values),
             "params": [value.name for value in self.parameters],
         }
+
+
+def given_optimizer(given: Any) -> Given:
+    """What a recipe says of an optimizer.
+
+    A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1, "initial": {"v": 1}}`.
+    A model can say these itself, as defaults of its inputs.
+    """
+    if isinstance(given, FunctionOptimizer):
+        return given
+    if isinstance(given, Mapping) and "function" in given:
+        check_options("an optimizer that is a function", given, dict.fromkeys(OPTIONS))
+        return change_options(open_function(given["function"]), given)
+    return open_function(given) if _is_graph(given) else parse(given)
+
+
+def with_rate(given: Any, lr: float) -> Any:
+    """The optimizer with a learning rate that was given beside it."""
+    optimizer = given_optimizer(given)
+    if isinstance(optimizer, FunctionOptimizer):
+        return change_options(optimizer, {RATE: lr})
+    if RATE in optimizer.options:
+        raise RecipeError(
+            f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
+        )
+    return Spec(optimizer.name, {RATE: lr, **optimizer.options})
+
+
+def _is_graph(given: Any) -> bool:
+    if isinstance(given, str):
+        return given.endswith(".onnx")
+    return isinstance(given, Model | ir.Function | os.PathLike | bytes) or hasattr(given, "SerializeToString")
 
 
 def patterns(given: Sequence[Any]) -> list[str]:
