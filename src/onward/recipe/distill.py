@@ -91,11 +91,29 @@ class Distillation:
         `inputs` are what the student gets of inputs that are preprocessed: so does the teacher.
         """
         wanted = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
-        results = _run_teacher(assembly, self.model, list(dict.fromkeys(wanted)), inputs)
+        outputs = list(dict.fromkeys(wanted))
+        part = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
+        fill_in_types(part, part.outputs)
+        part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
+        results = dict(zip(outputs, part.outputs, strict=True))
+        read_values = [value for value in part.inputs if value.uses()]
+        fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
+        known = {value.name or "": value for value in fed} | dict(inputs)
+        own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
+        only = own[0] if len(own) == len(read_values) == 1 else None
+        sources = {value: _source(assembly, value, known, only) for value in read_values}
+        embed(assembly, part, sources)
+        results = {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
         op = assembly.op.scoped("distill")
         total, share, facts = None, None, []
         for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
-            _check_shapes(value, results[name], name)
+            teacher = results[name]
+            if not _fit(value.shape, teacher.value.shape):
+                raise RecipeError(
+                    f"`{value.name}` of the model has shape {value.shape}, but `{name}` of the teacher has "
+                    f"{teacher.value.shape}",
+                    hint="name values of the same shape with `student=` and `teacher=`",
+                )
             place = "distill" if len(self.terms) == 1 else f"distill/{i}"
             distance = _distance(assembly, op, term, place, op(trained.get(value, value)), results[name])
             weight = assembly.hyper(f"{place}/weight", term.weight)
@@ -158,21 +176,6 @@ def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
 
 
-def _run_teacher(
-    assembly: Assembly, teacher: Model, outputs: list[str], inputs: Mapping[str, ir.Value]
-) -> dict[str, Expr]:
-    part = extract(teacher, [value.name or "" for value in teacher.inputs], outputs)
-    fill_in_types(part, part.outputs)
-    part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
-    results = dict(zip(outputs, part.outputs, strict=True))
-    read_values = [value for value in part.inputs if value.uses()]
-    fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
-    known = {value.name or "": value for value in fed} | dict(inputs)
-    own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
-    only = own[0] if len(own) == len(read_values) == 1 else None
-    sources = {value: _source(assembly, value, known, only) for value in read_values}
-    embed(assembly, part, sources)
-    return {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
 
 
 def _source(assembly: Assembly, wanted: ir.Value, known: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
@@ -202,13 +205,6 @@ def _in_type(expr: Expr, wanted: ir.Value, what: str) -> Expr:
     return cast
 
 
-def _check_shapes(student: ir.Value, teacher: Expr, name: str) -> None:
-    if not _fit(student.shape, teacher.value.shape):
-        raise RecipeError(
-            f"`{student.name}` of the model has shape {student.shape}, but `{name}` of the teacher has "
-            f"{teacher.value.shape}",
-            hint="name values of the same shape with `student=` and `teacher=`",
-        )
 
 
 def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:

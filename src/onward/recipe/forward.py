@@ -60,7 +60,21 @@ def training_forward(
         elif RANGE_KEY in node.metadata_props and is_observed(node) and STORED_KEY not in node.metadata_props:
             observe(assembly, node, new)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
-            _dropout(assembly, node, new)
+            if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+                raise UnsupportedError(
+                    f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
+                    hint="remove what reads it from the inference graph",
+                )
+            op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+            x, ratio = node.inputs[0], _constant(node, 1, 0.5)
+            assert x is not None
+            if ratio is None:
+                raise UnsupportedError(
+                    f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
+                )
+            key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
+            y = random.dropout(op, op(new.get(x, x)), ratio, key)
+            new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
         elif any(value in new for value in read_by(node)):
             _copy(assembly, node, new)
     return new
@@ -129,22 +143,6 @@ def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[i
     return found
 
 
-def _dropout(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
-    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
-        raise UnsupportedError(
-            f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
-            hint="remove what reads it from the inference graph",
-        )
-    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
-    x, ratio = node.inputs[0], _constant(node, 1, 0.5)
-    assert x is not None
-    if ratio is None:
-        raise UnsupportedError(
-            f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
-        )
-    key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
-    y = random.dropout(op, op(new.get(x, x)), ratio, key)
-    new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
 
 
 def _constant(node: ir.Node, index: int, default: float) -> float | None:

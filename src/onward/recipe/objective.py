@@ -181,7 +181,30 @@ def _custom(
     custom = term.custom
     if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
         function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
-        return _call(assembly, function, prediction, trained)
+        outputs = _outputs_by_name(assembly, trained)
+        names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
+        matched = any(name in outputs for name in names)
+        arguments: list[ir.Value] = []
+        added: list[str] = []
+        for i, name in enumerate(names):
+            if name in outputs:
+                arguments.append(outputs[name])
+            elif i == 0 and not matched:
+                arguments.append(prediction.value)
+            else:
+                declared = function.inputs[i]
+                dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
+                shape = declared.shape or (None if declared.dtype else prediction.value.shape)
+                extra = assembly.input(name, dtype, shape)
+                arguments.append(extra.value)
+                added.append(extra.name)
+        assembly.model.functions[function.identifier()] = function
+        assembly.model.ir.opset_imports.setdefault(function.domain, 1)
+        outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
+        result = outcome if isinstance(outcome, Expr) else outcome[0]
+        if result.dtype is None and prediction.dtype is not None:
+            result.value.type = ir.TensorType(prediction.dtype)
+        return result, added
     return _loss_model(assembly, load(custom), prediction, trained)
 
 
@@ -189,34 +212,6 @@ def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -
     return {value.name: trained.get(value, value) for value in assembly.model.outputs if value.name}
 
 
-def _call(
-    assembly: Assembly, function: ir.Function, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
-) -> tuple[Expr, list[str]]:
-    """Call a function. Inputs named as outputs of the model are these, else the first is the prediction."""
-    outputs = _outputs_by_name(assembly, trained)
-    names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
-    matched = any(name in outputs for name in names)
-    arguments: list[ir.Value] = []
-    added: list[str] = []
-    for i, name in enumerate(names):
-        if name in outputs:
-            arguments.append(outputs[name])
-        elif i == 0 and not matched:
-            arguments.append(prediction.value)
-        else:
-            declared = function.inputs[i]
-            dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
-            shape = declared.shape or (None if declared.dtype else prediction.value.shape)
-            extra = assembly.input(name, dtype, shape)
-            arguments.append(extra.value)
-            added.append(extra.name)
-    assembly.model.functions[function.identifier()] = function
-    assembly.model.ir.opset_imports.setdefault(function.domain, 1)
-    outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
-    result = outcome if isinstance(outcome, Expr) else outcome[0]
-    if result.dtype is None and prediction.dtype is not None:
-        result.value.type = ir.TensorType(prediction.dtype)
-    return result, added
 
 
 def _loss_model(
@@ -279,7 +274,10 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
     """A sentence for each loss that looks at probabilities where it is for scores, or the other way round."""
     for term, value in zip(summands, predictions, strict=True):
         known = LOSSES.get(term.spec.name)
-        made_by = _producer(value)
+        node = value.producer()
+        while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0] is not None:
+            node = node.inputs[0].producer()
+        made_by = node
         if made_by is None or known is None or term.custom is not None:
             continue
         instead = _NOT_FOR_PROBABILITIES.get((known.name, made_by.op_type))
@@ -296,12 +294,6 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
             )
 
 
-def _producer(value: ir.Value) -> ir.Node | None:
-    """The operator that computes a value, looking through those that hand it on."""
-    node = value.producer()
-    while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
 
 
 # ---- weights of samples ----------------------------------------------------------------------------------------------

@@ -152,7 +152,12 @@ def select(
     """
     known = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
-    _check_patterns([*(trainable or ()), *freeze], choices, roles)
+    patterns = [*(trainable or ()), *freeze]
+    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
+    if missing:
+        names = ", ".join(f"`{pattern}`" for pattern in missing)
+        hint = near_or_first(missing[0].strip("*"), choices)
+        raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
     if trainable is None:
         choices = _adapters_alone(model.graph, choices)
     choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
@@ -167,7 +172,10 @@ def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     """What the rule says about every candidate, before any pattern. Nothing is changed."""
     edges = gradient_edges(targets)
     found = dict(candidates(model.graph)).values()
-    made_by_exporter = _made_by_exporter(model, [value for value, _ in found if value in edges])
+    values = [value for value, _ in found if value in edges]
+    made = {value for value in values if is_exporter_constant(value, model)}
+    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
+    made_by_exporter = made if others else set()
     held = {value for value, _ in found if is_held_in_trace(value)} if is_traced(model) else set()
     return [_judge(value, hidden, edges, made_by_exporter, held) for value, hidden in found]
 
@@ -257,7 +265,8 @@ def _judge(
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", _UNREACHED)
-    role = _recorded_role(value)
+    holder = value.const_value or value.producer()
+    role = holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
     if role in _NEVER:
         return Choice(name, "constant", _NEVER[role])
     if role == "statistics":
@@ -285,19 +294,8 @@ def _judge(
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
-def _recorded_role(value: ir.Value) -> str:
-    holder = value.const_value or value.producer()
-    return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
 
 
-def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return the tensors that PyTorch's exporters made: constants of theirs, in a model that has weights beside them.
-
-    In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
-    """
-    made = {value for value in values if is_exporter_constant(value, model)}
-    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
-    return made if others else set()
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -380,12 +378,6 @@ def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Ch
     }
 
 
-def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: Mapping[str, Collection[str]]) -> None:
-    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
-    if missing:
-        names = ", ".join(f"`{pattern}`" for pattern in missing)
-        hint = near_or_first(missing[0].strip("*"), choices)
-        raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
 
 
 def _match(
@@ -458,7 +450,10 @@ def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) ->
     found: dict[str, set[str]] = dict(aliases)
     for role in wanted:
         if role == "head":
-            found[role] = _head(model)
+            head = find_head(model)
+            bias = head.bias()
+            stored = (head.weight, *([bias[0]] if bias else []))
+            found[role] = {value.name for value in stored if value.name}
         else:
             belongs = _is_bias if role == "biases" else is_norm
             found[role] = {name for name, (value, _) in known.items() if _has(value, edges, belongs)}
@@ -483,11 +478,6 @@ def _later_names(value: ir.Value) -> Iterator[str]:
         readers = value.consumers()
 
 
-def _head(model: Model) -> set[str]:
-    head = find_head(model)
-    bias = head.bias()
-    stored = (head.weight, *([bias[0]] if bias else []))
-    return {value.name for value in stored if value.name}
 
 
 def _has(value: ir.Value, edges: Edges, belongs: Callable[[ir.Node, int], bool]) -> bool:

@@ -183,7 +183,11 @@ class Update:
             gradients, due = self._accumulate(op, gradients)
         happens = due
         if self.dynamic_scale:
-            finite = _all_finite(op, gradients)
+            # Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to
+            # zero.
+            zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
+            total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
+            finite = op.Equal(total, np.float32(0))
             self._rescale(op, finite, due)
             happens = finite if due is None else op.And(due, finite)
         for name, expr in self._perhaps(op, happens, gradients).items():
@@ -303,11 +307,6 @@ class Update:
         return averages
 
 
-def _all_finite(op: Builder, gradients: Sequence[Expr]) -> Expr:
-    """Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to zero."""
-    zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
-    total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
-    return op.Equal(total, np.float32(0))
 
 
 def _scaler_numbers(given: str) -> dict[str, float]:

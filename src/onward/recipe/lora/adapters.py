@@ -132,7 +132,16 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
     """Remove an adapter with its tensors, in place; the layers that had it."""
     adapted = set()
     for reader in list(adapter.a.consumers()):
-        total = _sum_behind(reader)
+        node = reader
+        while node.op_type != "Add":
+            readers = list(node.outputs[0].consumers())
+            if len(readers) != 1 or node.op_type not in ("MatMul", "Conv", "Mul"):
+                raise UnsupportedError(
+                    f"the adapter around `{node.name}` is not as Onward writes it",
+                    hint="another tool may have changed it",
+                )
+            node = readers[0]
+        total = node
         y, z = total.inputs[0], total.outputs[0]
         assert y is not None and y.producer() is not None
         adapted.add(y.producer())
@@ -145,16 +154,6 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
     return [layer for layer in by_weight(model).get(adapter.weight, []) if layer.node in adapted]
 
 
-def _sum_behind(node: ir.Node) -> ir.Node:
-    """The Add where the branch that begins at a node joins the layer's output."""
-    while node.op_type != "Add":
-        readers = list(node.outputs[0].consumers())
-        if len(readers) != 1 or node.op_type not in ("MatMul", "Conv", "Mul"):
-            raise UnsupportedError(
-                f"the adapter around `{node.name}` is not as Onward writes it", hint="another tool may have changed it"
-            )
-        node = readers[0]
-    return node
 
 
 def _remove_branch(last: ir.Node) -> None:

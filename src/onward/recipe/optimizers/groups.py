@@ -312,7 +312,13 @@ class _AtOnce:
 
     def _declare(self, assembly: Assembly, value: ir.Value) -> ir.Value:
         name, owner = value.name or "", self._optimizer.owner_of(value.name or "")
-        initial = self._initial(value)
+        if value.dtype is None or value.shape is None or not value.shape.is_static():
+            raise RecipeError(
+                f"type or shape of the state `{value.name}` of the optimizer `{self._optimizer.name}` is not known",
+                hint="declare both with the inputs of the function",
+            )
+        initial = self._optimizer.initial.get(value.name or "", np.zeros(()))
+        initial = np.broadcast_to(initial.astype(value.dtype.numpy()), tuple(value.shape.numpy()))
         state = assembly.state(
             self._name(name),
             ir.Tensor(initial),
@@ -324,14 +330,6 @@ class _AtOnce:
         )
         return state.value
 
-    def _initial(self, value: ir.Value) -> np.ndarray:
-        if value.dtype is None or value.shape is None or not value.shape.is_static():
-            raise RecipeError(
-                f"type or shape of the state `{value.name}` of the optimizer `{self._optimizer.name}` is not known",
-                hint="declare both with the inputs of the function",
-            )
-        initial = self._optimizer.initial.get(value.name or "", np.zeros(()))
-        return np.broadcast_to(initial.astype(value.dtype.numpy()), tuple(value.shape.numpy()))
 
     def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
         op = op.scoped(self._group)

@@ -61,7 +61,6 @@ from onward.recipe.spec import Spec, lookup
 
 OPTIMIZERS: dict[str, Optimizer] = {}
 _FLAG = (False, True)
-_NEWTON_SCHULZ = {"ns_a": 3.4445, "ns_b": -4.775, "ns_c": 2.0315}
 
 
 def optimizer(name: str) -> Optimizer:
@@ -888,17 +887,15 @@ def muon(*, nesterov: bool, adjust: str, steps: int, tall: bool) -> Update:
 
 
 def _muon(s: Settings, shape: Shape | None) -> Call:
-    rows, columns = _matrix(shape)
-    return Call(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
-
-
-def _matrix(shape: Shape | None) -> Shape:
     if shape is not None and len(shape) != 2:
         raise RecipeError(
             f"optimizer `muon` is for matrices, but a parameter has the shape {list(shape)}",
             hint="give what is not a matrix to another optimizer, such as `adamw`",
         )
-    return shape or (1, 1)
+    rows, columns = shape or (1, 1)
+    return Call(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
+
+
 
 
 _register(

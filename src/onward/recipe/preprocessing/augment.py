@@ -85,7 +85,15 @@ class Augmentation:
         self._size: list[Expr] = []
         self._moved, self._kept = [*moving], list[str]()
         for other in moving[1:] if self._along != [] else ():
-            self._check_pair(moving[0], other)
+            first = moving[0]
+            way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
+            if self._moves_of(first) != self._moves_of(other):
+                raise RecipeError(
+                    f"`augment` moves `{first}` and `{other}` in different ways",
+                    hint=f"give both the same `flip` and `crop`, or {way_out}",
+                )
+            if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[other])):
+                raise RecipeError(f"`augment` moves `{first}` and `{other}`, which differ in size", hint=way_out)
         self.changed: dict[ir.Value, ir.Value] = {}
         """What is augmented -> what training has in its place."""
         for name in [*moving, *(name for name in inputs if name not in moving)]:
@@ -125,16 +133,6 @@ class Augmentation:
     def _moves_of(self, name: str) -> list[Spec]:
         return [spec for spec in self._specs[name] if spec.name in MOVES]
 
-    def _check_pair(self, first: str, second: str) -> None:
-        """Refuse two images that may belong together, and cannot move together."""
-        way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
-        if self._moves_of(first) != self._moves_of(second):
-            raise RecipeError(
-                f"`augment` moves `{first}` and `{second}` in different ways",
-                hint=f"give both the same `flip` and `crop`, or {way_out}",
-            )
-        if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[second])):
-            raise RecipeError(f"`augment` moves `{first}` and `{second}`, which differ in size", hint=way_out)
 
     def _augment_input(self, name: str, entry: Entry) -> ir.Value | None:
         """Append what changes an input; None if nothing does."""

@@ -171,7 +171,14 @@ def fitted(picture: Picture, model: ir.Value, operations: str) -> Expr:
             f"`{operations}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
             hint="let it end with a `resize` to that size",
         )
-    return _in_type(picture.x, model)
+    x = picture.x
+    wanted = model.dtype or ir.DataType.FLOAT
+    if wanted.is_integer():
+        limits = np.iinfo(wanted.numpy())
+        x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
+    if wanted is not ir.DataType.FLOAT:
+        x = x.op.Cast(x, to=wanted)
+    return x
 
 
 def form_of(value: ir.Value) -> Form:
@@ -270,15 +277,6 @@ def _way_out(given: Dims, implied: Form) -> str:
     return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
 
 
-def _in_type(x: Expr, model: ir.Value) -> Expr:
-    """In the type that the model takes: whole numbers are rounded, and stay in the range of their type."""
-    wanted = model.dtype or ir.DataType.FLOAT
-    if wanted.is_integer():
-        limits = np.iinfo(wanted.numpy())
-        x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
-    if wanted is not ir.DataType.FLOAT:
-        x = x.op.Cast(x, to=wanted)
-    return x
 
 
 # ---- text as a model of its own --------------------------------------------------------------------------------------

@@ -129,7 +129,12 @@ class _Insertion:
         rounded = quantise.outputs[0]
         floating = ir.DataType.FLOAT
         back = self._node("DequantizeLinear", value, [rounded, scale, zero], floating, f"{value.name}/dequantized")
-        self._insert_behind(value, [quantise, back])
+        nodes = [quantise, back]
+        producer = value.producer()
+        if producer is not None:
+            self._graph.insert_after(producer, nodes)
+        else:
+            self._graph.insert_before(self._graph[0], nodes)
         self._parameters[back.outputs[0]] = scale, zero
         return back.outputs[0]
 
@@ -138,12 +143,6 @@ class _Insertion:
         scale = tag_scale(ir.Tensor(np.ones((), np.float32)), self._settings)
         return self._store(f"{name}/scale", scale), self._store(f"{name}/zero", zero)
 
-    def _insert_behind(self, value: ir.Value, nodes: list[ir.Node]) -> None:
-        producer = value.producer()
-        if producer is not None:
-            self._graph.insert_after(producer, nodes)
-        else:
-            self._graph.insert_before(self._graph[0], nodes)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -151,7 +150,14 @@ class _Insertion:
         if weight in self._pairs:
             rounded = self._pairs[weight]
         else:
-            weight = self._stored_weight(weight)
+            stored = expose(self._graph, weight)
+            assert stored.const_value is not None
+            if stored.const_value.dtype != ir.DataType.FLOAT:
+                raise UnsupportedError(
+                    f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
+                    hint="keep it out with `keep`, or convert the model to float32 first",
+                )
+            weight = stored
             rounded = self._pairs[weight] = self._weight_pair(weight, place.axis)
         index, reader = 1, place.node
         while (value := reader.inputs[index]) is not None and value is not weight and value is not rounded:
@@ -161,15 +167,6 @@ class _Insertion:
             reader, index = step, 0
         reader.replace_input_with(index, rounded)
 
-    def _stored_weight(self, weight: ir.Value) -> ir.Value:
-        stored = expose(self._graph, weight)
-        assert stored.const_value is not None
-        if stored.const_value.dtype != ir.DataType.FLOAT:
-            raise UnsupportedError(
-                f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
-                hint="keep it out with `keep`, or convert the model to float32 first",
-            )
-        return stored
 
     def _weight_pair(self, weight: ir.Value, axis: int) -> ir.Value:
         dtype, name = self._settings.weights, weight.name or ""
@@ -254,7 +251,24 @@ def fold_normalizations(model: Model) -> None:
         x = node.inputs[0]
         layer = x.producer() if x is not None else None
         if layer is not None and x is not None and _can_be_folded(layer, node, x):
-            _fold(model, layer, node)
+            graph = model.graph
+            scale, shift, mean, variance = (_numbers(value) for value in node.inputs[1:5])
+            factor = scale / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
+            weight = layer.inputs[1]
+            assert weight is not None
+            shape = [1] * len(constant_tensor(weight).shape)  # type: ignore[union-attr]
+            shape[_OUTPUT_AXIS[layer.op_type]] = -1
+            _put(expose(graph, weight), _numbers(weight) * factor.reshape(shape))
+            bias = layer.inputs[2] if len(layer.inputs) > 2 else None
+            if bias is not None:
+                _put(expose(graph, bias), (_numbers(bias) - mean) * factor + shift)
+            else:
+                name = node.inputs[2].name if node.inputs[2] is not None else None
+                fresh = model.names().fresh(f"{name or layer.name}/folded")
+                added = add_initializer(graph, fresh, (shift - mean * factor).astype(np.float32))
+                layer.resize_inputs(3)
+                layer.replace_input_with(2, added)
+            _take_place(graph, layer, node)
 
 
 def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
@@ -276,25 +290,6 @@ def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
     )
 
 
-def _fold(model: Model, layer: ir.Node, node: ir.Node) -> None:
-    graph = model.graph
-    scale, shift, mean, variance = (_numbers(value) for value in node.inputs[1:5])
-    factor = scale / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
-    weight = layer.inputs[1]
-    assert weight is not None
-    shape = [1] * len(constant_tensor(weight).shape)  # type: ignore[union-attr]
-    shape[_OUTPUT_AXIS[layer.op_type]] = -1
-    _put(expose(graph, weight), _numbers(weight) * factor.reshape(shape))
-    bias = layer.inputs[2] if len(layer.inputs) > 2 else None
-    if bias is not None:
-        _put(expose(graph, bias), (_numbers(bias) - mean) * factor + shift)
-    else:
-        name = node.inputs[2].name if node.inputs[2] is not None else None
-        fresh = model.names().fresh(f"{name or layer.name}/folded")
-        added = add_initializer(graph, fresh, (shift - mean * factor).astype(np.float32))
-        layer.resize_inputs(3)
-        layer.replace_input_with(2, added)
-    _take_place(graph, layer, node)
 
 
 def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
@@ -347,7 +342,15 @@ def reopen(model: Model, settings: Settings) -> None:
         return
     activations = [n for n in model.graph if n.op_type == "QuantizeLinear" and STORED_KEY not in n.metadata_props]
     for node in {node.inputs[1]: node for node in reversed(activations)}.values():  # the first of those with one range
-        _check_range(node)
+        # Refuse ranges that have no place in the file for what training finds.
+        scale, zero = (*node.inputs[1:], None)[:2]
+        stored = all(value is not None and value.is_initializer() for value in (scale, zero))
+        if not stored or any(len(constant_tensor(value).shape) for value in (scale, zero)):  # type: ignore[union-attr]
+            raise UnsupportedError(
+                f"the range of `{node.inputs[0].name}` cannot change: it is not a scale and a zero point "  # type: ignore[union-attr]
+                "that are initializers, one number each",
+                hint="take `ranges=fixed`",
+            )
         _observe(node, settings)
 
 
@@ -361,16 +364,6 @@ def _open_weight(graph: ir.Graph, node: ir.Node, settings: Settings) -> None:
         _observe(rounding, settings)
 
 
-def _check_range(node: ir.Node) -> None:
-    """Refuse ranges that have no place in the file for what training finds."""
-    scale, zero = (*node.inputs[1:], None)[:2]
-    stored = all(value is not None and value.is_initializer() for value in (scale, zero))
-    if not stored or any(len(constant_tensor(value).shape) for value in (scale, zero)):  # type: ignore[union-attr]
-        raise UnsupportedError(
-            f"the range of `{node.inputs[0].name}` cannot change: it is not a scale and a zero point "  # type: ignore[union-attr]
-            "that are initializers, one number each",
-            hint="take `ranges=fixed`",
-        )
 
 
 def _observe(node: ir.Node, settings: Settings) -> None:

@@ -160,7 +160,16 @@ def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) ->
     is_first = op.Equal(_count(assembly, found), np.int64(0))
     low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), found.facts.get("percentile"))
     if found.facts["ranges"] == "moving":
-        low, high = _average_range(assembly, op, found, low, high, is_first)
+        decay = op.constant(np.float64(found.facts["momentum"]))
+        averages = []
+        for name, number, known in zip(found.limits, (low, high), _known_range(found), strict=True):
+            start = ir.Tensor(np.asarray(known, np.float32))
+            state = assembly.state(name, start, functools.partial(_constant, start), role="statistics")
+            old = op(state.value)
+            average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
+            averages.append(average)
+            assembly.update(assembly.values[name].name or "", average)
+        low, high = averages[0], averages[1]
         scale, zero = parameters_of(op, low, high, found.dtype)
     else:
         first_scale, first_zero = parameters_of(op, low, high, found.dtype)
@@ -191,20 +200,6 @@ def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, E
     return op.ReduceMax(low, keepdims=0), op.ReduceMin(high, keepdims=0)
 
 
-def _average_range(
-    assembly: Assembly, op: Builder, found: Rounding, low: Expr, high: Expr, is_first: Expr
-) -> tuple[Expr, Expr]:
-    """The moving averages of both ends, which are state."""
-    decay = op.constant(np.float64(found.facts["momentum"]))
-    averages = []
-    for name, number, known in zip(found.limits, (low, high), _known_range(found), strict=True):
-        start = ir.Tensor(np.asarray(known, np.float32))
-        state = assembly.state(name, start, functools.partial(_constant, start), role="statistics")
-        old = op(state.value)
-        average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
-        averages.append(average)
-        assembly.update(assembly.values[name].name or "", average)
-    return averages[0], averages[1]
 
 
 def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
