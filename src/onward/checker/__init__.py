@@ -16,18 +16,18 @@ from onnx import ModelProto
 from onward.arguments import checked
 from onward.checker import bindings, devices, file, functions, gradients, metadata, optimizers, standard, structure
 from onward.checker.codes import CODES, FAMILIES, Code, Finding, Severity, make_finding, worst_first
-from onward.checker.scope import OverBudget, Scope, Subject
+from onward.checker.scope import CheckedModel, OverBudget, Scope
 from onward.checker.standard import TARGETS
 from onward.model import Model, Source, storage
 from onward.model.serde import without_data
 
 __all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check", "check_proto"]
 
-_Seen = TypeVar("_Seen", Subject, Scope)
+_Seen = TypeVar("_Seen", CheckedModel, Scope)
 
-# Rules about a file look at the Subject, rules about a graph at its Scope: SCOPE_RULES at every graph that is executed,
-# STEP_RULES at algorithms only, SOUND_* only where names mean something. The first group needs no types, and decides
-# whether onnx is worth asking for them.
+# Rules about a file look at the CheckedModel, rules about a graph at its Scope: SCOPE_RULES at every graph that is
+# executed, STEP_RULES at algorithms only, SOUND_* only where names mean something. The first group needs no types, and
+# decides whether onnx is worth asking for them.
 _FORM = (*file.MODEL_RULES, *functions.MODEL_RULES, *devices.MODEL_RULES)
 _MEANING = (*bindings.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
 _OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES, *devices.SCOPE_RULES)
@@ -47,7 +47,7 @@ def check_proto(
     older, proto = file.of_older_form(proto)
     if older and (unreadable := list(file.problems(proto))):
         return unreadable
-    subject = Subject(proto, Path(base_dir) if base_dir is not None else None)
+    subject = CheckedModel(proto, Path(base_dir) if base_dir is not None else None)
     findings = [*older, *_apply(_FORM, [subject])]
     unsound = set()
     for scope in subject.scopes:

@@ -10,11 +10,11 @@ from onnx import StringStringEntryProto
 
 from onward.checker.codes import Finding, bare, listing, make_finding, quote
 from onward.checker.graphs import SLOTS, attribute
-from onward.checker.scope import Scope, Subject
+from onward.checker.scope import CheckedModel, Scope
 from onward.standard import domain_of
 
 
-class Kind(NamedTuple):
+class BindingList(NamedTuple):
     """One of the two lists of bindings of an entry, and the scope whose outputs are its values."""
 
     field: str
@@ -27,11 +27,11 @@ class Kind(NamedTuple):
         return self.source.binding(self.field, key)
 
 
-def _kinds(step: Scope) -> tuple[Kind, Kind]:
+def _kinds(step: Scope) -> tuple[BindingList, BindingList]:
     entry = step.entry
     return (
-        Kind("initialization_binding", entry.initialization_binding, step.initialization, "OW305", "OW306"),
-        Kind("update_binding", entry.update_binding, step, "OW207", "OW208"),
+        BindingList("initialization_binding", entry.initialization_binding, step.initialization, "OW305", "OW306"),
+        BindingList("update_binding", entry.update_binding, step, "OW207", "OW208"),
     )
 
 
@@ -159,18 +159,18 @@ def updates_change(step: Scope) -> Iterator[Finding]:
             )
 
 
-def one_update_each(subject: Subject) -> Iterator[Finding]:
+def one_update_each(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
 
 
-def one_reset_each(subject: Subject) -> Iterator[Finding]:
+def one_reset_each(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(
         subject, "OW204", "initialization_binding", "initialised", [s.resets for s in subject.steps]
     )
 
 
 def _shared_targets(
-    subject: Subject, code: str, field: str, done: str, maps: list[dict[str, str]]
+    subject: CheckedModel, code: str, field: str, done: str, maps: list[dict[str, str]]
 ) -> Iterator[Finding]:
     first: dict[str, int] = {}
     for i, pairs in enumerate(maps):
@@ -234,7 +234,7 @@ def steps_do_something(step: Scope) -> Iterator[Finding]:
         yield make_finding("OW218", place, "the step updates nothing: it evaluates, or only initialises")
 
 
-def state_is_updated(subject: Subject) -> Iterator[Finding]:
+def state_is_updated(subject: CheckedModel) -> Iterator[Finding]:
     for step in subject.steps:
         for key in step.resets:
             known = step.updates if key in step.own.initializers else subject.updated
@@ -247,7 +247,7 @@ def state_is_updated(subject: Subject) -> Iterator[Finding]:
                 )
 
 
-def state_is_initialised(subject: Subject) -> Iterator[Finding]:
+def state_is_initialised(subject: CheckedModel) -> Iterator[Finding]:
     reset = {key for step in subject.steps for key in step.resets}
     for step in subject.steps:
         for key in step.updates:

@@ -13,7 +13,7 @@ from onnx import IR_VERSION, GraphProto, ModelProto, TensorProto, defs
 
 from onward.checker.codes import Finding, bare, make_finding, quote
 from onward.checker.graphs import Site, count, of_tensor, subgraphs
-from onward.checker.scope import Subject, function_place, versions
+from onward.checker.scope import CheckedModel, function_place, versions
 from onward.errors import Error, InvalidModelError
 from onward.model import older_forms, storage
 from onward.model.checks import DATA_FIELDS, field_of
@@ -24,12 +24,12 @@ from onward.standard import FUNCTIONS_IR, TRAINING_IR, domain_of, schema_domain
 from onward.transform.opset import is_same
 
 
-def graph_present(subject: Subject) -> Iterator[Finding]:
+def graph_present(subject: CheckedModel) -> Iterator[Finding]:
     if not subject.proto.HasField("graph"):
         yield make_finding("OW101", "model", "the model has no graph: there is nothing to run or train")
 
 
-def ir_version(subject: Subject) -> Iterator[Finding]:
+def ir_version(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
         yield make_finding("OW102", "model", "the field `ir_version` is not set", "set it; training needs 7 or newer")
@@ -42,7 +42,7 @@ def ir_version(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def graph_names(subject: Subject) -> Iterator[Finding]:
+def graph_names(subject: CheckedModel) -> Iterator[Finding]:
     for scope in subject.scopes:
         if not scope.own.proto.name and not scope.own.is_empty:
             yield make_finding("OW108", scope.own.place, "the graph has no name", "give it any name")
@@ -76,7 +76,7 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
 # ---- operator sets ---------------------------------------------------------------------------------------------------
 
 
-def check_imports(subject: Subject) -> Iterator[Finding]:
+def check_imports(subject: CheckedModel) -> Iterator[Finding]:
     """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
     reported: set[tuple[int, str]] = set()
     for call in subject.calls:
@@ -92,7 +92,7 @@ def check_imports(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def training_version(subject: Subject) -> Iterator[Finding]:
+def training_version(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.opsets.get(TRAINING_DOMAIN, 1)
     if version != 1:
         yield make_finding(
@@ -100,7 +100,7 @@ def training_version(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def imported_once(subject: Subject) -> Iterator[Finding]:
+def imported_once(subject: CheckedModel) -> Iterator[Finding]:
     imports = [("model", subject.proto.opset_import)]
     imports += [(function_place(function), function.opset_import) for function in subject.proto.functions]
     for place, opsets in imports:
@@ -112,7 +112,7 @@ def imported_once(subject: Subject) -> Iterator[Finding]:
                 yield make_finding("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
 
 
-def known_version(subject: Subject) -> Iterator[Finding]:
+def known_version(subject: CheckedModel) -> Iterator[Finding]:
     version, newest = subject.opsets.get("", 0), defs.onnx_opset_version()
     if version > newest:
         message = f"operator set {version} is newer than {newest}, the newest that the installed onnx knows"
@@ -121,7 +121,7 @@ def known_version(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def same_operators(subject: Subject) -> Iterator[Finding]:
+def same_operators(subject: CheckedModel) -> Iterator[Finding]:
     """Functions may import other versions than the model if their operators are the same; reported once for each."""
     shared, reported = dict(subject.opsets), set()
     for call in subject.calls:
@@ -139,7 +139,7 @@ def same_operators(subject: Subject) -> Iterator[Finding]:
             yield make_finding("OW618", call.place, message, "write all with the same version" if domain else hint)
 
 
-def new_enough(subject: Subject) -> Iterator[Finding]:
+def new_enough(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
         return  # there is a rule for a missing version
@@ -178,7 +178,7 @@ class Located(NamedTuple):
         return f'{self.holder}.{self.part}["{bare(self.tensor.name)}"]'
 
 
-def all_tensors(subject: Subject) -> Iterator[Located]:
+def all_tensors(subject: CheckedModel) -> Iterator[Located]:
     for scope in subject.scopes:
         yield from _in_graph(scope.own.proto, scope.own.place)
     for call in subject.calls:
@@ -200,7 +200,7 @@ def _in_graph(graph: GraphProto, holder: str) -> Iterator[Located]:
 # ---- in the file
 
 
-def data_fits(subject: Subject) -> Iterator[Finding]:
+def data_fits(subject: CheckedModel) -> Iterator[Finding]:
     for located in all_tensors(subject):
         tensor = located.tensor
         if tensor.data_location != TensorProto.EXTERNAL and (problem := _misfit(tensor)):
@@ -230,7 +230,7 @@ def _misfit(tensor: TensorProto) -> str | None:
 # ---- beside the file
 
 
-def external_data(subject: Subject) -> Iterator[Finding]:
+def external_data(subject: CheckedModel) -> Iterator[Finding]:
     outside = (each for each in all_tensors(subject) if each.tensor.data_location == TensorProto.EXTERNAL)
     for place, fault in external_faults(((each.place, each.tensor) for each in outside), subject.base_dir):
         code, hint = _FAULTS[fault.about]
@@ -249,7 +249,7 @@ DEEPEST = 100  # messages; the limit of protobuf's own parsers
 _MOST = 20
 
 
-class _Fields(NamedTuple):
+class _TextFields(NamedTuple):
     """The fields of a message that can hold text, directly or further down. Tensor data holds none."""
 
     text: tuple[str, ...]
@@ -259,12 +259,12 @@ class _Fields(NamedTuple):
 
 
 @cache
-def _fields(descriptor: Descriptor) -> _Fields:
+def _fields(descriptor: Descriptor) -> _TextFields:
     def names(kind: int, repeated: bool) -> tuple[str, ...]:
         return tuple(f.name for f in descriptor.fields if f.type == kind and bool(f.is_repeated) == repeated)
 
     text, message = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE
-    return _Fields(names(text, False), names(text, True), names(message, False), names(message, True))
+    return _TextFields(names(text, False), names(text, True), names(message, False), names(message, True))
 
 
 def problems(proto: Message) -> Iterator[Finding]:
@@ -290,7 +290,7 @@ def problems(proto: Message) -> Iterator[Finding]:
                 todo.append((child, (path, (name, i)), depth + 1))
 
 
-def _broken_texts(message: Message, fields: _Fields) -> Iterator[str]:
+def _broken_texts(message: Message, fields: _TextFields) -> Iterator[str]:
     for name in fields.text:
         if type(getattr(message, name)) is not str:
             yield name

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from onnx import AttributeProto
 
 from onward.checker.codes import Finding, listing, make_finding, quote
-from onward.checker.graphs import FLOATING, Node, attribute
-from onward.checker.scope import Gradient, Inputs, Scope, Subject, leaves, upstream
+from onward.checker.graphs import FLOATING, NodeView, attribute
+from onward.checker.scope import CheckedModel, Gradient, Inputs, Scope, leaves, upstream
 from onward.model.core import TRAINING_DOMAIN
 from onward.rules.quantization import MOVING, makes_rounded
 from onward.rules.registry import has_gradient
@@ -109,7 +109,7 @@ def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
                 )
 
 
-def on_top_level(subject: Subject) -> Iterator[Finding]:
+def on_top_level(subject: CheckedModel) -> Iterator[Finding]:
     for call in subject.calls:
         hidden = "a function" if call.function else "a subgraph" if call.site.depth else None
         if hidden and call.node.op_type == "Gradient" and call.node.domain == TRAINING_DOMAIN:
@@ -145,7 +145,7 @@ def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
         known = scope.types.get(name)
         return known is None or known.is_floating or name in rounded
 
-    def inputs(node: Node, output: int) -> Iterable[str]:
+    def inputs(node: NodeView, output: int) -> Iterable[str]:
         if node.domain == "" and node.op == "Cast" and _is_cast_to_index(node) and node.args[0] not in rounded:
             return ()
         reached = {name for i, name in enumerate(node.args) if has_gradient(node.domain, node.op, i)}
@@ -164,7 +164,7 @@ def _differentiable_integers(scope: Scope) -> set[str]:
     return names
 
 
-def _is_cast_to_index(node: Node) -> bool:
+def _is_cast_to_index(node: NodeView) -> bool:
     to = attribute(node.proto, "to")
     return bool(node.args) and to is not None and to.i not in FLOATING
 

@@ -57,12 +57,12 @@ def walk(nodes: Iterable[NodeProto], holder: str, depth: int = 0) -> Iterator[Si
             yield from walk(graph.node, f"{site.place}/{name}", depth + 1)
 
 
-class Node:
+class NodeView:
     """A node of a top-level graph."""
 
     __slots__ = ("args", "domain", "graph", "index", "op", "outputs", "proto", "reads")
 
-    def __init__(self, graph: Graph, index: int, proto: NodeProto):
+    def __init__(self, graph: GraphIndex, index: int, proto: NodeProto):
         self.graph, self.index, self.proto = graph, index, proto
         self.domain, self.op = domain_of(proto), proto.op_type
         self.args, self.outputs = tuple(proto.input), tuple(proto.output)
@@ -101,7 +101,7 @@ class Node:
         return self.args[2 + output if output < number else 2 + output + number]
 
 
-class Graph:
+class GraphIndex:
     """One graph of the file. `place` is its name in findings: `graph`, `training_info[0].algorithm` ..."""
 
     def __init__(self, proto: GraphProto, place: str):
@@ -110,16 +110,16 @@ class Graph:
         self.initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in proto.initializer}
         self.sparse: dict[str, SparseTensorProto] = {tensor.values.name: tensor for tensor in proto.sparse_initializer}
         self.outputs = tuple(value.name for value in proto.output)
-        self.nodes = [Node(self, i, node) for i, node in enumerate(proto.node)]
-        self.producers: dict[str, tuple[Node, int]] = {}
+        self.nodes = [NodeView(self, i, node) for i, node in enumerate(proto.node)]
+        self.producers: dict[str, tuple[NodeView, int]] = {}
         for node in self.nodes:
             for i, name in enumerate(node.outputs):
                 if name:
                     self.producers.setdefault(name, (node, i))
 
     @cached_property
-    def readers(self) -> dict[str, list[Node]]:
-        readers: dict[str, list[Node]] = {}
+    def readers(self) -> dict[str, list[NodeView]]:
+        readers: dict[str, list[NodeView]] = {}
         for node in self.nodes:
             for name in node.reads:
                 readers.setdefault(name, []).append(node)

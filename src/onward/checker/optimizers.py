@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from onnx import TensorProto
 
 from onward.checker.codes import Finding, listing, make_finding, quote
-from onward.checker.graphs import SLOTS, Node, attribute, count
+from onward.checker.graphs import SLOTS, NodeView, attribute, count
 from onward.checker.scope import Scope, upstream
 from onward.model.core import TRAINING_DOMAIN
 
@@ -26,7 +26,7 @@ _RANGES = {
 }
 
 
-def optimizers(scope: Scope) -> Iterator[Node]:
+def optimizers(scope: Scope) -> Iterator[NodeView]:
     return (node for node in scope.own.nodes if node.is_training(*SLOTS))
 
 
@@ -145,7 +145,7 @@ def count_advances(step: Scope) -> Iterator[Finding]:
             )
 
 
-def _depends_on_count(node: Node) -> bool:
+def _depends_on_count(node: NodeView) -> bool:
     """Adagrad without decay, and Momentum with beta 1, do the same for every T."""
     attr = attribute(node.proto, {"Adagrad": "decay_factor", "Momentum": "beta"}.get(node.op, ""))
     value = attr.f if attr is not None else 0.0

@@ -1,4 +1,4 @@
-"""What a rule may ask: about the whole file (`Subject`), and about one graph in its surroundings (`Scope`)."""
+"""What a rule may ask: about the whole file (`CheckedModel`), and about one graph in its surroundings (`Scope`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx import (
 )
 
 from onward.checker.codes import bare
-from onward.checker.graphs import Graph, Node, Site, TensorType, attribute, count, declared_types, walk
+from onward.checker.graphs import GraphIndex, NodeView, Site, TensorType, attribute, count, declared_types, walk
 from onward.errors import near
 from onward.model import TRAINING_DOMAIN
 from onward.model.protos import bodies
@@ -48,7 +48,7 @@ class Budget:
             raise OverBudget
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A node anywhere in the model, and the operator sets that it is written in."""
 
     site: Site
@@ -69,13 +69,13 @@ class Call(NamedTuple):
 class Gradient:
     """A Gradient node and the attributes that say what it differentiates."""
 
-    node: Node
+    node: NodeView
     xs: tuple[str, ...]
     zs: tuple[str, ...]
     y: str
 
     @classmethod
-    def of(cls, node: Node) -> Gradient:
+    def of(cls, node: NodeView) -> Gradient:
         def texts(name: str) -> tuple[str, ...]:
             found = attribute(node.proto, name)
             return tuple(text.decode("utf-8", "replace") for text in found.strings) if found else ()
@@ -92,7 +92,9 @@ class Gradient:
 class Scope:
     """One graph that is executed, in its surroundings: the inference graph, an algorithm on it, an initialization."""
 
-    def __init__(self, subject: Subject, own: Graph, *, outer: Graph | None = None, step: int | None = None):
+    def __init__(
+        self, subject: CheckedModel, own: GraphIndex, *, outer: GraphIndex | None = None, step: int | None = None
+    ):
         self.subject, self.own, self.outer, self.step = subject, own, outer, step
         self.parts = (own,) if outer is None else (outer, own)
         around = [subject.inference.types] if outer is not None else []
@@ -114,7 +116,7 @@ class Scope:
         """The place of a binding: `training_info[0].update_binding["w"]`."""
         return f'training_info[{self.step}].{field}["{bare(key)}"]'
 
-    def producer(self, name: str) -> tuple[Node, int] | None:
+    def producer(self, name: str) -> tuple[NodeView, int] | None:
         return self.own.producers.get(name) or (self.outer.producers.get(name) if self.outer else None)
 
     def initializer(self, name: str) -> TensorProto | None:
@@ -127,7 +129,7 @@ class Scope:
     def defines(self, name: str) -> bool:
         return any(part.defines(name) for part in self.parts)
 
-    def read_by(self, name: str) -> list[Node]:
+    def read_by(self, name: str) -> list[NodeView]:
         return [node for part in self.parts for node in part.readers.get(name, ())]
 
     def near(self, name: str) -> str | None:
@@ -164,7 +166,7 @@ def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
     return pairs
 
 
-class Subject:
+class CheckedModel:
     """The file as a whole."""
 
     def __init__(self, proto: ModelProto, base_dir: Path | None):
@@ -174,14 +176,14 @@ class Subject:
             self.functions.setdefault((function.domain, function.name, function.overload), function)
         self.opsets = versions(proto.opset_import)
         self._hints = Budget(20_000)
-        graph = Graph(proto.graph, "graph")
+        graph = GraphIndex(proto.graph, "graph")
         self.inference = Scope(self, graph)
         self.steps: list[Scope] = []
         self.initializations: list[Scope] = []
         for i, entry in enumerate(proto.training_info):
-            algorithm = Graph(entry.algorithm, f"training_info[{i}].algorithm")
+            algorithm = GraphIndex(entry.algorithm, f"training_info[{i}].algorithm")
             self.steps.append(Scope(self, algorithm, outer=graph, step=i))
-            initialization = Graph(entry.initialization, f"training_info[{i}].initialization")
+            initialization = GraphIndex(entry.initialization, f"training_info[{i}].initialization")
             self.initializations.append(Scope(self, initialization, step=i))
 
     @property
@@ -197,12 +199,12 @@ class Subject:
         return {key for step in self.steps for key in step.updates}
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[FunctionCall]:
         """Every node of the model, those in functions included."""
-        calls = [Call(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
+        calls = [FunctionCall(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
         for function in self.proto.functions:
             opsets = versions(function.opset_import)
-            calls += [Call(site, opsets, function) for site in walk(function.node, function_place(function))]
+            calls += [FunctionCall(site, opsets, function) for site in walk(function.node, function_place(function))]
         return calls
 
     @cached_property
@@ -248,7 +250,7 @@ def model_of(scope: Scope) -> ModelProto:
     return model
 
 
-def _append(model: ModelProto, part: Graph) -> None:
+def _append(model: ModelProto, part: GraphIndex) -> None:
     graph = model.graph
     graph.node.extend(part.proto.node)
     graph.input.extend(part.proto.input)
@@ -306,10 +308,10 @@ def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
 # ---- what depends on what --------------------------------------------------------------------------------------------
 
 
-Inputs = Callable[[Node, int], Iterable[str]]
+Inputs = Callable[[NodeView, int], Iterable[str]]
 
 
-def all_inputs(node: Node, output: int) -> Iterable[str]:
+def all_inputs(node: NodeView, output: int) -> Iterable[str]:
     return node.behind(output)
 
 

@@ -17,7 +17,7 @@ from onward.checker.file import all_tensors
 from onward.checker.functions import can_expand, standard_domains
 from onward.checker.graphs import Site, of_values
 from onward.checker.sandbox import Verdict, examine
-from onward.checker.scope import Scope, Subject, model_of
+from onward.checker.scope import CheckedModel, Scope, model_of
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
 from onward.runtime.limits import NO_KERNEL, onnxruntime_limits
@@ -31,7 +31,7 @@ _GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # the p
 _PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
 
 
-def study(subject: Subject) -> dict[Scope, Verdict]:
+def study(subject: CheckedModel) -> dict[Scope, Verdict]:
     """Ask onnx about every graph; keep what it says, and give the scopes the types that it infers."""
     if not can_expand(subject) or (subject.base_dir is None and _has_inner_external_data(subject)):
         return {}
@@ -66,14 +66,14 @@ def _examine(scope: Scope) -> Verdict:
     return examine(model, scope.subject.base_dir)
 
 
-def _has_inner_external_data(subject: Subject) -> bool:
+def _has_inner_external_data(subject: CheckedModel) -> bool:
     """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
     top = {scope.own.place for scope in subject.scopes}
     located = (one for one in all_tensors(subject) if one.tensor.data_location == TensorProto.EXTERNAL)
     return any(isinstance(one.holder, Site) or one.holder not in top for one in located)
 
 
-def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
+def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
     """What onnx objects to, in graphs where nothing else is wrong."""
     blamed = {graph[0] for finding in errors if (graph := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
@@ -123,7 +123,7 @@ def _sentence(message: str, most: int = 400) -> str:
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}
 
 
-def versions(subject: Subject) -> Iterator[Finding]:
+def versions(subject: CheckedModel) -> Iterator[Finding]:
     limits = onnxruntime_limits()
     opset, ir = subject.opsets.get("", 0), subject.proto.ir_version
     if opset > limits.opset:
@@ -134,7 +134,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
         yield make_finding("OW651", "model", message, f"write the model with IR version {limits.ir} or older")
 
 
-def kernels(subject: Subject) -> Iterator[Finding]:
+def kernels(subject: CheckedModel) -> Iterator[Finding]:
     for call in subject.calls:
         since = NO_KERNEL.get(call.node.op_type)
         opset = call.opsets.get("", 0)
@@ -144,14 +144,14 @@ def kernels(subject: Subject) -> Iterator[Finding]:
             yield make_finding("OW653", call.place, message, hint)
 
 
-def domains(subject: Subject) -> Iterator[Finding]:
+def domains(subject: CheckedModel) -> Iterator[Finding]:
     for call in subject.calls:
         domain = domain_of(call.node)
         if domain not in standard_domains() | _ITS_DOMAINS and subject.function(call.node) is None:
             yield make_finding("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
 
 
-def training_operators(subject: Subject) -> Iterator[Finding]:
+def training_operators(subject: CheckedModel) -> Iterator[Finding]:
     here = [node.place for node in subject.inference.own.nodes if node.domain == TRAINING_DOMAIN]
     for place in here:
         yield make_finding("OW655", place, "ONNX Runtime knows no training operators", "move the node to an algorithm")
@@ -163,13 +163,13 @@ def training_operators(subject: Subject) -> Iterator[Finding]:
         )
 
 
-_RULES: dict[str, tuple[Callable[[Subject], Iterator[Finding]], ...]] = {
+_RULES: dict[str, tuple[Callable[[CheckedModel], Iterator[Finding]], ...]] = {
     "onnxruntime": (versions, kernels, domains, training_operators),
 }
 TARGETS = tuple(_RULES)
 
 
-def rules_for(target: str | None) -> tuple[Callable[[Subject], Iterator[Finding]], ...]:
+def rules_for(target: str | None) -> tuple[Callable[[CheckedModel], Iterator[Finding]], ...]:
     if target is None:
         return ()
     if target not in _RULES:

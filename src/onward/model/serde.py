@@ -247,7 +247,7 @@ def save(model: Model, path: str | os.PathLike[str], data: storage.External = "a
     return model.path
 
 
-def places_of(model: Model) -> list[storage.Place]:
+def places_of(model: Model) -> list[storage.TensorPlace]:
     """Every place of a model that holds a tensor."""
     return storage.places(*_containers(model))
 

@@ -40,7 +40,7 @@ _KL_OPTIONS = {"temperature": 1.0, "axis": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class DistillTerm:
     """One distance between a value of the student and one of the teacher. Without a name: the output of the loss."""
 
     spec: Spec
@@ -95,7 +95,7 @@ class Distillation:
         part = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
         fill_in_types(part, part.outputs)
         part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
-        results = dict(zip(outputs, part.outputs, strict=True))
+        computed = dict(zip(outputs, part.outputs, strict=True))
         read_values = [value for value in part.inputs if value.uses()]
         fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
         known = {value.name or "": value for value in fed} | dict(inputs)
@@ -103,8 +103,8 @@ class Distillation:
         only = own[0] if len(own) == len(read_values) == 1 else None
         sources = {value: _source(assembly, value, known, only) for value in read_values}
         embed(assembly, part, sources)
-        results = {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
         op = assembly.op.scoped("distill")
+        results = {name: op(value) for name, value in computed.items()}
         total, share, facts = None, None, []
         for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
             teacher = results[name]
@@ -115,7 +115,7 @@ class Distillation:
                     hint="name values of the same shape with `student=` and `teacher=`",
                 )
             place = "distill" if len(self.terms) == 1 else f"distill/{i}"
-            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), results[name])
+            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), teacher)
             weight = assembly.hyper(f"{place}/weight", term.weight)
             weighted = distance * op.CastLike(weight, distance)
             total = weighted if total is None else total + weighted
@@ -128,7 +128,7 @@ class Distillation:
         return op(hard.value) * op.CastLike(1.0 - share, hard) + total
 
 
-def _term(spec: Spec, weight: float) -> Term:
+def _term(spec: Spec, weight: float) -> DistillTerm:
     lookup("way to learn from a teacher", spec.name, _DISTANCES)
     options = dict(spec.options)
     own = {name: options.pop(name, None) for name in _OWN_OPTIONS}
@@ -146,7 +146,7 @@ def _term(spec: Spec, weight: float) -> Term:
             raise RecipeError(f"the temperature is `{temperature}`, but must be a positive number")
         if options["axis"] not in (1, -1):
             raise RecipeError(f"the classes cannot be on axis `{options['axis']}`", hint="they are on axis 1 or -1")
-    return Term(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
+    return DistillTerm(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
 
 
 def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
@@ -167,15 +167,13 @@ def _outputs(model: Model) -> str:
     return f"the outputs are {', '.join(value.name or '' for value in model.outputs)}"
 
 
-def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
+def _counterpart(teacher: Model, term: DistillTerm, student: ir.Value) -> str:
     """The teacher's value for a term: the one that is named, that of the same name, or the only output."""
     same = next((value for value in teacher.outputs if value.name == student.name), None)
     return _find_value(teacher, term.teacher, "the teacher", same).name or ""
 
 
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
-
-
 
 
 def _source(assembly: Assembly, wanted: ir.Value, known: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
@@ -205,8 +203,6 @@ def _in_type(expr: Expr, wanted: ir.Value, what: str) -> Expr:
     return cast
 
 
-
-
 def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     if a is None or b is None:
         return True
@@ -215,7 +211,7 @@ def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     )
 
 
-def _distance(assembly: Assembly, op: Builder, term: Term, place: str, student: Expr, teacher: Expr) -> Expr:
+def _distance(assembly: Assembly, op: Builder, term: DistillTerm, place: str, student: Expr, teacher: Expr) -> Expr:
     target = _in_type(op(teacher.value), student.value, f"the teacher's `{teacher.name}`")
     options = dict(term.spec.options)
     if term.spec.name != _KL:

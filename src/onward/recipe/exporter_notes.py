@@ -73,7 +73,7 @@ Use = tuple[ir.Node, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ModuleTensor:
     """A tensor that the module holds."""
 
     name: str
@@ -250,22 +250,22 @@ def can_restore(model: Model) -> bool:
     return is_written and not model.steps
 
 
-def signature(graph: ir.Graph | None) -> Mapping[str, Held]:
+def signature(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
     """Return what calls name as arguments -> what the module holds."""
     return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
 
 
 @functools.lru_cache(maxsize=4)
-def _parse(text: str) -> dict[str, Held]:
-    return {argument: Held(name, kind) for argument, kind, name in _HELD.findall(text)}
+def _parse(text: str) -> dict[str, ModuleTensor]:
+    return {argument: ModuleTensor(name, kind) for argument, kind, name in _HELD.findall(text)}
 
 
-def _held_by_name(graph: ir.Graph | None) -> Mapping[str, Held]:
+def _held_by_name(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
     return _parse_by_name(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
 
 
 @functools.lru_cache(maxsize=4)
-def _parse_by_name(text: str) -> dict[str, Held]:
+def _parse_by_name(text: str) -> dict[str, ModuleTensor]:
     return {held.name: held for held in _parse(text).values()}
 
 
@@ -302,7 +302,7 @@ class _Restoration:
             assigned = _assign(waiting, uses, held) if waiting else []
             if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
                 if "batch_norm" in call:  # of BatchNormalization that was folded into it
-                    self._restore_bias(layer, Held(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
+                    self._restore_bias(layer, ModuleTensor(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
                 elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
                     assigned = _assign(waiting[:-1], uses, held)
                     self._restore_bias(layer, waiting[-1])
@@ -313,7 +313,7 @@ class _Restoration:
                 self.made.separated[separate.name or ""] = stored.name
                 node.replace_input_with(index, separate)
 
-    def _restore_bias(self, layer: ir.Node, one: Held) -> None:
+    def _restore_bias(self, layer: ir.Node, one: ModuleTensor) -> None:
         weight = constant_tensor(layer.inputs[1])
         if weight is None:
             return
@@ -324,7 +324,7 @@ class _Restoration:
         layer.resize_inputs(_BIAS + 1)
         layer.replace_input_with(_BIAS, bias)
 
-    def _add(self, stored: str, one: Held, tensor: ir.TensorProtocol) -> ir.Value:
+    def _add(self, stored: str, one: ModuleTensor, tensor: ir.TensorProtocol) -> ir.Value:
         """Add a tensor under the name that it has in the module, with the exporter's note."""
         name = self._names.fresh(one.name)
         value = add_initializer(self._graph, name, under_name(name, tensor))
@@ -548,7 +548,9 @@ def _names(node: ir.Node, index: int) -> set[str]:
     return {value.name or "", *_folded_from(value)} if value is not None else set()
 
 
-def _assign(waiting: list[Held], uses: list[Use], held: Mapping[str, Held]) -> list[tuple[Held, Use]] | None:
+def _assign(
+    waiting: list[ModuleTensor], uses: list[Use], held: Mapping[str, ModuleTensor]
+) -> list[tuple[ModuleTensor, Use]] | None:
     """Pair arguments of a call with the tensors that its nodes read, in order; None where numbers differ.
 
     A call may read constants of the exporter as well: tensors that are known to be of the module come first, then

@@ -143,8 +143,6 @@ def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[i
     return found
 
 
-
-
 def _constant(node: ir.Node, index: int, default: float) -> float | None:
     """A number that a node takes as an optional input; None if it is not constant."""
     if index >= len(node.inputs) or (value := node.inputs[index]) is None:

@@ -212,8 +212,6 @@ def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -
     return {value.name: trained.get(value, value) for value in assembly.model.outputs if value.name}
 
 
-
-
 def _loss_model(
     assembly: Assembly, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
@@ -292,8 +290,6 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
                 f"the loss `{known.name}` is for probabilities, and `{value.name}` comes out of a {made_by.op_type}; "
                 'for scores there is `loss="bce_with_logits"` (`--loss bce_with_logits`)'
             )
-
-
 
 
 # ---- weights of samples ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from onward.recipe.initialize import bind_initial_value, by_pattern, check_patte
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import (
-    Group,
+    OptimizerGroup,
     divide_by_depth,
     given_optimizer,
     groups,
@@ -39,7 +39,7 @@ from onward.recipe.optimizers.groups import (
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.trainable import Selection, matching, roles, select
-from onward.recipe.update import Update
+from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
@@ -180,13 +180,13 @@ class Recipe(StepOptions):
         assembly: Assembly,
         parameters: Sequence[ir.Value],
         loss: Expr,
-        chosen: list[Group],
+        chosen: list[OptimizerGroup],
         trained: Mapping[ir.Value, ir.Value],
         masks: prune.Masks,
     ) -> None:
         if self.lr_decay is not None:
             chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
-        update = Update(
+        update = UpdateBuilder(
             assembly,
             chosen,
             schedule=self.schedule,
@@ -231,7 +231,7 @@ def prepare(model: Source, **recipe: Any) -> Model:
 
 
 def _inputs_in_training(
-    model: Model, entries: Mapping[str, preprocessing.Entry], trained: Mapping[ir.Value, ir.Value]
+    model: Model, entries: Mapping[str, preprocessing.ModelInput], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
     """What the model gets of its inputs in training, where that is not what is fed."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}

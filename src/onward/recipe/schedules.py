@@ -330,7 +330,7 @@ _add(
 
 
 @dataclass(frozen=True)
-class Part:
+class SchedulePart:
     """One schedule of a sequence, with what it is built from, and the step at which the next one takes over."""
 
     schedule: Schedule
@@ -339,7 +339,7 @@ class Part:
     until: Expr | None = None
 
 
-def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[Part]) -> Expr:
+def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[SchedulePart]) -> Expr:
     """The learning rate at `step` of schedules that follow one another, each counting from the step where it begins.
 
     All but the last have an `until`; these rise from part to part.

@@ -294,10 +294,6 @@ def _judge(
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
-
-
-
-
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
     """The operators that use `value`, looking through those that only hand it on."""
     pending, seen = [value], {value}
@@ -376,8 +372,6 @@ def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Ch
         name: Choice(name, "frozen", reason) if choice.role == "parameter" and name not in added else choice
         for name, choice in choices.items()
     }
-
-
 
 
 def _match(
@@ -476,8 +470,6 @@ def _later_names(value: ir.Value) -> Iterator[str]:
         value = readers[0].outputs[0]
         yield value.name or ""
         readers = value.consumers()
-
-
 
 
 def _has(value: ir.Value, edges: Edges, belongs: Callable[[ir.Node, int], bool]) -> bool:

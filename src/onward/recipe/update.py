@@ -19,8 +19,8 @@ from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.optimizers.groups import Group, declare_state, like_target
-from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.optimizers.groups import OptimizerGroup, declare_state, like_target
+from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_options
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
@@ -31,13 +31,13 @@ _INITIAL_SCALE = 65536.0
 _CLIPS = ("norm", "tensor_norm", "value")
 
 
-class Update:
+class UpdateBuilder:
     """Declares the state of the optimizers and appends their updates to the algorithm."""
 
     def __init__(
         self,
         assembly: Assembly,
-        groups: Sequence[Group],
+        groups: Sequence[OptimizerGroup],
         *,
         schedule: Any = None,
         clip: Any = None,
@@ -161,7 +161,7 @@ class Update:
                     f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
                 )
             end = None if until is None else op(self.assembly.hyper(f"{place}/until", float(until)).value)
-            parts.append(Part(kind, exprs, choices, end))
+            parts.append(SchedulePart(kind, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)
 
     # ---- what a run computes -----------------------------------------------------------------------------------------
@@ -305,8 +305,6 @@ class Update:
             old = op(self.assembly.values[f"ema/{value.name}"])
             averages[f"ema/{value.name}"] = op.call(moving_average, old, current, decay)
         return averages
-
-
 
 
 def _scaler_numbers(given: str) -> dict[str, float]:

@@ -226,13 +226,13 @@ class Follower(Folder):
 _OWN = "a run has all its files in its folder: put the file itself there"
 
 
-def _unchanging_places(model: Model) -> list[storage.Place]:
+def _unchanging_places(model: Model) -> list[storage.TensorPlace]:
     """The places of what training does not change, if that is to be outside the file."""
     places, changing = places_of(model), _changing_state(model)
     return [place for place in places if place.holder not in changing] if goes_outside(places) else []
 
 
-def _user_places(model: Model) -> list[storage.Place]:
+def _user_places(model: Model) -> list[storage.TensorPlace]:
     """The places of what training changes that is in files of the user: an engine may begin with it as it is there."""
     changing = _changing_state(model)
     return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]

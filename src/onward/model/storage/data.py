@@ -16,7 +16,15 @@ import onnx_ir as ir
 from onward.model.storage.checksums import Range, Ranges
 from onward.model.storage.containers import SAFETENSORS_TYPES, safetensors_head
 from onward.model.storage.files import PAGE, Sink, announce, flush, is_repeated, listing, write_array
-from onward.model.storage.tensor_places import HeldTensor, Place, describe_tensor, let_go, nbytes, outside, range_of
+from onward.model.storage.tensor_places import (
+    HeldTensor,
+    TensorPlace,
+    describe_tensor,
+    let_go,
+    nbytes,
+    outside,
+    range_of,
+)
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
@@ -30,18 +38,18 @@ class _Piece:
     """Bytes that are written once, and the places that share them (tied weights)."""
 
     tensor: ir.TensorProtocol
-    places: list[Place]
+    places: list[TensorPlace]
 
 
 def write_data(
-    tensors: dict[Place, ir.TensorProtocol],
+    tensors: dict[TensorPlace, ir.TensorProtocol],
     suffix: str,
     target: Path,
     transaction: Transaction,
     shard_bytes: int | None,
     writers: Writers | None = None,
     ranges: dict[str, list[Range]] | None = None,
-) -> dict[Place, ir.TensorProtocol]:
+) -> dict[TensorPlace, ir.TensorProtocol]:
     """Write what goes outside, one tensor at a time; what the places will hold.
 
     Args:
@@ -72,7 +80,7 @@ def write_data(
     return future
 
 
-def _pieces(tensors: dict[Place, ir.TensorProtocol]) -> list[_Piece]:
+def _pieces(tensors: dict[TensorPlace, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
     for place, tensor in tensors.items():
         pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(place)
@@ -86,7 +94,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
     return range_of(tensor) or id(tensor)
 
 
-def spared_bytes(tensors: dict[Place, ir.TensorProtocol]) -> int:
+def spared_bytes(tensors: dict[TensorPlace, ir.TensorProtocol]) -> int:
     """The bytes that a data file does not need, and a model file does: of zeros, and of tensors that share theirs."""
     pieces = _pieces(tensors)
     needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))

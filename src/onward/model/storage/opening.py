@@ -14,7 +14,7 @@ from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelE
 from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
-from onward.model.storage.tensor_places import DataFile, hold_open
+from onward.model.storage.tensor_places import HeldFile, hold_open
 
 _ATTEMPTS = 100
 
@@ -23,7 +23,7 @@ _ATTEMPTS = 100
 class Opened:
     proto: ModelProto
     folder: Path
-    files: dict[Path, DataFile]
+    files: dict[Path, HeldFile]
 
 
 def open_model(path: PathLike) -> Opened:
@@ -44,7 +44,7 @@ def open_model(path: PathLike) -> Opened:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _held_files(proto: ModelProto, folder: Path) -> dict[Path, DataFile]:
+def _held_files(proto: ModelProto, folder: Path) -> dict[Path, HeldFile]:
     found = {file: hold_open(file) for file in data_files(proto, folder)}
     return {file: source for file, source in found.items() if source is not None}
 

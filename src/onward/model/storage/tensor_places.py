@@ -22,7 +22,7 @@ Container = ir.Graph | ir.Function
 
 
 @dataclass(eq=False)
-class Place:
+class TensorPlace:
     """Where a graph holds a tensor: an initializer, or an attribute."""
 
     holder: ir.Value | ir.Node | ir.Function
@@ -50,27 +50,27 @@ class Place:
         self.holder.attributes[old.name] = ir.Attr(old.name, old.type, value, doc_string=old.doc_string)
 
 
-def places(*containers: Container) -> list[Place]:
+def places(*containers: Container) -> list[TensorPlace]:
     """Every place in these graphs and functions, and in the graphs nested in them, that holds a tensor."""
     return [place for container in containers for place in _places(container)]
 
 
-def _places(container: Container) -> Iterator[Place]:
+def _places(container: Container) -> Iterator[TensorPlace]:
     top = container.graph if isinstance(container, ir.Function) else container
     for graph in (top, *top.subgraphs()):
-        yield from (Place(value) for value in graph.initializers.values() if value.const_value is not None)
+        yield from (TensorPlace(value) for value in graph.initializers.values() if value.const_value is not None)
     holders: list[ir.Node | ir.Function] = [container] if isinstance(container, ir.Function) else []
     for holder in (*holders, *top.all_nodes()):
         for attribute in holder.attributes.values():
             if attribute.value is None:
                 continue
             if attribute.type == ir.AttributeType.TENSOR:
-                yield Place(holder, attribute.name)
+                yield TensorPlace(holder, attribute.name)
             elif attribute.type == ir.AttributeType.TENSORS:
-                yield from (Place(holder, attribute.name, index) for index in range(len(attribute.value)))
+                yield from (TensorPlace(holder, attribute.name, index) for index in range(len(attribute.value)))
 
 
-def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, DataFile]) -> None:
+def hold_data(places: Iterable[TensorPlace], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
     """Say where the external tensors in a model are, by the files that were opened for it."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
     for place in places:
@@ -82,7 +82,7 @@ def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, 
             place.tensor = in_file(tensor, file)
 
 
-def in_file(tensor: ir.ExternalTensor, file: DataFile) -> HeldTensor:
+def in_file(tensor: ir.ExternalTensor, file: HeldFile) -> HeldTensor:
     """The same tensor, in a file that is held open."""
     at = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
     return HeldTensor(file, *at, base_dir=tensor.base_dir, **describe_tensor(tensor))
@@ -149,7 +149,7 @@ def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) ->
 # A name may be gone, as after a save that no longer needs the file, or lead to another file, as after another export.
 
 
-class DataFile:
+class HeldFile:
     """A file that tensors are in, open as long as one of them lives."""
 
     def __init__(self, path: Path, file: BinaryIO, info: os.stat_result):
@@ -216,10 +216,10 @@ class DataFile:
             return self.file.read(size)
 
 
-_open: weakref.WeakValueDictionary[tuple[int, ...], DataFile] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[tuple[int, ...], HeldFile] = weakref.WeakValueDictionary()
 
 
-def hold_open(path: Path) -> DataFile | None:
+def hold_open(path: Path) -> HeldFile | None:
     """A data file, held open once however many models use it; None where the system has no room for more of them."""
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as it is used)
@@ -233,7 +233,7 @@ def hold_open(path: Path) -> DataFile | None:
     if known is not None and known.path == path:
         file.close()
         return known
-    _open[key] = made = DataFile(path, file, info)
+    _open[key] = made = HeldFile(path, file, info)
     return made
 
 
@@ -249,7 +249,7 @@ class HeldTensor(ir.ExternalTensor):
     __slots__ = ("source",)
 
     def __init__(
-        self, source: DataFile, location: Any, offset: int | None, length: int | None, dtype: Any, **rest: Any
+        self, source: HeldFile, location: Any, offset: int | None, length: int | None, dtype: Any, **rest: Any
     ):
         super().__init__(location, offset, length, dtype, **rest)
         self.source = source

@@ -154,8 +154,6 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
     return [layer for layer in by_weight(model).get(adapter.weight, []) if layer.node in adapted]
 
 
-
-
 def _remove_branch(last: ir.Node) -> None:
     """Remove a node, and what only it has read."""
     pending = [last]

@@ -173,8 +173,6 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
 _DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
 
 
-
-
 def _read_config(path: Path, file: Path) -> dict[str, Any]:
     beside = file.with_name(_CONFIG)
     if path.is_dir() or beside.exists():
@@ -212,8 +210,6 @@ def _weight_of(module: str, names: dict[str, str]) -> str:
 
 def _hint(module: str, known: Iterable[str]) -> str:
     return near(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
-
-
 
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:

@@ -131,7 +131,7 @@ class Update:
         return Function(body, ["x_new", *(f"{slot}_new" for slot in slots)], self.name + suffix)
 
 
-class Call(NamedTuple):
+class UpdateCall(NamedTuple):
     """The function that updates a parameter, its attributes, and the slots whose shape is not the parameter's."""
 
     update: Update
@@ -179,7 +179,7 @@ class Optimizer:
     summary: str
     hyper: Mapping[str, float]
     """The numbers and their defaults, `lr` first."""
-    update: Callable[[Settings, Shape | None], Update | Call]
+    update: Callable[[Settings, Shape | None], Update | UpdateCall]
     """The update of a parameter of a shape, or of any, if weight decay is that of `choose`; else a call."""
     variants: Mapping[str, Mapping[str, float]]
     """The frameworks whose arithmetic is known, the default first, with the defaults that are not those of `hyper`."""
@@ -198,16 +198,16 @@ class Optimizer:
         common = {"variant": tuple(self.variants), "maximize": (False, True)}
         return {**self.options, **common, **({"standard": (True, False)} if self.standard else {})}
 
-    def choose(self, s: Settings, shape: Shape | None) -> Call:
+    def choose(self, s: Settings, shape: Shape | None) -> UpdateCall:
         """Return the function for a parameter of a shape, or for any.
 
         Keras decouples every weight decay; the others make it part of the gradient (default).
         """
         update = self.update(s, shape)
-        if isinstance(update, Call) or not s.weight_decay:
-            return update if isinstance(update, Call) else Call(update)
+        if isinstance(update, UpdateCall) or not s.weight_decay:
+            return update if isinstance(update, UpdateCall) else UpdateCall(update)
         is_decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
-        return Call(update, "decoupled" if is_decoupled else "coupled")
+        return UpdateCall(update, "decoupled" if is_decoupled else "coupled")
 
     def configure(self, **settings: Any) -> ConfiguredOptimizer:
         """An optimizer with these settings, numbers and choices alike, and defaults for the rest."""
@@ -306,7 +306,7 @@ class ConfiguredOptimizer:
         results = {name: after.like(before.value) for (name, before), after in zip(old.items(), new, strict=True)}
         return results.pop("x"), results
 
-    def _call(self, parameter: ir.Value) -> Call:
+    def _call(self, parameter: ir.Value) -> UpdateCall:
         call = self.kind.choose(self.settings, _static_shape(parameter))
         if parameter.dtype not in HALVES:
             return call

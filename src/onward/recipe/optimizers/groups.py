@@ -43,7 +43,7 @@ Given = Spec | FunctionOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class OptimizerGroup:
     """Parameters that share an optimizer and its settings."""
 
     name: str
@@ -112,7 +112,7 @@ def groups(
     default: Given,
     given: Sequence[Any],
     roles: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> list[Group]:
+) -> list[OptimizerGroup]:
     """The parameters divided: each goes to the first given group that matches it, the rest to the default.
 
     A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is
@@ -137,7 +137,7 @@ def groups(
         found.append((spec, members))
     found.append((default, list(remaining.values())))
     return [
-        Group(f"group{i}", _configure(spec), chosen)
+        OptimizerGroup(f"group{i}", _configure(spec), chosen)
         for i, (spec, chosen) in enumerate(item for item in found if item[1])
     ]
 
@@ -173,7 +173,7 @@ def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
 _FIRST, _LAST = "first", "last"
 
 
-def divide_by_depth(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Group]:
+def divide_by_depth(groups: Sequence[OptimizerGroup], graph: ir.Graph, decay: float) -> list[OptimizerGroup]:
     """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
     whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
     if whole:
@@ -189,7 +189,7 @@ def divide_by_depth(groups: Sequence[Group], graph: ir.Graph, decay: float) -> l
         if (members := [value for value in group.parameters if found[value] == depth])
     ]
     return [
-        Group(f"group{i}", _slower(group.optimizer, decay**depth), members)
+        OptimizerGroup(f"group{i}", _slower(group.optimizer, decay**depth), members)
         for i, (group, depth, members) in enumerate(parts)
     ]
 
@@ -245,17 +245,17 @@ class Appended(Protocol):
         """Append an update of the group: its new state by name, parameters among it."""
 
 
-def declare_state(assembly: Assembly, group: Group, targets: Targets) -> Appended:
+def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> Appended:
     """Declare the state of a group."""
     if isinstance(group.optimizer, FunctionOptimizer):
-        return _AtOnce(assembly, group, group.optimizer, targets)
-    return _OneByOne(assembly, group, group.optimizer, targets)
+        return _WholeGroup(assembly, group, group.optimizer, targets)
+    return _PerParameter(assembly, group, group.optimizer, targets)
 
 
-class _OneByOne:
+class _PerParameter:
     """An optimizer of the table, which looks at one parameter at a time."""
 
-    def __init__(self, assembly: Assembly, group: Group, optimizer: ConfiguredOptimizer, targets: Targets):
+    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
         self._assembly = assembly
         self._group = group
         self._optimizer = optimizer
@@ -295,10 +295,10 @@ class _OneByOne:
         return {**_new_values(op, x, value, target), **{f"{value.name}/{slot}": expr for slot, expr in after.items()}}
 
 
-class _AtOnce:
+class _WholeGroup:
     """An optimizer that is a function of all parameters of the group."""
 
-    def __init__(self, assembly: Assembly, group: Group, optimizer: FunctionOptimizer, targets: Targets):
+    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: FunctionOptimizer, targets: Targets):
         self._parameters = {value.name or "": value for value in group.parameters}
         self._targets = targets
         self._optimizer = optimizer.bind({name: targets[value] for name, value in self._parameters.items()})
@@ -329,7 +329,6 @@ class _AtOnce:
             group=self._group,
         )
         return state.value
-
 
     def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
         op = op.scoped(self._group)

@@ -56,7 +56,15 @@ from onward.recipe.optimizers.arithmetic import (
     trust_ratio,
     typed,
 )
-from onward.recipe.optimizers.definition import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Standard, Update
+from onward.recipe.optimizers.definition import (
+    ConfiguredOptimizer,
+    Optimizer,
+    Settings,
+    Shape,
+    Standard,
+    Update,
+    UpdateCall,
+)
 from onward.recipe.spec import Spec, lookup
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -200,7 +208,7 @@ _register(
         name="sgdw",
         summary="gradient descent with decoupled weight decay (Loshchilov and Hutter 2019)",
         hyper={**_SGD.hyper, "weight_decay": 1e-2},
-        update=lambda s, shape: Call(_descent(s), "decoupled"),
+        update=lambda s, shape: UpdateCall(_descent(s), "decoupled"),
         standard=None,
     )
 )
@@ -383,14 +391,14 @@ def adamw_transformers(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps, 
     return decoupled_decay(moved, lr, weight_decay), m, v
 
 
-def _adamw(s: Settings) -> Call:
+def _adamw(s: Settings) -> UpdateCall:
     """The class that transformers had, and onnxruntime-training after it, decays the weights last."""
     if s.variant != "transformers":
-        return Call(_adam(s), "decoupled")
+        return UpdateCall(_adam(s), "decoupled")
     if s.amsgrad or s.fused:
         what = "amsgrad" if s.amsgrad else "fused"
         raise RecipeError(f"AdamW of transformers has no `{what}`", hint="leave it out, or choose `variant=torch`")
-    return Call(adamw_transformers)
+    return UpdateCall(adamw_transformers)
 
 
 _register(
@@ -773,18 +781,18 @@ def adafactor_vector_optax(op, x, g, variance, lr, t, beta2_decay, eps1, eps2, d
     return adafactor_step_optax(op, x, g / op.Sqrt(v), lr, eps2, d, weight_decay), v
 
 
-def _adafactor(s: Settings, shape: Shape | None) -> Call:
+def _adafactor(s: Settings, shape: Shape | None) -> UpdateCall:
     """PyTorch factors over the last two axes; optax over the two largest, unless one of them is small."""
     shape = shape or ()
     if s.variant == "torch":
         if len(shape) < 2:
-            return Call(adafactor_vector)
-        return Call(adafactor, shapes=_factors(shape, large=len(shape) - 1, small=len(shape) - 2))
+            return UpdateCall(adafactor_vector)
+        return UpdateCall(adafactor, shapes=_factors(shape, large=len(shape) - 1, small=len(shape) - 2))
     if len(shape) < 2 or sorted(shape)[-2] < s.min_dim_size_to_factor:
-        return Call(adafactor_vector_optax)
+        return UpdateCall(adafactor_vector_optax)
     small, large = (int(axis) for axis in np.argsort(shape)[-2:])
     axes = {"large": [large], "small": [small]}
-    return Call(adafactor_optax, attributes=axes, shapes=_factors(shape, large=large, small=small))
+    return UpdateCall(adafactor_optax, attributes=axes, shapes=_factors(shape, large=large, small=small))
 
 
 def _factors(shape: Shape, *, large: int, small: int) -> dict[str, Shape]:
@@ -823,7 +831,7 @@ _register(
         "lion",
         "Lion (Chen et al. 2023), which follows the sign; as optax.lion, with the learning rate of its authors",
         {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 1e-3},
-        lambda s, shape: Call(lion),
+        lambda s, shape: UpdateCall(lion),
         variants={"optax": {}, "keras": {"lr": 1e-3, "weight_decay": 0.0}},
     )
 )
@@ -856,7 +864,7 @@ _register(
         "lamb",
         "LAMB (You et al. 2020): Adam in steps as long as the parameter is large; as optax.lamb, with lr of Keras",
         {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0},
-        lambda s, shape: lamb_keras if s.variant == "keras" else Call(lamb),
+        lambda s, shape: lamb_keras if s.variant == "keras" else UpdateCall(lamb),
         variants={"optax": {}, "keras": {"eps": 1e-7}},
     )
 )
@@ -886,16 +894,14 @@ def muon(*, nesterov: bool, adjust: str, steps: int, tall: bool) -> Update:
     return Update(body, "".join(["Muon", *parts, "" if steps == 5 else f"Steps{steps}"]))
 
 
-def _muon(s: Settings, shape: Shape | None) -> Call:
+def _muon(s: Settings, shape: Shape | None) -> UpdateCall:
     if shape is not None and len(shape) != 2:
         raise RecipeError(
             f"optimizer `muon` is for matrices, but a parameter has the shape {list(shape)}",
             hint="give what is not a matrix to another optimizer, such as `adamw`",
         )
     rows, columns = shape or (1, 1)
-    return Call(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
-
-
+    return UpdateCall(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
 
 
 _register(

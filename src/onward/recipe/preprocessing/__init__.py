@@ -8,7 +8,7 @@ graph, so that training and evaluation share it. Augmentation is part of the tra
 
 from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import (
-    Entry,
+    ModelInput,
     open_preprocessing,
     opset_of,
     put_before,
@@ -18,7 +18,7 @@ from onward.recipe.preprocessing.pipeline import Pipeline, Raw, Single, by_input
 
 __all__ = [
     "Augmentation",
-    "Entry",
+    "ModelInput",
     "Pipeline",
     "Raw",
     "Single",

@@ -13,7 +13,16 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, Dims, Form, Picture, dims_of, is_number, size_of
+from onward.recipe.preprocessing.operations import (
+    OPERATIONS,
+    SIZES,
+    Dims,
+    ImageBatch,
+    SampleShape,
+    dims_of,
+    is_number,
+    size_of,
+)
 from onward.recipe.preprocessing.text import Tokens, checked_length, tokenize
 from onward.recipe.preprocessing.word_pieces import ML_OPSET
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
@@ -106,7 +115,7 @@ class Pipeline:
         """All that is known, as it could have been given."""
         return [*([self.raw.spec()] if self.raw is not None else []), *self.specs]
 
-    def form(self, model: Form) -> Form:
+    def form(self, model: SampleShape) -> SampleShape:
         """The form of the data from which the operations make what the model takes."""
         for spec in reversed(self.specs):
             if spec.options.get("keep"):
@@ -117,7 +126,7 @@ class Pipeline:
             model = OPERATIONS[spec.name].before(model)
         return model
 
-    def dims(self, model: Form) -> Dims:
+    def dims(self, model: SampleShape) -> Dims:
         """The shape of a sample: as it was said, or as it follows."""
         implied = self.form(model)
         if self.raw is None or self.raw.dims is None:
@@ -126,18 +135,18 @@ class Pipeline:
         if implied.fits(given) or (_lacks_channel(given, implied) and implied.dims[implied.channels] in (None, 1)):
             return given
         raise RecipeError(
-            f"samples of the shape {Form(given, 0)} are not what `{self}` takes, which is {implied}",
+            f"samples of the shape {SampleShape(given, 0)} are not what `{self}` takes, which is {implied}",
             hint=_way_out(given, implied),
         )
 
-    def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[Picture, Expr]:
+    def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[ImageBatch, Expr]:
         """Append the operations: the picture that augmentation is for, and what the model reads."""
         target = form_of(model)
         implied, dims = self.form(target), self.dims(target)
         picture, point = self.through(self.start(op, raw, dims, implied))
         return point, fitted(picture, model, str(self))
 
-    def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: Form) -> Picture:
+    def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: SampleShape) -> ImageBatch:
         """The data as a picture: numbers, with an axis for channels."""
         x = op(raw)
         if _lacks_channel(dims, implied):
@@ -149,11 +158,11 @@ class Pipeline:
             limit = 255.0
         if raw.dtype is not ir.DataType.FLOAT:
             x = op.Cast(x, to=ir.DataType.FLOAT)
-        return Picture(x, Form(dims, implied.channels), limit)
+        return ImageBatch(x, SampleShape(dims, implied.channels), limit)
 
-    def through(self, picture: Picture) -> tuple[Picture, Picture]:
+    def through(self, picture: ImageBatch) -> tuple[ImageBatch, ImageBatch]:
         """Append the operations: what comes out, and the picture that augmentation is for."""
-        point: Picture | None = None
+        point: ImageBatch | None = None
         for spec in self.specs:
             if spec.name == "normalize" and point is None:
                 point = picture
@@ -164,7 +173,7 @@ class Pipeline:
         return " ".join(str(spec) for spec in self.specs)
 
 
-def fitted(picture: Picture, model: ir.Value, operations: str) -> Expr:
+def fitted(picture: ImageBatch, model: ir.Value, operations: str) -> Expr:
     """A picture as an input of a model takes it."""
     if not (target := form_of(model)).fits(picture.form.dims):
         raise RecipeError(
@@ -181,11 +190,11 @@ def fitted(picture: Picture, model: ir.Value, operations: str) -> Expr:
     return x
 
 
-def form_of(value: ir.Value) -> Form:
+def form_of(value: ir.Value) -> SampleShape:
     """The form of the samples in a batch."""
     if value.shape is None or not len(value.shape):
         raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
-    return Form.of(dims_of(value.shape)[1:])
+    return SampleShape.of(dims_of(value.shape)[1:])
 
 
 def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTIONS) -> list[Spec]:
@@ -260,7 +269,7 @@ def _picture_of(model: Model) -> str:
     return found[0]
 
 
-def _lacks_channel(dims: Dims, form: Form) -> bool:
+def _lacks_channel(dims: Dims, form: SampleShape) -> bool:
     """Whether these are grey pictures without an axis for their only channel."""
     if not form.is_picture or len(dims) != 2:
         return False
@@ -268,15 +277,13 @@ def _lacks_channel(dims: Dims, form: Form) -> bool:
     return all(a is None or b is None or a == b for a, b in zip(dims, sizes, strict=True))
 
 
-def _way_out(given: Dims, implied: Form) -> str:
+def _way_out(given: Dims, implied: SampleShape) -> str:
     if len(given) == 3 and implied.is_picture:
         if implied.turned().fits(given):
             return f"`{'channels_first' if implied.channels == 0 else 'channels_last'}` moves the channels"
         if implied.with_channels(None).fits(given) and given[implied.channels] == 1:
             return "`to_rgb` gives grey pictures three channels"
     return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
-
-
 
 
 # ---- text as a model of its own --------------------------------------------------------------------------------------
@@ -350,12 +357,12 @@ _MOVES = ("channels_first", "channels_last", "to_rgb")
 class Single:
     """Brings bytes of a picture to the size that a pipeline makes of it, as numbers that are not rounded."""
 
-    def __init__(self, specs: tuple[Spec, ...], form: Form):
+    def __init__(self, specs: tuple[Spec, ...], form: SampleShape):
         self._specs, self._form = specs, form
         raw = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape([1, *form.dims]))
         graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": OLDEST_OPSET})
         op = Builder(graph, opset=OLDEST_OPSET)
-        picture = Picture(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
+        picture = ImageBatch(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
         for spec in specs:
             picture = OPERATIONS[spec.name].build(picture, **spec.options)
         made = picture.x.named("y").value
@@ -365,7 +372,7 @@ class Single:
         self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
 
     @classmethod
-    def of(cls, pipeline: Pipeline, form: Form) -> Single | None:
+    def of(cls, pipeline: Pipeline, form: SampleShape) -> Single | None:
         """For pictures of such a form; None where the size is not fixed, or only after values were changed."""
         at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in SIZES), None)
         if at is None or not form.is_picture or not all(spec.name in _MOVES for spec in pipeline.specs[:at]):

@@ -20,7 +20,7 @@ from onward.recipe.exporter_notes import restore
 from onward.recipe.head import refuse_training
 from onward.recipe.lora.adapters import adapters
 from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
-from onward.recipe.quantize.settings import MOVES, QuantizedNode, Settings, middle, quantized_nodes, settings_of
+from onward.recipe.quantize.settings import MOVES, QuantizedNode, QuantizeSettings, middle, quantized_nodes, settings_of
 from onward.standard import METADATA_IR, OLDEST_OPSET, is_standard
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.quantised import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, can_be_trained, open_bias_up
@@ -53,7 +53,7 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
 
 
 class _Insertion:
-    def __init__(self, model: Model, settings: Settings):
+    def __init__(self, model: Model, settings: QuantizeSettings):
         self._model, self._graph, self._settings = model, model.graph, settings
         self._names: Names = model.names()
         self._parameters: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
@@ -143,7 +143,6 @@ class _Insertion:
         scale = tag_scale(ir.Tensor(np.ones((), np.float32)), self._settings)
         return self._store(f"{name}/scale", scale), self._store(f"{name}/zero", zero)
 
-
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def _quantise_weight(self, place: QuantizedNode, weight: ir.Value) -> None:
@@ -166,7 +165,6 @@ class _Insertion:
                 return
             reader, index = step, 0
         reader.replace_input_with(index, rounded)
-
 
     def _weight_pair(self, weight: ir.Value, axis: int) -> ir.Value:
         dtype, name = self._settings.weights, weight.name or ""
@@ -290,8 +288,6 @@ def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
     )
 
 
-
-
 def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
     """Let a layer give what the normalization behind it gave, which goes with all that only it has read."""
     old, new = node.outputs[0], layer.outputs[0]
@@ -325,7 +321,7 @@ _SETTINGS = ("ranges", "percentile", "momentum", "calibrate")
 """Settings that such a model can be given: the others are what it is."""
 
 
-def reopen(model: Model, settings: Settings) -> None:
+def reopen(model: Model, settings: QuantizeSettings) -> None:
     """Open up what is rounded already: biases too, and scales where they are to change."""
     own = [name for name in settings.named if name not in _SETTINGS]
     if own:
@@ -354,7 +350,7 @@ def reopen(model: Model, settings: Settings) -> None:
         _observe(node, settings)
 
 
-def _open_weight(graph: ir.Graph, node: ir.Node, settings: Settings) -> None:
+def _open_weight(graph: ir.Graph, node: ir.Node, settings: QuantizeSettings) -> None:
     stored = constant_tensor(node.inputs[0])
     if stored is None or not can_be_trained(node, stored):
         return
@@ -364,9 +360,7 @@ def _open_weight(graph: ir.Graph, node: ir.Node, settings: Settings) -> None:
         _observe(rounding, settings)
 
 
-
-
-def _observe(node: ir.Node, settings: Settings) -> None:
+def _observe(node: ir.Node, settings: QuantizeSettings) -> None:
     node.metadata_props[RANGE_KEY] = described(settings, known=True)
     x, scale, zero = node.inputs
     assert scale is not None and scale.const_value is not None and zero is not None and zero.const_value is not None

@@ -19,8 +19,8 @@ from onward.model.state import with_tags
 from onward.recipe.assembly import Assembly, moving_average, stop_gradient
 from onward.recipe.initialize import bind_initial_value
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
-from onward.recipe.optimizers.groups import Group
-from onward.recipe.quantize.settings import Settings, levels, most_symmetric
+from onward.recipe.optimizers.groups import OptimizerGroup
+from onward.recipe.quantize.settings import QuantizeSettings, levels, most_symmetric
 from onward.runtime.sessions import explain_failures, open_session
 from onward.transform.quantised import RANGE_KEY, STORED_KEY
 from onward.transform.training import keep_only, without_steps
@@ -29,7 +29,7 @@ LEAST_SCALE = float(np.finfo(np.float32).eps)
 """Scales are not smaller than that, as in PyTorch."""
 
 
-def described(settings: Settings, known: bool = False) -> str:
+def described(settings: QuantizeSettings, known: bool = False) -> str:
     """What the metadata of a QuantizeLinear says about its range, which may be known already."""
     facts: dict[str, Any] = {"ranges": settings.ranges}
     if settings.ranges == "moving":
@@ -43,7 +43,7 @@ def described(settings: Settings, known: bool = False) -> str:
     return json.dumps(facts)
 
 
-def tag_scale(tensor: ir.TensorProtocol, settings: Settings, weight: str | None = None) -> ir.TensorProtocol:
+def tag_scale(tensor: ir.TensorProtocol, settings: QuantizeSettings, weight: str | None = None) -> ir.TensorProtocol:
     """A scale, with what it is in training."""
     role = "parameter" if settings.ranges == "lsq" else "statistics"
     return with_tags(tensor, role=role, param=weight, slot="scale")
@@ -200,8 +200,6 @@ def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, E
     return op.ReduceMax(low, keepdims=0), op.ReduceMin(high, keepdims=0)
 
 
-
-
 def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
     return op.constant(tensor)
 
@@ -238,7 +236,9 @@ def bind_learned(assembly: Assembly, scales: Sequence[ir.Value], init: str | Map
             _bind_initial_scale(assembly, one, init)
 
 
-def groups_of_scales(scales: Sequence[ir.Value], model: Model, like: Group, start: int) -> list[Group]:
+def groups_of_scales(
+    scales: Sequence[ir.Value], model: Model, like: OptimizerGroup, start: int
+) -> list[OptimizerGroup]:
     """Groups for learned scales, one for each type: without decay, and at a rate that suits them.
 
     Optimizers that divide by the size of gradients move a scale as far as a weight, whatever its size. At the rate
@@ -259,7 +259,7 @@ def groups_of_scales(scales: Sequence[ir.Value], model: Model, like: Group, star
         rate = optimizer.values["lr"] / (level if optimizer.kind.is_scale_free else 1)
         decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.values else {}
         own = dataclasses.replace(optimizer, values={**optimizer.values, "lr": rate, **decay})
-        made.append(Group(f"group{start + i}", own, members))
+        made.append(OptimizerGroup(f"group{start + i}", own, members))
     return made
 
 

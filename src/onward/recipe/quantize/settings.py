@@ -50,7 +50,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class QuantizeSettings:
     """What is rounded to what, and where scales come from."""
 
     weights: ir.DataType
@@ -77,7 +77,7 @@ class Settings:
         return 19 if any(dtype in _FLOATS.values() for dtype in types) else 13
 
 
-def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
+def settings_of(given: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
     """The settings that were asked for, checked."""
     spec = parse(given)
     options = {**_DEFAULTS, **spec.options}
@@ -98,7 +98,7 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
     operators = _words("operators", options["operators"])
     for name in operators:
         lookup("operator to quantise", name, dict.fromkeys((*WEIGHTED, *PLAIN)))
-    return Settings(
+    return QuantizeSettings(
         weights,
         activations,
         _number("block", options["block"], 2, 2**20, whole=True),
@@ -200,7 +200,7 @@ class QuantizedNode:
         return value
 
 
-def quantized_nodes(graph: ir.Graph, settings: Settings) -> list[QuantizedNode]:
+def quantized_nodes(graph: ir.Graph, settings: QuantizeSettings) -> list[QuantizedNode]:
     """The nodes that settings name, in order."""
     known = {layer.node: layer for layer in layers(graph)}
     possible = {*WEIGHTED, *settings.operators}
