@@ -138,7 +138,11 @@ SCOPE_RULES = (
 
 def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
     """Where gradients flow, by the table of derivatives: into which inputs of a node, and through which values."""
-    rounded = _differentiable_integers(scope)
+    rounded: set[str] = set()  # integers that have a gradient
+    for node in (node for part in scope.parts for node in part.nodes):
+        moved = node.domain == "" and node.op in MOVING and not rounded.isdisjoint(node.args)
+        if moved or makes_rounded(node.domain, node.op):
+            rounded.update(node.outputs)
 
     def flows(name: str) -> bool:
         """Not if it is known to be an integer, a truth value or a text, unless it stands for what was rounded."""
@@ -152,16 +156,6 @@ def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
         return (name for name in node.behind(output) if name in reached or name not in node.args)
 
     return inputs, flows
-
-
-def _differentiable_integers(scope: Scope) -> set[str]:
-    """The integers that have a gradient."""
-    names: set[str] = set()
-    for node in (node for part in scope.parts for node in part.nodes):
-        moved = node.domain == "" and node.op in MOVING and not names.isdisjoint(node.args)
-        if moved or makes_rounded(node.domain, node.op):
-            names.update(node.outputs)
-    return names
 
 
 def _is_cast_to_index(node: NodeView) -> bool:

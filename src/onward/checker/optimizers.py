@@ -123,7 +123,14 @@ def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
     for node in optimizers(step):
         if node.op != "Adam" or len(node.args) < 2:
             continue
-        counter = _behind_identity(step, node.args[1])
+        counter = node.args[1]
+        seen = {counter}
+        while (producer := step.producer(counter)) and producer[0].op == "Identity" and producer[0].args:
+            step.budget.spend(1)
+            counter = producer[0].args[0]
+            if counter in seen:
+                break
+            seen.add(counter)
         if counter in step.updates and _initial(step, counter) == 0:
             yield make_finding(
                 "OW510",
@@ -150,17 +157,6 @@ def _depends_on_count(node: NodeView) -> bool:
     attr = attribute(node.proto, {"Adagrad": "decay_factor", "Momentum": "beta"}.get(node.op, ""))
     value = attr.f if attr is not None else 0.0
     return node.op == "Adam" or value != (0.0 if node.op == "Adagrad" else 1.0)
-
-
-def _behind_identity(scope: Scope, name: str) -> str:
-    seen = {name}
-    while (producer := scope.producer(name)) and producer[0].op == "Identity" and producer[0].args:
-        scope.budget.spend(1)
-        name = producer[0].args[0]
-        if name in seen:
-            break
-        seen.add(name)
-    return name
 
 
 def _initial(step: Scope, name: str) -> int | None:

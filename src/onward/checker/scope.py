@@ -244,29 +244,25 @@ def model_of(scope: Scope) -> ModelProto:
     model = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, functions=source.functions)
     model.graph.name = scope.own.proto.name or "graph"
     for part in scope.parts:
-        _append(model, part)
+        graph = model.graph
+        graph.node.extend(part.proto.node)
+        graph.input.extend(part.proto.input)
+        graph.output.extend(part.proto.output)
+        graph.value_info.extend(part.proto.value_info)
+        for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
+            name = sparse.values.name
+            graph.sparse_initializer.add().CopyFrom(sparse)
+            graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
+            if name not in part.inputs:
+                graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
+        for tensor in part.proto.initializer:
+            if _is_small(tensor):
+                graph.initializer.append(tensor)
+            elif tensor.name not in part.inputs:
+                graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
     if TRAINING_DOMAIN in versions(model.opset_import):
         _type_gradients(model.graph.node)
     return model
-
-
-def _append(model: ModelProto, part: GraphIndex) -> None:
-    graph = model.graph
-    graph.node.extend(part.proto.node)
-    graph.input.extend(part.proto.input)
-    graph.output.extend(part.proto.output)
-    graph.value_info.extend(part.proto.value_info)
-    for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
-        name = sparse.values.name
-        graph.sparse_initializer.add().CopyFrom(sparse)
-        graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
-        if name not in part.inputs:
-            graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
-    for tensor in part.proto.initializer:
-        if _is_small(tensor):
-            graph.initializer.append(tensor)
-        elif tensor.name not in part.inputs:
-            graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
 
 
 def _is_small(tensor: TensorProto) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from google.protobuf.message import EncodeError
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onward.checker.codes import Finding, listing, make_finding, quote
 from onward.checker.file import all_tensors
@@ -43,19 +43,16 @@ def study(subject: CheckedModel) -> dict[Scope, Verdict]:
         if verdict.died:  # the other graphs of such a file will do no better
             break
         if verdict.inferred:
-            _add_types(scope, ModelProto.FromString(verdict.inferred).graph)
+            inferred = ModelProto.FromString(verdict.inferred).graph
+            for values in (inferred.value_info, inferred.output):
+                for name, known in of_values(values).items():
+                    if name not in scope.types:
+                        scope.types[name] = known
+            for gradient in scope.gradients:  # those of inner values, whose types were not known before
+                for x, name in gradient.results:
+                    if x in scope.types:
+                        scope.types.setdefault(name, scope.types[x])
     return verdicts
-
-
-def _add_types(scope: Scope, inferred: GraphProto) -> None:
-    for values in (inferred.value_info, inferred.output):
-        for name, known in of_values(values).items():
-            if name not in scope.types:
-                scope.types[name] = known
-    for gradient in scope.gradients:  # those of inner values, whose types were not known before
-        for x, name in gradient.results:
-            if x in scope.types:
-                scope.types.setdefault(name, scope.types[x])
 
 
 def _examine(scope: Scope) -> Verdict:

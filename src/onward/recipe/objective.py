@@ -272,10 +272,9 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
     """A sentence for each loss that looks at probabilities where it is for scores, or the other way round."""
     for term, value in zip(summands, predictions, strict=True):
         known = LOSSES.get(term.spec.name)
-        node = value.producer()
-        while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0] is not None:
-            node = node.inputs[0].producer()
-        made_by = node
+        made_by = value.producer()
+        while made_by is not None and made_by.op_type in _HANDED_ON and made_by.inputs and made_by.inputs[0]:
+            made_by = made_by.inputs[0].producer()
         if made_by is None or known is None or term.custom is not None:
             continue
         instead = _NOT_FOR_PROBABILITIES.get((known.name, made_by.op_type))

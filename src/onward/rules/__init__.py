@@ -17,7 +17,6 @@ FAMILIES = (
     "control",
     "sequence",
     "sampling",
-    "spectral",
     "recurrent",
     "attention",
     "microsoft",

@@ -50,7 +50,7 @@ from onward.build import Builder, Expr
 from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
 from onward.standard import domain_of, schema_domain
-from onward.transform.node_faults import fault_of
+from onward.transform.types import fault_of
 
 
 @dataclasses.dataclass(frozen=True)

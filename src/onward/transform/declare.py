@@ -189,7 +189,20 @@ def rebatch(source: Source) -> Model:
             _FREED[node.op_type](result, node, target, size)
         elif node.op_type == "Concat" and size == 1:
             _free_concat(result, node)
-    _compare(model, result, size)
+    rng = np.random.default_rng(0)
+    halves = [{value.name or "": _sample(rng, value) for value in model.inputs} for _ in range(2)]
+    whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
+    try:
+        expected = [evaluate(strip(model), half) for half in halves]
+        found = evaluate(strip(result), whole)
+    except (DataError, UnsupportedError) as error:
+        raise _refusal(size, error.message) from error
+    for value, first, second, both in zip(result.outputs, *expected, found, strict=True):
+        wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
+        if both.shape != wanted.shape:
+            raise _refusal(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
+        if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise _refusal(size, f"`{value.name}` of a sample depends on the other samples")
     return result
 
 
@@ -283,23 +296,6 @@ def _constant(model: Model, name: str, numbers: tuple[int, ...]) -> ir.Value:
 
 
 # ---- whether it is the same model ------------------------------------------------------------------------------------
-
-
-def _compare(old: Model, new: Model, size: int) -> None:
-    rng = np.random.default_rng(0)
-    halves = [{value.name or "": _sample(rng, value) for value in old.inputs} for _ in range(2)]
-    whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
-    try:
-        expected = [evaluate(strip(old), half) for half in halves]
-        found = evaluate(strip(new), whole)
-    except (DataError, UnsupportedError) as error:
-        raise _refusal(size, error.message) from error
-    for value, first, second, both in zip(new.outputs, *expected, found, strict=True):
-        wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
-        if both.shape != wanted.shape:
-            raise _refusal(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
-        if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise _refusal(size, f"`{value.name}` of a sample depends on the other samples")
 
 
 def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:

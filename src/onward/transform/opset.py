@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import onnx
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, defs
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, defs
 
 from onward.arguments import Count, checked
 from onward.build import Names
@@ -43,7 +43,22 @@ def convert_opset(source: Source, version: Count) -> Model:
         proto = to_proto(model)
     names = Names(name for step in model.steps for name in all_names(step.algorithm))
     names.take(all_names(model.graph))
-    _convert(proto, version, names)
+    opsets = list(proto.opset_import)
+    types = value_types(proto) if proto.training_info else {}
+    convert_functions(proto, version)
+    if any(opset.domain in STANDARD and opset.version != version for opset in opsets):
+        convert_graph(proto.graph, opsets, version, names)
+        for info in proto.training_info:
+            read = [types.get(name) or ValueInfoProto(name=name) for name in captured_names(info.algorithm)]
+            convert_graph(info.algorithm, opsets, version, names, read)
+            if info.HasField("initialization"):
+                convert_graph(info.initialization, opsets, version, names)
+    for opset in proto.opset_import:
+        if opset.domain in STANDARD:
+            opset.version = version
+    if not any(opset.domain in STANDARD for opset in opsets):
+        proto.opset_import.add(domain="", version=version)
+    proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)
     converted = with_data(from_proto(proto), tensors)
     converted.path = model.path
     return stamp(converted)
@@ -65,25 +80,6 @@ def _is_of_one_opset(model: Model) -> bool:
     return is_of_one_opset(model.ir.opset_imports, (f.opset_imports for f in model.functions.values()))
 
 
-def _convert(proto: ModelProto, version: int, names: Names) -> None:
-    opsets = list(proto.opset_import)
-    types = value_types(proto) if proto.training_info else {}
-    convert_functions(proto, version)
-    if any(opset.domain in STANDARD and opset.version != version for opset in opsets):
-        convert_graph(proto.graph, opsets, version, names)
-        for info in proto.training_info:
-            read = [types.get(name) or ValueInfoProto(name=name) for name in captured_names(info.algorithm)]
-            convert_graph(info.algorithm, opsets, version, names, read)
-            if info.HasField("initialization"):
-                convert_graph(info.initialization, opsets, version, names)
-    for opset in proto.opset_import:
-        if opset.domain in STANDARD:
-            opset.version = version
-    if not any(opset.domain in STANDARD for opset in opsets):
-        proto.opset_import.add(domain="", version=version)
-    proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)
-
-
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +99,26 @@ Types = Mapping[str, ValueInfoProto]
 
 def convert_functions(proto: ModelProto, version: int) -> None:
     """Bring all functions to operator set `version`, in place."""
-    _share_other_domains(proto)
+    # Have functions import the model's versions of domains beside the standard's, if they mean the same there.
+    shared = {opset.domain: opset.version for opset in proto.opset_import}
+    defined = {(function.domain, function.name) for function in proto.functions}
+    for function in proto.functions:
+        for opset in function.opset_import:
+            opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime knows it as that
+            if opset.domain in STANDARD or shared.setdefault(opset.domain, opset.version) == opset.version:
+                continue
+            nodes = all_nodes(function.node)
+            for operator in {node.op_type for node in nodes if node.domain == opset.domain}:
+                wanted = shared[opset.domain]
+                if (opset.domain, operator) not in defined and not is_same(
+                    operator, opset.domain, opset.version, wanted
+                ):
+                    raise UnsupportedError(
+                        f"the function `{function.domain}.{function.name}` has `{opset.domain}.{operator}` of version "
+                        f"{opset.version} of its domain, and others of the model have version {wanted}",
+                        hint="write all with the same version: nothing converts operators of that domain",
+                    )
+            opset.version = shared[opset.domain]
     made = _ForCalls(proto.functions, version)
     if not made.needed:
         return
@@ -213,28 +228,24 @@ class _ForCalls:
         stated = sorted(attribute.SerializeToString(deterministic=True) for attribute in call.attribute)
         kind = (self._target(call), *given, *stated)
         if kind not in self.functions:
-            self.functions[kind] = self._for_call(call, types)
+            function = self._known[self._target(call)]
+            graph = _body(function, call, types)
+            shell = ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=function.opset_import)
+            shell.functions.extend(self._known.values())
+            self.redirect(graph, value_types(shell))
+            if function_version(function) not in (None, self._version):
+                try:
+                    convert_graph(graph, function.opset_import, self._version, Names(names_within(graph)))
+                except UnsupportedError as error:
+                    where = f"in the function `{function.domain}.{function.name}`"
+                    raise UnsupportedError(f"{error.message}\n{where}", hint=error.hint) from error
+            made = FunctionProto()
+            made.CopyFrom(function)
+            made.name, made.overload = self._names.fresh(f"{function.name}_{self._version}"), ""
+            del made.attribute[:], made.attribute_proto[:], made.value_info[:]
+            _rewrite(made, graph, self._version)
+            self.functions[kind] = made
         return self.functions[kind]
-
-    def _for_call(self, call: NodeProto, types: Types) -> FunctionProto:
-        """The function with the attributes of a call, converted with the types of the call in hand."""
-        function = self._known[self._target(call)]
-        graph = _body(function, call, types)
-        shell = ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=function.opset_import)
-        shell.functions.extend(self._known.values())
-        self.redirect(graph, value_types(shell))
-        if function_version(function) not in (None, self._version):
-            try:
-                convert_graph(graph, function.opset_import, self._version, Names(names_within(graph)))
-            except UnsupportedError as error:
-                where = f"in the function `{function.domain}.{function.name}`"
-                raise UnsupportedError(f"{error.message}\n{where}", hint=error.hint) from error
-        made = FunctionProto()
-        made.CopyFrom(function)
-        made.name, made.overload = self._names.fresh(f"{function.name}_{self._version}"), ""
-        del made.attribute[:], made.attribute_proto[:], made.value_info[:]
-        _rewrite(made, graph, self._version)
-        return made
 
 
 def _body(function: FunctionProto, call: NodeProto, types: Types) -> GraphProto:
@@ -248,46 +259,19 @@ def _body(function: FunctionProto, call: NodeProto, types: Types) -> GraphProto:
     settings = {a.name: a for a in (*function.attribute_proto, *call.attribute)}
     for node in all_nodes(graph.node):
         node.input[:] = ["" if name in missing else name for name in node.input]
-        _resolve(node, settings)
+        stated = list(node.attribute)
+        del node.attribute[:]
+        for attribute in stated:
+            if not attribute.ref_attr_name:
+                node.attribute.append(attribute)
+            elif attribute.ref_attr_name in settings:
+                resolved = node.attribute.add()
+                resolved.CopyFrom(settings[attribute.ref_attr_name])
+                resolved.name = attribute.name
     return graph
 
 
-def _resolve(node: NodeProto, settings: Mapping[str, AttributeProto]) -> None:
-    stated = list(node.attribute)
-    del node.attribute[:]
-    for attribute in stated:
-        if not attribute.ref_attr_name:
-            node.attribute.append(attribute)
-        elif attribute.ref_attr_name in settings:
-            resolved = node.attribute.add()
-            resolved.CopyFrom(settings[attribute.ref_attr_name])
-            resolved.name = attribute.name
-
-
 # ---- other domains ---------------------------------------------------------------------------------------------------
-
-
-def _share_other_domains(proto: ModelProto) -> None:
-    """Have functions import the model's versions of domains beside the standard's, if they mean the same there."""
-    shared = {opset.domain: opset.version for opset in proto.opset_import}
-    defined = {(function.domain, function.name) for function in proto.functions}
-    for function in proto.functions:
-        for opset in function.opset_import:
-            opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime knows it as that
-            if opset.domain in STANDARD or shared.setdefault(opset.domain, opset.version) == opset.version:
-                continue
-            nodes = all_nodes(function.node)
-            for operator in {node.op_type for node in nodes if node.domain == opset.domain}:
-                wanted = shared[opset.domain]
-                if (opset.domain, operator) not in defined and not is_same(
-                    operator, opset.domain, opset.version, wanted
-                ):
-                    raise UnsupportedError(
-                        f"the function `{function.domain}.{function.name}` has `{opset.domain}.{operator}` of version "
-                        f"{opset.version} of its domain, and others of the model have version {wanted}",
-                        hint="write all with the same version: nothing converts operators of that domain",
-                    )
-            opset.version = shared[opset.domain]
 
 
 def is_same(operator: str, domain: str, *versions: int) -> bool:

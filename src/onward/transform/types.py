@@ -10,14 +10,16 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto, defs
 
 from onward.errors import InvalidModelError, UnsupportedError, first_line, list_names
 from onward.model import Model
 from onward.model.checks import check_expansion
 from onward.model.protos import all_nodes
 from onward.model.serde import to_proto, without_data
-from onward.model.walk import ancestors, read_by
+from onward.model.walk import ancestors, nested_graphs, read_by
+from onward.runtime.sessions import open_session
+from onward.standard import IR_VERSION, domain_of
 
 _HINT = "`onward check` says more"
 
@@ -56,7 +58,13 @@ def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
     if untyped:
         _infer(model, untyped)
     for value in values:
-        _check_size(value)
+        shape = value.shape or ()
+        if math.prod(abs(dim) for dim in shape if isinstance(dim, int)) > _MOST_ELEMENTS:
+            sizes = ", ".join(map(str, shape))
+            raise InvalidModelError(
+                f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
+                hint="look at the sizes, pads and shapes before it: one of them is wrong",
+            )
 
 
 def _infer(model: Model, untyped: list[ir.Value]) -> None:
@@ -72,16 +80,6 @@ def _infer(model: Model, untyped: list[ir.Value]) -> None:
 
 _MOST_ELEMENTS = 2**48
 """More than any machine holds; sizes that are computed of such sizes may not be numbers of 64 bits."""
-
-
-def _check_size(value: ir.Value) -> None:
-    shape = value.shape or ()
-    if math.prod(abs(dim) for dim in shape if isinstance(dim, int)) > _MOST_ELEMENTS:
-        sizes = ", ".join(map(str, shape))
-        raise InvalidModelError(
-            f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
-            hint="look at the sizes, pads and shapes before it: one of them is wrong",
-        )
 
 
 def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
@@ -223,3 +221,56 @@ def _check_equation(equation: str, described: str) -> None:
         raise InvalidModelError(
             f"`equation` of {described} is {equation!r}", hint="it is of letters, commas and dots, such as `ij,jk->ik`"
         )
+
+
+# ---- what is wrong with a single node --------------------------------------------------------------------------------
+
+
+_MICROSOFT = "com.microsoft"
+_LARGEST = 64
+"""The number of elements up to which a constant may be one that shapes follow from."""
+
+
+def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
+    """Why a node is not a valid use of its operator, as far as its inputs are known; None if nobody objects."""
+    if node.domain == _MICROSOFT:
+        return _refusal_of_onnxruntime(_alone(node, imports))
+    if not defs.has(node.op_type, domain_of(node)):
+        return None
+    proto = _alone(node, imports)
+    context: Any = onnx.checker.C.CheckerContext()
+    context.ir_version, context.opset_imports = proto.ir_version, dict(imports)
+    try:
+        onnx.checker.check_node(proto.graph.node[0], context)
+        if not any(nested_graphs(node)):  # which read more than is known here
+            onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return first_line(error)
+    return None
+
+
+def _refusal_of_onnxruntime(proto: ModelProto) -> str | None:
+    declared = {value.name for value in proto.graph.input} | {tensor.name for tensor in proto.graph.initializer}
+    if any(name and name not in declared for name in proto.graph.node[0].input):
+        return None
+    try:
+        open_session(proto)
+    except UnsupportedError as error:
+        return error.message
+    return None
+
+
+def _alone(node: ir.Node, imports: Mapping[str, int]) -> ModelProto:
+    """A model of the one node; small constants are constants there, too."""
+    read = dict.fromkeys(value for value in node.inputs if value is not None)
+    known = [value for value in read if value.type is not None]
+    constants = [v for v in known if v.const_value is not None and v.const_value.size <= _LARGEST]
+    view: Any = ir.GraphView(
+        [value for value in known if value not in constants],
+        node.outputs if node.domain == _MICROSOFT else [],
+        nodes=[node],
+        initializers=constants,
+        opset_imports=dict(imports),
+        name="node",
+    )
+    return ir.serde.serialize_model(ir.Model(view, ir_version=IR_VERSION))

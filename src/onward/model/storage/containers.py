@@ -92,7 +92,17 @@ def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str
     length = int.from_bytes(read(0, 8), "little")
     if length > min(size - 8, LONGEST):
         raise ValueError("its header would end beyond the file")
-    return _tensors(read(8, length), 8 + length, size)
+    start = 8 + length
+    try:
+        header = json.loads(read(8, length), object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    header.pop("__metadata__", None)
+    found = {name: _tensor(name, entry, start, size) for name, entry in header.items()}
+    _refuse_overlaps(found)
+    return found
 
 
 def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
@@ -100,20 +110,6 @@ def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
-
-
-def _tensors(text: bytes, start: int, end: int) -> dict[str, Stored]:
-    """The tensors that a header names, whose bytes lie between `start` and `end` of the file."""
-    try:
-        header = json.loads(text, object_pairs_hook=_without_doubles)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is no table")
-    header.pop("__metadata__", None)
-    found = {name: _tensor(name, entry, start, end) for name, entry in header.items()}
-    _refuse_overlaps(found)
-    return found
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,7 +56,11 @@ def write_data(
         ranges: Gets the checksums of what is written here, by the name of the file.
     """
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
-    names = _fresh_names(target, suffix)
+    # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place.
+    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
+    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
+    stem = target.name.removesuffix(".onnx")
+    names = (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))
     pieces = _pieces(tensors)
     announce(sum(piece.tensor.nbytes for piece in pieces))
     future = {}
@@ -185,14 +189,6 @@ def _own_names(target: Path, suffix: str) -> re.Pattern[str]:
 def is_own(target: Path, file: Path) -> bool:
     """Whether a data file has a name that we give, and so may be deleted."""
     return file.parent == target.parent and bool(_own_names(target, "data|safetensors").fullmatch(file.name))
-
-
-def _fresh_names(target: Path, suffix: str) -> Iterator[Path]:
-    """`m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place."""
-    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
-    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
-    stem = target.name.removesuffix(".onnx")
-    return (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))
 
 
 # ---- data files that several processes write -------------------------------------------------------------------------

@@ -135,21 +135,17 @@ def replacing(folder: Path, what: Path | None = None) -> Iterator[Path]:
         inside.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         yield staging
-        _sync_all(staging)
+        # Make all that was written survive a power failure.
+        for place, _, names in os.walk(staging):
+            for name in names:
+                with open(Path(place) / name, "r+b") as file:
+                    flush(file)
+            sync(Path(place), strict=True)
         _put(staging, target)
     except OSError as error:
         raise (error if isinstance(error, WriteError) else write_error(what or folder, error)) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _sync_all(folder: Path) -> None:
-    """Make all that was written survive a power failure."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with open(Path(place) / name, "r+b") as file:
-                flush(file)
-        sync(Path(place), strict=True)
 
 
 def _put(staging: Path, target: Path) -> None:
@@ -159,7 +155,15 @@ def _put(staging: Path, target: Path) -> None:
         return
     new = sorted(staging.iterdir())
     for entry in new:
-        _prepare(target / entry.name, entry)
+        # Let nobody read, or write, the new file who may not do so with the old one; and files are no folders.
+        old = target / entry.name
+        if old.exists() and old.is_dir() != entry.is_dir():
+            what = "a folder" if old.is_dir() else "a file"
+            raise WriteError(f"could not write `{old}`: it is {what}", hint="write under another name")
+        if old.is_file() and not os.access(old, os.W_OK):  # a rename would replace it all the same
+            raise WriteError(f"could not write `{old}`: it is read-only", hint="write under another name")
+        if old.is_file() and entry.is_file() and not old.is_symlink():
+            entry.chmod(stat.S_IMODE(old.stat().st_mode))
     kept = staging.with_suffix(".old")
     kept.mkdir()
     try:
@@ -178,14 +182,3 @@ def _put(staging: Path, target: Path) -> None:
         raise
     sync(target, strict=False)
     shutil.rmtree(kept, ignore_errors=True)
-
-
-def _prepare(old: Path, new: Path) -> None:
-    """Let nobody read, or write, the new file who may not do so with the old one; and files are no folders."""
-    if old.exists() and old.is_dir() != new.is_dir():
-        what = "a folder" if old.is_dir() else "a file"
-        raise WriteError(f"could not write `{old}`: it is {what}", hint="write under another name")
-    if old.is_file() and not os.access(old, os.W_OK):  # a rename would replace it all the same
-        raise WriteError(f"could not write `{old}`: it is read-only", hint="write under another name")
-    if old.is_file() and new.is_file() and not old.is_symlink():
-        new.chmod(stat.S_IMODE(old.stat().st_mode))

@@ -132,16 +132,15 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
     """Remove an adapter with its tensors, in place; the layers that had it."""
     adapted = set()
     for reader in list(adapter.a.consumers()):
-        node = reader
-        while node.op_type != "Add":
-            readers = list(node.outputs[0].consumers())
-            if len(readers) != 1 or node.op_type not in ("MatMul", "Conv", "Mul"):
+        total = reader
+        while total.op_type != "Add":
+            readers = list(total.outputs[0].consumers())
+            if len(readers) != 1 or total.op_type not in ("MatMul", "Conv", "Mul"):
                 raise UnsupportedError(
-                    f"the adapter around `{node.name}` is not as Onward writes it",
+                    f"the adapter around `{total.name}` is not as Onward writes it",
                     hint="another tool may have changed it",
                 )
-            node = readers[0]
-        total = node
+            total = readers[0]
         y, z = total.inputs[0], total.outputs[0]
         assert y is not None and y.producer() is not None
         adapted.add(y.producer())
