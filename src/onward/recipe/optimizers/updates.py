@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -81,9 +82,14 @@ def configure(spec: Spec) -> ConfiguredOptimizer:
     return optimizer(spec.name).configure(**spec.options)
 
 
-def _register(kind: Optimizer) -> Optimizer:
+def _define(*row: Any, **fields: Any) -> Optimizer:
+    kind = Optimizer(*row, **fields)
     OPTIMIZERS[kind.name] = kind
     return kind
+
+
+def _derive(kind: Optimizer, name: str, summary: str, **changes: Any) -> None:
+    OPTIMIZERS[name] = replace(kind, name=name, summary=summary, **changes)
 
 
 # ---- gradient descent ------------------------------------------------------------------------------------------------
@@ -173,44 +179,36 @@ def _standard_momentum(s: Settings) -> Standard | None:
     return Standard("Momentum", attributes, behind=1)
 
 
-_SGD = _register(
-    Optimizer(
-        "sgd",
-        "gradient descent, with momentum if that is not 0; as torch.optim.SGD",
-        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
-        lambda s, shape: _descent(s),
-        variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-2}},
-        options={"nesterov": _FLAG},
-        standard=_standard_momentum,
-        is_scale_free=False,
-    )
+_SGD = _define(
+    "sgd",
+    "gradient descent, with momentum if that is not 0; as torch.optim.SGD",
+    {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+    lambda s, shape: _descent(s),
+    variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-2}},
+    options={"nesterov": _FLAG},
+    standard=_standard_momentum,
+    is_scale_free=False,
 )
-_register(
-    replace(
-        _SGD,
-        name="momentum",
-        summary="gradient descent with momentum; as torch.optim.SGD(momentum=0.9)",
-        hyper={**_SGD.hyper, "momentum": 0.9},
-    )
+_derive(
+    _SGD,
+    "momentum",
+    "gradient descent with momentum; as torch.optim.SGD(momentum=0.9)",
+    hyper={**_SGD.hyper, "momentum": 0.9},
 )
-_register(
-    replace(
-        _SGD,
-        name="nesterov",
-        summary="gradient descent with Nesterov momentum; as torch.optim.SGD(momentum=0.9, nesterov=True)",
-        hyper={**_SGD.hyper, "momentum": 0.9},
-        options={"nesterov": (True, False)},
-    )
+_derive(
+    _SGD,
+    "nesterov",
+    "gradient descent with Nesterov momentum; as torch.optim.SGD(momentum=0.9, nesterov=True)",
+    hyper={**_SGD.hyper, "momentum": 0.9},
+    options={"nesterov": (True, False)},
 )
-_register(
-    replace(
-        _SGD,
-        name="sgdw",
-        summary="gradient descent with decoupled weight decay (Loshchilov and Hutter 2019)",
-        hyper={**_SGD.hyper, "weight_decay": 1e-2},
-        update=lambda s, shape: UpdateCall(_descent(s), "decoupled"),
-        standard=None,
-    )
+_derive(
+    _SGD,
+    "sgdw",
+    "gradient descent with decoupled weight decay (Loshchilov and Hutter 2019)",
+    hyper={**_SGD.hyper, "weight_decay": 1e-2},
+    update=lambda s, shape: UpdateCall(_descent(s), "decoupled"),
+    standard=None,
 )
 
 
@@ -241,20 +239,18 @@ def _standard_adagrad(s: Settings) -> Standard | None:
     return Standard("Adagrad", attributes, behind=1)
 
 
-_register(
-    Optimizer(
-        "adagrad",
-        "Adagrad (Duchi et al. 2011); as torch.optim.Adagrad",
-        {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-        lambda s, shape: adagrad if s.variant == "torch" else adagrad_keras,
-        variants={
-            "torch": {},
-            "optax": {"initial_accumulator_value": 0.1, "eps": 1e-7},
-            "keras": {"lr": 1e-3, "initial_accumulator_value": 0.1, "eps": 1e-7},
-        },
-        standard=_standard_adagrad,
-        initial={"sum": "initial_accumulator_value"},
-    )
+_define(
+    "adagrad",
+    "Adagrad (Duchi et al. 2011); as torch.optim.Adagrad",
+    {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    lambda s, shape: adagrad if s.variant == "torch" else adagrad_keras,
+    variants={
+        "torch": {},
+        "optax": {"initial_accumulator_value": 0.1, "eps": 1e-7},
+        "keras": {"lr": 1e-3, "initial_accumulator_value": 0.1, "eps": 1e-7},
+    },
+    standard=_standard_adagrad,
+    initial={"sum": "initial_accumulator_value"},
 )
 
 
@@ -370,16 +366,14 @@ def _adam(s: Settings) -> Update:
     return adam_keras if s.variant == "keras" else adam
 
 
-_ADAM = _register(
-    Optimizer(
-        "adam",
-        "Adam (Kingma and Ba 2015); as torch.optim.Adam",
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-        lambda s, shape: _adam(s),
-        variants={"torch": {}, "optax": {}, "keras": {"eps": 1e-7}},
-        options={"amsgrad": _FLAG, "decoupled_weight_decay": _FLAG, "fused": _FLAG},
-        standard=_standard_adam,
-    )
+_ADAM = _define(
+    "adam",
+    "Adam (Kingma and Ba 2015); as torch.optim.Adam",
+    {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    lambda s, shape: _adam(s),
+    variants={"torch": {}, "optax": {}, "keras": {"eps": 1e-7}},
+    options={"amsgrad": _FLAG, "decoupled_weight_decay": _FLAG, "fused": _FLAG},
+    standard=_standard_adam,
 )
 
 
@@ -401,30 +395,26 @@ def _adamw(s: Settings) -> UpdateCall:
     return UpdateCall(adamw_transformers)
 
 
-_register(
-    replace(
-        _ADAM,
-        name="adamw",
-        summary="Adam with decoupled weight decay (Loshchilov and Hutter 2019); as torch.optim.AdamW",
-        hyper={**_ADAM.hyper, "weight_decay": 1e-2},
-        update=lambda s, shape: _adamw(s),
-        variants={
-            "torch": {},
-            "optax": {"weight_decay": 1e-4},
-            "transformers": {"eps": 1e-6, "weight_decay": 0.0},
-            "keras": {"eps": 1e-7, "weight_decay": 4e-3},
-        },
-        options={"amsgrad": _FLAG, "fused": _FLAG},
-        standard=None,
-    )
+_derive(
+    _ADAM,
+    "adamw",
+    "Adam with decoupled weight decay (Loshchilov and Hutter 2019); as torch.optim.AdamW",
+    hyper={**_ADAM.hyper, "weight_decay": 1e-2},
+    update=lambda s, shape: _adamw(s),
+    variants={
+        "torch": {},
+        "optax": {"weight_decay": 1e-4},
+        "transformers": {"eps": 1e-6, "weight_decay": 0.0},
+        "keras": {"eps": 1e-7, "weight_decay": 4e-3},
+    },
+    options={"amsgrad": _FLAG, "fused": _FLAG},
+    standard=None,
 )
-_register(
-    replace(
-        _ADAM,
-        name="amsgrad",
-        summary="Adam that never forgets a large gradient (Reddi et al. 2018); as torch.optim.Adam(amsgrad=True)",
-        options={"amsgrad": (True, False), "decoupled_weight_decay": _FLAG, "fused": _FLAG},
-    )
+_derive(
+    _ADAM,
+    "amsgrad",
+    "Adam that never forgets a large gradient (Reddi et al. 2018); as torch.optim.Adam(amsgrad=True)",
+    options={"amsgrad": (True, False), "decoupled_weight_decay": _FLAG, "fused": _FLAG},
 )
 
 
@@ -451,14 +441,12 @@ def adamax_keras(op, x, g, exp_avg, exp_inf, lr, t, beta1, beta2, eps):
     return descend(x, lr / bias_correction(beta1, t), m / (u + typed(eps, u))), m, u
 
 
-_register(
-    Optimizer(
-        "adamax",
-        "Adam with the infinity norm (Kingma and Ba 2015); as torch.optim.Adamax",
-        {"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-        lambda s, shape: adamax_keras if s.variant == "keras" else adamax,
-        variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "eps": 1e-7}},
-    )
+_define(
+    "adamax",
+    "Adam with the infinity norm (Kingma and Ba 2015); as torch.optim.Adamax",
+    {"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    lambda s, shape: adamax_keras if s.variant == "keras" else adamax,
+    variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "eps": 1e-7}},
 )
 
 
@@ -497,16 +485,14 @@ def nadam_optax(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     return descend(x, lr * root, over_root(scaled(past, m) + scaled(new, g), v, eps * root)), m, v
 
 
-_register(
-    Optimizer(
-        "nadam",
-        "Adam with Nesterov momentum (Dozat 2016); as torch.optim.NAdam",
-        {"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "momentum_decay": 4e-3, "weight_decay": 0.0},
-        lambda s, shape: nadam_optax if s.variant == "optax" else nadam,
-        variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "eps": 1e-7, "momentum_decay": 1.0}},
-        options={"decoupled_weight_decay": _FLAG},
-        initial={"mu_product": 1.0},
-    )
+_define(
+    "nadam",
+    "Adam with Nesterov momentum (Dozat 2016); as torch.optim.NAdam",
+    {"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "momentum_decay": 4e-3, "weight_decay": 0.0},
+    lambda s, shape: nadam_optax if s.variant == "optax" else nadam,
+    variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "eps": 1e-7, "momentum_decay": 1.0}},
+    options={"decoupled_weight_decay": _FLAG},
+    initial={"mu_product": 1.0},
 )
 
 
@@ -555,15 +541,13 @@ def radam_optax(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     return rectified(op, x, m, v, lr, t, beta1, beta2, eps * root_correction(beta2, t)), m, v
 
 
-_register(
-    Optimizer(
-        "radam",
-        "Adam that begins as momentum until its variance is known (Liu et al. 2020); as torch.optim.RAdam",
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-        lambda s, shape: radam_optax if s.variant == "optax" else radam,
-        variants={"torch": {}, "optax": {}},
-        options={"decoupled_weight_decay": _FLAG},
-    )
+_define(
+    "radam",
+    "Adam that begins as momentum until its variance is known (Liu et al. 2020); as torch.optim.RAdam",
+    {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    lambda s, shape: radam_optax if s.variant == "optax" else radam,
+    variants={"torch": {}, "optax": {}},
+    options={"decoupled_weight_decay": _FLAG},
 )
 
 
@@ -675,15 +659,13 @@ def _rmsprop(s: Settings) -> Update:
     return torch if s.variant == "torch" else keras
 
 
-_register(
-    Optimizer(
-        "rmsprop",
-        "RMSprop (Tieleman and Hinton 2012); as torch.optim.RMSprop",
-        {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0},
-        lambda s, shape: _rmsprop(s),
-        variants={"torch": {}, "optax": {"alpha": 0.9}, "keras": {"lr": 1e-3, "alpha": 0.9, "eps": 1e-7}},
-        options={"centered": _FLAG},
-    )
+_define(
+    "rmsprop",
+    "RMSprop (Tieleman and Hinton 2012); as torch.optim.RMSprop",
+    {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0},
+    lambda s, shape: _rmsprop(s),
+    variants={"torch": {}, "optax": {"alpha": 0.9}, "keras": {"lr": 1e-3, "alpha": 0.9, "eps": 1e-7}},
+    options={"centered": _FLAG},
 )
 
 
@@ -703,14 +685,12 @@ def adadelta_half(op, x, g, square_avg, acc_delta, lr, rho, eps):
     return add_scaled(x, d, -lr), v, square_average(acc_delta, d, rho)
 
 
-_register(
-    Optimizer(
-        "adadelta",
-        "Adadelta (Zeiler 2012); as torch.optim.Adadelta",
-        {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
-        lambda s, shape: adadelta,
-        variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "rho": 0.95, "eps": 1e-7}},
-    )
+_define(
+    "adadelta",
+    "Adadelta (Zeiler 2012); as torch.optim.Adadelta",
+    {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    lambda s, shape: adadelta,
+    variants={"torch": {}, "optax": {}, "keras": {"lr": 1e-3, "rho": 0.95, "eps": 1e-7}},
 )
 
 
@@ -804,15 +784,13 @@ def _without_axis(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], 1, *shape[axis + 1 :])
 
 
-_register(
-    Optimizer(
-        "adafactor",
-        "Adafactor (Shazeer and Stern 2018), whose slots are rows and columns; as torch.optim.Adafactor in float32",
-        {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 2.0**-23, "eps2": 1e-3, "d": 1.0, "weight_decay": 0.0},
-        _adafactor,
-        variants={"torch": {}, "optax": {"eps1": 1e-30}},
-        options={"min_dim_size_to_factor": 128},
-    )
+_define(
+    "adafactor",
+    "Adafactor (Shazeer and Stern 2018), whose slots are rows and columns; as torch.optim.Adafactor in float32",
+    {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 2.0**-23, "eps2": 1e-3, "d": 1.0, "weight_decay": 0.0},
+    _adafactor,
+    variants={"torch": {}, "optax": {"eps1": 1e-30}},
+    options={"min_dim_size_to_factor": 128},
 )
 
 
@@ -826,14 +804,12 @@ def lion(op, x, g, exp_avg, lr, beta1, beta2, weight_decay):
     return descend(decoupled_decay(x, lr, weight_decay), lr, u), ema(exp_avg, g, beta2)
 
 
-_register(
-    Optimizer(
-        "lion",
-        "Lion (Chen et al. 2023), which follows the sign; as optax.lion, with the learning rate of its authors",
-        {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 1e-3},
-        lambda s, shape: UpdateCall(lion),
-        variants={"optax": {}, "keras": {"lr": 1e-3, "weight_decay": 0.0}},
-    )
+_define(
+    "lion",
+    "Lion (Chen et al. 2023), which follows the sign; as optax.lion, with the learning rate of its authors",
+    {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 1e-3},
+    lambda s, shape: UpdateCall(lion),
+    variants={"optax": {}, "keras": {"lr": 1e-3, "weight_decay": 0.0}},
 )
 
 
@@ -859,14 +835,12 @@ def lamb_keras(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     return lamb_step(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps)
 
 
-_register(
-    Optimizer(
-        "lamb",
-        "LAMB (You et al. 2020): Adam in steps as long as the parameter is large; as optax.lamb, with lr of Keras",
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0},
-        lambda s, shape: lamb_keras if s.variant == "keras" else UpdateCall(lamb),
-        variants={"optax": {}, "keras": {"eps": 1e-7}},
-    )
+_define(
+    "lamb",
+    "LAMB (You et al. 2020): Adam in steps as long as the parameter is large; as optax.lamb, with lr of Keras",
+    {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0},
+    lambda s, shape: lamb_keras if s.variant == "keras" else UpdateCall(lamb),
+    variants={"optax": {}, "keras": {"eps": 1e-7}},
 )
 
 
@@ -904,21 +878,19 @@ def _muon(s: Settings, shape: Shape | None) -> UpdateCall:
     return UpdateCall(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
 
 
-_register(
-    Optimizer(
-        "muon",
-        "Muon (Jordan et al. 2024): orthogonal steps, for matrices; as torch.optim.Muon, in the parameter's own type",
-        {
-            "lr": 1e-3,
-            "momentum": 0.95,
-            "eps": 1e-7,
-            "weight_decay": 0.1,
-            "ns_a": 3.4445,
-            "ns_b": -4.775,
-            "ns_c": 2.0315,
-        },
-        _muon,
-        variants={"torch": {}},
-        options={"nesterov": (True, False), "adjust_lr_fn": ("original", "match_rms_adamw"), "ns_steps": 5},
-    )
+_define(
+    "muon",
+    "Muon (Jordan et al. 2024): orthogonal steps, for matrices; as torch.optim.Muon, in the parameter's own type",
+    {
+        "lr": 1e-3,
+        "momentum": 0.95,
+        "eps": 1e-7,
+        "weight_decay": 0.1,
+        "ns_a": 3.4445,
+        "ns_b": -4.775,
+        "ns_c": 2.0315,
+    },
+    _muon,
+    variants={"torch": {}},
+    options={"nesterov": (True, False), "adjust_lr_fn": ("original", "match_rms_adamw"), "ns_steps": 5},
 )
