@@ -29,7 +29,7 @@ from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
 from onward.standard import ML_DOMAIN, is_standard
-from onward.transform.quantised import RANGE_KEY, STORED_KEY
+from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import ORIGIN_KEY, PART_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}

@@ -44,7 +44,7 @@ from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.padding import write_padding
-from onward.transform.quantised import RANGE_KEY
+from onward.transform.quantized import RANGE_KEY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ from onward.recipe.layers import find_head
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
 from onward.standard import ML_DOMAIN, is_standard
-from onward.transform.quantised import can_be_trained
+from onward.transform.quantized import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 

@@ -16,7 +16,7 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors, nested_nodes
 from onward.standard import ML_DOMAIN
 from onward.transform.opset import convert_opset
-from onward.transform.quantised import put_away
+from onward.transform.quantized import put_away
 
 
 @checked()

@@ -22,7 +22,7 @@ from onward.recipe.optimizers.definition import ConfiguredOptimizer
 from onward.recipe.optimizers.groups import OptimizerGroup
 from onward.recipe.quantize.settings import QuantizeSettings, levels, most_symmetric
 from onward.runtime.sessions import explain_failures, open_session
-from onward.transform.quantised import RANGE_KEY, STORED_KEY
+from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import keep_only, without_steps
 
 LEAST_SCALE = float(np.finfo(np.float32).eps)
