@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -238,14 +238,7 @@ Targets = Mapping[ir.Value, ir.Value]
 """Parameter -> what the optimizer works on."""
 
 
-class Appended(Protocol):
-    """A group with its state declared."""
-
-    def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
-        """Append an update of the group: its new state by name, parameters among it."""
-
-
-def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> Appended:
+def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> _PerParameter | _WholeGroup:
     """Declare the state of a group."""
     if isinstance(group.optimizer, FunctionOptimizer):
         return _WholeGroup(assembly, group, group.optimizer, targets)
@@ -278,6 +271,7 @@ class _PerParameter:
         return found
 
     def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
+        """Append an update of the group, and return its new state by name, parameters among it."""
         new: dict[str, Expr] = {}
         for value in self._group.parameters:
             new |= self._updated(op.scoped(value.name or ""), value, gradients[value], rate, t)
