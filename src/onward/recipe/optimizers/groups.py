@@ -137,13 +137,9 @@ def groups(
         found.append((spec, members))
     found.append((default, list(remaining.values())))
     return [
-        OptimizerGroup(f"group{i}", _configure(spec), chosen)
+        OptimizerGroup(f"group{i}", spec if isinstance(spec, FunctionOptimizer) else configure(spec), chosen)
         for i, (spec, chosen) in enumerate(item for item in found if item[1])
     ]
-
-
-def _configure(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
-    return given if isinstance(given, FunctionOptimizer) else configure(given)
 
 
 def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
