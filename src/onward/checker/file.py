@@ -1,4 +1,6 @@
-"""Rules about the file as a whole (OW101 to OW108, OW115, OW116)."""
+"""Rules about the file as a whole: form (OW101 to OW108, OW115, OW116), operator sets (OW601 to OW605, OW616 to OW618)
+and data of tensors (OW130 to OW133).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rules about the form of Gradient nodes: names, numbers, types (OW401 to OW407, OW413, OW414, OW416, OW417)."""
+"""Rules about Gradient nodes: names, numbers and types (OW401 to OW407, OW413, OW414, OW416, OW417), and dependencies
+(OW408 to OW412, OW415, OW418 to OW420).
+"""
 
 from __future__ import annotations
 

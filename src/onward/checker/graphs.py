@@ -1,4 +1,4 @@
-"""An index over one graph: what each name is, who computes it, and who reads it."""
+"""An index over one graph: what each name is, who computes it, who reads it, and its type as far as it is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the operators Adagrad, Momentum and Adam (OW501 to OW509, OW512)."""
+"""Rules about Adagrad, Momentum and Adam (OW501 to OW509, OW512), and T, their count of updates (OW510, OW511)."""
 
 from __future__ import annotations
 

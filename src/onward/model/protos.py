@@ -1,4 +1,4 @@
-"""Walking graphs as they are in a file: nested ones, and the names that they define and read."""
+"""Graphs as they are in a file: walking them, and keeping the fields that `onnx_ir` drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes as people type them: `adamw:lr=1e-3,weight_decay=0.01`, `multistep:milestones=[30,60],gamma=0.1`."""
+"""Recipes as people type them, such as `adamw:lr=1e-3,weight_decay=0.01`, and the ranges of the numbers in them."""
 
 from __future__ import annotations
 

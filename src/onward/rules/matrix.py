@@ -1,4 +1,4 @@
-"""Products of matrices."""
+"""Products of matrices, and Fourier transforms."""
 
 import string
 

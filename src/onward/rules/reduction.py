@@ -1,4 +1,4 @@
-"""Reductions, cumulative sums and products, and selection by order."""
+"""Reductions, cumulative sums and products, selection by order, and losses of class scores."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Shapes of inputs, said in the file where an exporter has left them out."""
+"""Shapes of inputs: declare those that an exporter has left out, and free a batch of fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining two models into one, with the training of both."""
+"""Join two models into one, with the training of both, and rename values everywhere that a name stands."""
 
 from __future__ import annotations
 

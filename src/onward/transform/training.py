@@ -1,4 +1,4 @@
-"""Taking training off a model, and putting it back after another tool has changed the inference graph."""
+"""Take training off a model, put it back after another tool has changed the graph, and drop what nothing reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types and shapes of values that a file does not state, by the inference of `onnx`."""
+"""Types and shapes of values that a file does not state, and faults of single nodes, by the word of `onnx`."""
 
 from __future__ import annotations
 

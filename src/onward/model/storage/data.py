@@ -1,4 +1,4 @@
-"""Data files: their names, their two layouts (plain and safetensors), and writing tensors into them."""
+"""Data files: their names, their two layouts (plain and safetensors), and writing tensors, whole or in shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the file system is asked to do for reading and for writing alike."""
+"""Reading and writing files: what both ask of the file system, and a sink that leaves holes and tells a watcher."""
 
 from __future__ import annotations
 

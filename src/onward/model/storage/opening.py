@@ -1,4 +1,7 @@
-"""A model file and its data files, which belong together even if somebody saves over them meanwhile."""
+"""Open a model file and its data files, which belong together even if another process saves over them meanwhile.
+
+What is not a model is refused, with a sentence that says what it is instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoding of protocol buffers, as far as it is needed to read and write small messages without their classes."""
+"""The encoding of protocol buffers, for small messages without their classes, and the CRC-32C of TensorFlow's files."""
 
 from __future__ import annotations
 

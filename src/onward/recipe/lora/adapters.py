@@ -1,4 +1,4 @@
-"""Adapters that a model has, the layers that can have some, and taking them away."""
+"""Adapters of a model: find, merge, remove and add them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is, the table of all losses, and what many of them share."""
+"""The table of all losses, what a loss is, and what many of them share."""
 
 from __future__ import annotations
 
@@ -330,9 +330,6 @@ def ctc(
     if reduction == "mean":
         loss = loss / op.CastLike(op.Max(target_lengths, 1), loss)
     return reduce_loss(op, loss, reduction)
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 # ---- yes or no -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fake quantisation, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
+"""Fake quantization, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
 
 from __future__ import annotations
 

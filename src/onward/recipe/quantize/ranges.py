@@ -1,4 +1,4 @@
-"""Ranges that are rounded to: what the file says about them, and the scales and zero points that they lead to."""
+"""Ranges to round to, and the scales and zero points that follow: stored, observed, learned, calibrated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked for: `int8`, or `int8:weights=int4,block=32,keep=first+last,ranges=lsq`."""
+"""Settings of quantization, such as `int8:weights=int4,block=32,ranges=lsq`, and the nodes that they select."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations, alone and together with what comes before them."""
+"""Activations and normalizations, alone and together with what comes before them."""
 
 import math
 

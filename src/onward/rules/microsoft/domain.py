@@ -1,4 +1,4 @@
-"""What the operators of ONNX Runtime share."""
+"""What the operators of ONNX Runtime share, those that the standard has too, and those without a gradient."""
 
 import functools
 
