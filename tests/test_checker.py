@@ -334,8 +334,8 @@ def test_the_sandbox_is_used_again() -> None:
     assert sandbox._SANDBOX._process is process
 
 
-def _subject() -> standard.Subject:
-    return standard.Subject(good(), None)
+def _subject() -> standard.CheckedModel:
+    return standard.CheckedModel(good(), None)
 
 
 # ---- fuzzing ---------------------------------------------------------------------------------------------------------

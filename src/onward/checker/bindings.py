@@ -1,4 +1,4 @@
-"""Rules about bindings (OW201 to OW212, OW220, OW304 to OW306), state (OW213 to OW219), initialization (OW301 to OW308)."""
+"""Rules about bindings (OW201 to OW212, OW220), state (OW213 to OW219) and initialization (OW301 to OW308)."""
 
 from __future__ import annotations
 
