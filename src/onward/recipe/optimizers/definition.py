@@ -188,7 +188,6 @@ class Optimizer:
     standard: Callable[[Settings], Standard | None] | None = None
     initial: Mapping[str, str | float] = field(default_factory=dict)
     """What slots start as: a number, or the hyper-parameter that says it. All others start as zero."""
-
     is_scale_free: bool = True
     """False if its steps are as long as gradients are; others divide that out."""
 
@@ -204,8 +203,10 @@ class Optimizer:
         Keras decouples every weight decay; the others make it part of the gradient (default).
         """
         update = self.update(s, shape)
-        if isinstance(update, UpdateCall) or not s.weight_decay:
-            return update if isinstance(update, UpdateCall) else UpdateCall(update)
+        if isinstance(update, UpdateCall):
+            return update
+        if not s.weight_decay:
+            return UpdateCall(update)
         is_decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
         return UpdateCall(update, "decoupled" if is_decoupled else "coupled")
 
