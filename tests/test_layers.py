@@ -31,7 +31,7 @@ TIERS = [
     ["arguments"],
     ["options"],
     ["standard", "constants"],
-    ["containers", "shapes"],
+    ["shapes"],
     ["build"],
     ["model"],
     ["runtime"],

@@ -18,8 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
-from onward.containers import content_type, element_of, is_optional, is_sequence, result_type
-from onward.shapes import output_shape
+from onward.shapes import content_type, element_of, is_optional, is_sequence, output_shape, result_type
 from onward.standard import STANDARD, is_standard, schema_domain
 
 DOMAIN = "onward"

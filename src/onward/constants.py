@@ -7,6 +7,8 @@ from itertools import chain
 import numpy as np
 import onnx_ir as ir
 
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""The floating-point types of 16 bits."""
 _NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
 
 

@@ -7,6 +7,9 @@ from typing import Protocol
 STANDARD = ("", "ai.onnx")
 """The two names of the standard's own domain."""
 
+ML_DOMAIN = "ai.onnx.ml"
+"""The domain of classical models, with some operators on text."""
+
 KERNELS = "onward.kernels"
 """The domain of native kernels. Lowering adds their operators in memory; no file may call them."""
 

@@ -33,10 +33,9 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper, shape_inference
 from representatives import examples
 
-from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, standard
-from onward.checker.view import sandbox, worker
+from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, sandbox, standard, worker
 from onward.errors import UnknownNameError
-from onward.model.fingerprint import fingerprint
+from onward.model.serde import fingerprint
 from onward.runtime.limits import onnxruntime_limits
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -336,8 +335,8 @@ def test_the_sandbox_is_used_again() -> None:
     assert sandbox._SANDBOX._process is process
 
 
-def _subject() -> standard.Subject:
-    return standard.Subject(good(), None)
+def _subject() -> standard.CheckedModel:
+    return standard.CheckedModel(good(), None)
 
 
 # ---- fuzzing ---------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_the_state_alone(folder: Path) -> None:
 
 
 def test_who_looks_on_sees_every_byte(folder: Path) -> None:
-    from onward.model.storage.stream import report_writes_to
+    from onward.model.storage.files import report_writes_to
 
     class Seen:
         total = done = 0

@@ -21,8 +21,7 @@ from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
 from onward.checkpoint.tf.table import make_table, read_table
 from onward.checkpoint.tf.tracked import meaning_of
-from onward.model.storage.crc import crc32c, mask
-from onward.model.storage.protobuf_wire import field, varint
+from onward.model.storage.wire import crc32c, field, mask, varint
 
 MANAGED, PIECES = CHECKPOINTS / "tensorflow", CHECKPOINTS / "tensorflow_pieces"
 

@@ -12,7 +12,7 @@ from sessions import run
 import onward
 from onward.build import Builder
 from onward.differentiate.simplify import simplify
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 
 def parameters(proto):

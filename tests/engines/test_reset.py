@@ -19,7 +19,7 @@ from runs import QUIET, RECIPE, Arrays, digits
 import onward
 from onward.engines import ENGINES, FRAMEWORKS
 from onward.model.state import carried_state, states
-from onward.recipe.optimizers.table import OPTIMIZERS
+from onward.recipe.optimizers.updates import OPTIMIZERS
 
 DRAWN = {"conv.weight": "kaiming_normal", "fc.weight": "orthogonal", "fc.bias": "truncated_normal:std=0.1"}
 

@@ -25,7 +25,7 @@ from onward.frameworks.files import Framework, write
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.names import Identifiers, docstring, is_identifier, program_beside, quote
 from onward.frameworks.program.trial import StepTrial, step_trial
-from onward.transform.attribute_words import WORDS
+from onward.transform.types import WORDS
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*planted.STATEMENTS, *planted.WORDS])
 

@@ -32,7 +32,7 @@ from runs import digits, state
 import onward
 from onward.cli import files
 from onward.model import storage
-from onward.model.storage.stream import Sink, report_writes_to
+from onward.model.storage.files import Sink, report_writes_to
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at holes, and at the peak memory in /proc")
 

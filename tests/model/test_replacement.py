@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onward.errors import WriteError
-from onward.model.storage.replacement import replacing
+from onward.model.storage.transaction import replacing
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ class Opened:
     def save(self, path: Path, **options: Any) -> None:
         storage.save(path, self.to_proto, self.places(), **options)
 
-    def places(self) -> list[storage.Place]:
+    def places(self) -> list[storage.TensorPlace]:
         return storage.places(*self.containers)
 
     def tensors(self) -> list[tuple[str, Any]]:

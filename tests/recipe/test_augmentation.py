@@ -22,7 +22,7 @@ from onward.errors import Error
 from onward.model import Model
 from onward.training.api import resume, train
 from onward.training.run import Run
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 RECIPE: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
 PICTURES = np.random.default_rng(0).random((512, 1, 8, 8), np.float32)  # no two pixels are alike

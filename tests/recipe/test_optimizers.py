@@ -31,7 +31,7 @@ from onward.lowering.standard_operators import LOWERINGS
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.optimizers.configuration import ConfiguredOptimizer
+from onward.recipe.optimizers.definition import ConfiguredOptimizer
 
 Arrays = dict[str, np.ndarray]
 Trajectory = list[Arrays]

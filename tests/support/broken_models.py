@@ -25,7 +25,7 @@ from onnx import (
     numpy_helper,
 )
 
-from onward.model.fingerprint import FINGERPRINT, fingerprint
+from onward.model.serde import FINGERPRINT, fingerprint
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 TRAINING = "ai.onnx.preview.training"

@@ -19,7 +19,7 @@ from onward.lowering.runtime import for_onnxruntime
 from onward.model import load
 from onward.standard import OLDEST_OPSET
 from onward.transform.opset import of_one_opset
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 needs_kernels = pytest.mark.skipif(library().path is None, reason=f"no native kernels: {library().note}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
-from onward.recipe.optimizers.configuration import ConfiguredOptimizer
+from onward.recipe.optimizers.definition import ConfiguredOptimizer
 
 BETAS = {"beta1": 0.85, "beta2": 0.99, "eps": 1e-3}  # an eps that matters beside gradients of this size
 

@@ -8,15 +8,15 @@ import numpy as np
 from built_graphs import Graph
 
 from onward.build import Builder, Expr
-from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.schedules import SchedulePart, schedule, sequence
 
 LR, STEPS = 0.1, 150
 
 
-def part(op: Builder, name: str, options: dict[str, Any], until: float | None = None) -> Part:
+def part(op: Builder, name: str, options: dict[str, Any], until: float | None = None) -> SchedulePart:
     numbers, choices = schedule(name).resolve(options)
     exprs = {key: op.constant(np.asarray(number, np.float64)) for key, number in numbers.items()}
-    return Part(schedule(name), exprs, choices, None if until is None else op.constant(np.float64(until)))
+    return SchedulePart(schedule(name), exprs, choices, None if until is None else op.constant(np.float64(until)))
 
 
 def rates(*parts: tuple[Any, ...], steps: int = STEPS) -> np.ndarray:

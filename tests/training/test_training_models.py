@@ -16,7 +16,7 @@ from training_cases import CASES, STEPS, arrays, exported, loop, made, prepared
 import onward
 from onward.engines import start
 from onward.model.state import STEP
-from onward.transform.rebatch import rebatch
+from onward.transform.declare import rebatch
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

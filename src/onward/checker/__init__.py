@@ -14,46 +14,23 @@ from typing import TypeVar
 from onnx import ModelProto
 
 from onward.arguments import checked
-from onward.checker import (
-    bindings,
-    counters,
-    derivatives,
-    devices,
-    file,
-    functions,
-    gradients,
-    initialization,
-    metadata,
-    opsets,
-    optimizers,
-    runtime,
-    standard,
-    state,
-    structure,
-    tensors,
-)
-from onward.checker.codes import CODES, FAMILIES, Code, Severity
-from onward.checker.findings import Finding, make_finding, worst_first
-from onward.checker.runtime import TARGETS
-from onward.checker.view import readable
-from onward.checker.view.scope import OverBudget, Scope, Subject
+from onward.checker import bindings, devices, file, functions, gradients, metadata, optimizers, standard, structure
+from onward.checker.codes import CODES, FAMILIES, Code, Finding, Severity, make_finding, worst_first
+from onward.checker.scope import CheckedModel, OverBudget, Scope
+from onward.checker.standard import TARGETS
 from onward.model import Model, Source, storage
 from onward.model.serde import without_data
 
 __all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check", "check_proto"]
 
-_Seen = TypeVar("_Seen", Subject, Scope)
+_Seen = TypeVar("_Seen", CheckedModel, Scope)
 
-# Rules about a file look at the Subject, rules about a graph at its Scope: SCOPE_RULES at every graph that is executed,
-# STEP_RULES at algorithms only. The first group needs no types, and decides whether onnx is worth asking for them.
-_FORM = (*file.MODEL_RULES, *opsets.MODEL_RULES, *functions.MODEL_RULES, *tensors.MODEL_RULES, *devices.MODEL_RULES)
-_MEANING = (*bindings.MODEL_RULES, *state.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
+# Rules about a file look at the CheckedModel, rules about a graph at its Scope: SCOPE_RULES at every graph that is
+# executed, STEP_RULES at algorithms only, SOUND_* only where names mean something. The first group needs no types, and
+# decides whether onnx is worth asking for them.
+_FORM = (*file.MODEL_RULES, *functions.MODEL_RULES, *devices.MODEL_RULES)
+_MEANING = (*bindings.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
 _OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES, *devices.SCOPE_RULES)
-_OF_STEPS = (
-    *bindings.STEP_RULES,
-    *state.STEP_RULES,
-    *initialization.STEP_RULES,
-)
 
 
 def check_proto(
@@ -64,13 +41,13 @@ def check_proto(
     base_dir: the folder of the model file; without it, files with external data are not looked at.
     target: a runtime that should load the model, one of `TARGETS`.
     """
-    wanted = runtime.rules_for(target)
-    if unreadable := list(readable.problems(proto)):
+    wanted = standard.rules_for(target)
+    if unreadable := list(file.problems(proto)):
         return unreadable
     older, proto = file.of_older_form(proto)
-    if older and (unreadable := list(readable.problems(proto))):
+    if older and (unreadable := list(file.problems(proto))):
         return unreadable
-    subject = Subject(proto, Path(base_dir) if base_dir is not None else None)
+    subject = CheckedModel(proto, Path(base_dir) if base_dir is not None else None)
     findings = [*older, *_apply(_FORM, [subject])]
     unsound = set()
     for scope in subject.scopes:
@@ -81,11 +58,13 @@ def check_proto(
     verdicts = standard.study(subject)
     findings += _apply(_MEANING, [subject])
     findings += _apply(_OF_GRAPHS, subject.scopes)
-    findings += _apply(_OF_STEPS, subject.steps)
+    findings += _apply(bindings.STEP_RULES, subject.steps)
     # What depends on what is a question only where names mean something.
     sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.parts)]
-    findings += _apply(derivatives.SCOPE_RULES, sound)
-    findings += _apply((*derivatives.STEP_RULES, *counters.STEP_RULES), [scope for scope in sound if scope.outer])
+    findings += _apply(gradients.SOUND_SCOPE_RULES, sound)
+    findings += _apply(
+        (*gradients.SOUND_STEP_RULES, *optimizers.SOUND_STEP_RULES), [scope for scope in sound if scope.outer]
+    )
     # Data in other files is nothing that onnx would be asked about.
     errors = [f for f in findings if f.severity is Severity.ERROR and f.code not in ("OW131", "OW132", "OW133")]
     findings += standard.objections(subject, verdicts, errors)

@@ -1,4 +1,4 @@
-"""Rules about bindings: which variable gets which value (OW201 to OW212, OW220, and OW304 to OW306)."""
+"""Rules about bindings (OW201 to OW212, OW220), state (OW213 to OW219) and initialization (OW301 to OW308)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.findings import Finding, listing, make_finding, quote
-from onward.checker.view.scope import Scope, Subject
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.graphs import SLOTS, attribute
+from onward.checker.scope import CheckedModel, Scope
+from onward.standard import domain_of
 
 
-class Kind(NamedTuple):
+class BindingList(NamedTuple):
     """One of the two lists of bindings of an entry, and the scope whose outputs are its values."""
 
     field: str
@@ -25,11 +27,11 @@ class Kind(NamedTuple):
         return self.source.binding(self.field, key)
 
 
-def _kinds(step: Scope) -> tuple[Kind, Kind]:
+def _kinds(step: Scope) -> tuple[BindingList, BindingList]:
     entry = step.entry
     return (
-        Kind("initialization_binding", entry.initialization_binding, step.initialization, "OW305", "OW306"),
-        Kind("update_binding", entry.update_binding, step, "OW207", "OW208"),
+        BindingList("initialization_binding", entry.initialization_binding, step.initialization, "OW305", "OW306"),
+        BindingList("update_binding", entry.update_binding, step, "OW207", "OW208"),
     )
 
 
@@ -157,18 +159,18 @@ def updates_change(step: Scope) -> Iterator[Finding]:
             )
 
 
-def one_update_each(subject: Subject) -> Iterator[Finding]:
+def one_update_each(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
 
 
-def one_reset_each(subject: Subject) -> Iterator[Finding]:
+def one_reset_each(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(
         subject, "OW204", "initialization_binding", "initialised", [s.resets for s in subject.steps]
     )
 
 
 def _shared_targets(
-    subject: Subject, code: str, field: str, done: str, maps: list[dict[str, str]]
+    subject: CheckedModel, code: str, field: str, done: str, maps: list[dict[str, str]]
 ) -> Iterator[Finding]:
     first: dict[str, int] = {}
     for i, pairs in enumerate(maps):
@@ -182,7 +184,136 @@ def _shared_targets(
                 )
 
 
-MODEL_RULES = (one_update_each, one_reset_each)
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def optimizers_are_heard(step: Scope) -> Iterator[Finding]:
+    bound = set(step.updates.values())
+    for node in step.own.nodes:
+        if not node.is_training(*SLOTS):
+            continue
+        for i, name in enumerate(node.outputs):
+            if name and name not in bound and not step.read_by(name):
+                what = f"the new value of {quote(old)}" if (old := node.updates(i)) else "a new value"
+                yield make_finding(
+                    "OW213", node.place, f"{quote(name)}, {what}, is assigned to nothing", "bind it to its variable"
+                )
+
+
+def variables_get_their_own(step: Scope) -> Iterator[Finding]:
+    for key, value in step.updates.items():
+        node, output = step.producer(value) or (None, 0)
+        old = node.updates(output) if node else None
+        if node and old and old != key and step.initializer(old) is not None:
+            yield make_finding(
+                "OW219",
+                step.binding("update_binding", key),
+                f"{quote(key)} is assigned {quote(value)}, which is the new value of {quote(old)} ({node.place})",
+            )
+
+
+def outputs_are_used(step: Scope) -> Iterator[Finding]:
+    """Losses and metrics are scalars and meant for the caller; anything larger may be a binding that was forgotten."""
+    bound = set(step.updates.values())
+    for name in dict.fromkeys(step.own.outputs):
+        known = step.types.get(name)
+        produced = step.own.producers.get(name)
+        if name in bound or produced is None or produced[0].is_training(*SLOTS):
+            continue
+        if known is not None and known.has_one_element is False:
+            place = f'{step.own.place}.output["{bare(name)}"]'
+            yield make_finding("OW214", place, f"{known} is returned to the caller and bound to no variable")
+
+
+def steps_do_something(step: Scope) -> Iterator[Finding]:
+    place = f"training_info[{step.step}]"
+    initialization = step.initialization
+    if step.own.is_empty and initialization.own.is_empty and not step.updates and not step.resets:
+        yield make_finding("OW217", place, "the entry is empty", "remove it")
+    elif not step.updates:
+        yield make_finding("OW218", place, "the step updates nothing: it evaluates, or only initialises")
+
+
+def state_is_updated(subject: CheckedModel) -> Iterator[Finding]:
+    for step in subject.steps:
+        for key in step.resets:
+            known = step.updates if key in step.own.initializers else subject.updated
+            if key not in known and step.initializer(key) is not None:
+                yield make_finding(
+                    "OW215",
+                    step.binding("initialization_binding", key),
+                    f"{quote(key)} is initialised, but no update binding changes it",
+                    "bind its new value, or remove the binding and let the file hold its value",
+                )
+
+
+def state_is_initialised(subject: CheckedModel) -> Iterator[Finding]:
+    reset = {key for step in subject.steps for key in step.resets}
+    for step in subject.steps:
+        for key in step.updates:
+            known = step.resets if key in step.own.initializers else reset
+            if key not in known and step.initializer(key) is not None:
+                yield make_finding(
+                    "OW216",
+                    step.binding("update_binding", key),
+                    f"{quote(key)} has no initialization binding: a reset gives it whatever value the file holds",
+                    "give it an initialization binding",
+                )
+
+
+# ---- initialization --------------------------------------------------------------------------------------------------
+
+
+_RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+
+
+def no_inputs(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    if graph.inputs:
+        yield make_finding(
+            "OW301",
+            f"{graph.place}.input",
+            f"the graph has inputs: {listing(graph.inputs)}; nobody feeds an initialization",
+            "turn them into initializers of the initialization graph",
+        )
+
+
+def not_omitted(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    if graph.is_empty and step.resets:
+        yield make_finding(
+            "OW302",
+            f"training_info[{step.step}].initialization_binding",
+            f"{listing(step.resets)} should be initialised, but there is no initialization graph",
+        )
+
+
+def all_is_bound(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    bound = set(step.resets.values())
+    for name in dict.fromkeys(graph.outputs):
+        if name not in bound:
+            place = f'{graph.place}.output["{bare(name)}"]'
+            yield make_finding("OW307", place, "no initialization binding assigns this output", "bind it, or remove it")
+    if graph.nodes and not graph.outputs:
+        yield make_finding("OW307", graph.place, "the graph computes values, but returns none")
+
+
+def check_seeds(step: Scope) -> Iterator[Finding]:
+    for site in step.initialization.own.sites:
+        node = site.node
+        if domain_of(node) == "" and node.op_type in _RANDOM and attribute(node, "seed") is None:
+            yield make_finding(
+                "OW308", site.place, "each reset draws other numbers", "set the attribute `seed` to reproduce them"
+            )
+
+
+MODEL_RULES = (
+    one_update_each,
+    one_reset_each,
+    state_is_updated,
+    state_is_initialised,
+)
 STEP_RULES = (
     complete,
     keys_are_state,
@@ -193,4 +324,12 @@ STEP_RULES = (
     types_agree,
     values_differ,
     updates_change,
+    optimizers_are_heard,
+    variables_get_their_own,
+    outputs_are_used,
+    steps_do_something,
+    no_inputs,
+    not_omitted,
+    all_is_bound,
+    check_seeds,
 )

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from onnx import ShardingSpecProto
 
-from onward.checker.findings import Finding, listing, make_finding, quote
-from onward.checker.view.graphs import Node
-from onward.checker.view.scope import Scope, Subject
+from onward.checker.codes import Finding, listing, make_finding, quote
+from onward.checker.graphs import NodeView
+from onward.checker.scope import CheckedModel, Scope
 from onward.standard import DEVICES_IR
 
 _NAMES = "each configuration has a name, at least one device, and as many names of devices, or none"
 
 
-def configurations(subject: Subject) -> Iterator[Finding]:
+def configurations(subject: CheckedModel) -> Iterator[Finding]:
     given, version = subject.proto.configuration, subject.proto.ir_version
     used = bool(given) or any(call.node.device_configurations for call in subject.calls)
     if used and 0 < version < DEVICES_IR:
@@ -45,7 +45,7 @@ def nodes_name_configurations(scope: Scope) -> Iterator[Finding]:
                     yield make_finding("OW142", node.place, f"{quote(spec.tensor_name)} {fault}")
 
 
-def _faults(scope: Scope, node: Node, spec: ShardingSpecProto, devices: int) -> Iterator[str]:
+def _faults(scope: Scope, node: NodeView, spec: ShardingSpecProto, devices: int) -> Iterator[str]:
     """What is wrong with how a node divides a tensor, as the rest of a sentence about that."""
     if spec.tensor_name not in (*node.args, *node.outputs):
         yield "is divided, and the node neither reads nor writes it"

@@ -1,25 +1,37 @@
-"""Rules about the file as a whole (OW101 to OW108, OW115, OW116)."""
+"""Rules about the file as a whole: form (OW101 to OW108, OW115, OW116), operator sets (OW601 to OW605, OW616 to OW618)
+and data of tensors (OW130 to OW133).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from onnx import IR_VERSION, ModelProto
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from onnx import IR_VERSION, GraphProto, ModelProto, TensorProto, defs
 
-from onward.checker.findings import Finding, make_finding
-from onward.checker.view.scope import Subject
+from onward.checker.codes import Finding, bare, make_finding, quote
+from onward.checker.graphs import Site, count, of_tensor, subgraphs
+from onward.checker.scope import CheckedModel, function_place, versions
 from onward.errors import Error, InvalidModelError
-from onward.model import legacy, storage
+from onward.model import older_forms, storage
+from onward.model.checks import DATA_FIELDS, field_of
+from onward.model.core import TRAINING_DOMAIN
 from onward.model.serde import modernise
+from onward.model.storage import bits_of, external_faults
+from onward.standard import FUNCTIONS_IR, TRAINING_IR, domain_of, schema_domain
+from onward.transform.opset import is_same
 
 
-def graph_present(subject: Subject) -> Iterator[Finding]:
+def graph_present(subject: CheckedModel) -> Iterator[Finding]:
     if not subject.proto.HasField("graph"):
         yield make_finding("OW101", "model", "the model has no graph: there is nothing to run or train")
 
 
-def ir_version(subject: Subject) -> Iterator[Finding]:
+def ir_version(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
         yield make_finding("OW102", "model", "the field `ir_version` is not set", "set it; training needs 7 or newer")
@@ -32,7 +44,7 @@ def ir_version(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def graph_names(subject: Subject) -> Iterator[Finding]:
+def graph_names(subject: CheckedModel) -> Iterator[Finding]:
     for scope in subject.scopes:
         if not scope.own.proto.name and not scope.own.is_empty:
             yield make_finding("OW108", scope.own.place, "the graph has no name", "give it any name")
@@ -49,7 +61,7 @@ def checksums(path: Path) -> Iterator[Finding]:
 
 def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
     """What is to say about training information of an older form, and the model with it in the present one."""
-    if not legacy.is_older(proto):
+    if not older_forms.is_older(proto):
         return [], proto
     present = ModelProto()
     present.CopyFrom(proto)
@@ -63,4 +75,251 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
     ], present
 
 
-MODEL_RULES = (graph_present, ir_version, graph_names)
+# ---- operator sets ---------------------------------------------------------------------------------------------------
+
+
+def check_imports(subject: CheckedModel) -> Iterator[Finding]:
+    """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
+    reported: set[tuple[int, str]] = set()
+    for call in subject.calls:
+        domain, where = domain_of(call.node), id(call.opsets)
+        if domain in call.opsets or (where, domain) in reported:
+            continue
+        reported.add((where, domain))
+        importer = f"the function {quote(call.function.name)}" if call.function else "the model"
+        code = "OW601" if domain == TRAINING_DOMAIN else "OW605"
+        hint = f"add {quote(domain or 'ai.onnx')} to `opset_import`{', version 1' if domain == TRAINING_DOMAIN else ''}"
+        yield make_finding(
+            code, call.place, f"{importer} does not import the domain {quote(domain or 'ai.onnx')}", hint
+        )
+
+
+def training_version(subject: CheckedModel) -> Iterator[Finding]:
+    version = subject.opsets.get(TRAINING_DOMAIN, 1)
+    if version != 1:
+        yield make_finding(
+            "OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1"
+        )
+
+
+def imported_once(subject: CheckedModel) -> Iterator[Finding]:
+    imports = [("model", subject.proto.opset_import)]
+    imports += [(function_place(function), function.opset_import) for function in subject.proto.functions]
+    for place, opsets in imports:
+        last = versions(opsets)
+        for opset in opsets:
+            domain = schema_domain(opset.domain)
+            if opset.version != last[domain]:
+                numbers = f"as version {opset.version} and as version {last[domain]}"
+                yield make_finding("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
+
+
+def known_version(subject: CheckedModel) -> Iterator[Finding]:
+    version, newest = subject.opsets.get("", 0), defs.onnx_opset_version()
+    if version > newest:
+        message = f"operator set {version} is newer than {newest}, the newest that the installed onnx knows"
+        yield make_finding(
+            "OW617", "model", message, "install a newer onnx, or convert the model to an older operator set"
+        )
+
+
+def same_operators(subject: CheckedModel) -> Iterator[Finding]:
+    """Functions may import other versions than the model if their operators are the same; reported once for each."""
+    shared, reported = dict(subject.opsets), set()
+    for call in subject.calls:
+        domain, operator = domain_of(call.node), call.node.op_type
+        version = call.opsets.get(domain)
+        if version is None or subject.function(call.node) is not None or (key := (id(call.opsets), domain)) in reported:
+            continue
+        wanted = shared.setdefault(domain, version)
+        if version != wanted and not is_same(operator, domain, version, wanted):
+            reported.add(key)
+            message = (
+                f"{quote(operator)} is of version {version} of {quote(domain or 'ai.onnx')}, not {wanted}, the model's"
+            )
+            hint = f"`onward opset MODEL {max(version, wanted)}` brings all to one version"
+            yield make_finding("OW618", call.place, message, "write all with the same version" if domain else hint)
+
+
+def new_enough(subject: CheckedModel) -> Iterator[Finding]:
+    version = subject.proto.ir_version
+    if version < 1:
+        return  # there is a rule for a missing version
+    if subject.proto.training_info and version < TRAINING_IR:
+        yield make_finding(
+            "OW603", "model", f"training information came with IR version {TRAINING_IR}; this file says {version}"
+        )
+    if subject.proto.functions and version < FUNCTIONS_IR:
+        yield make_finding(
+            "OW604", "model", f"model-local functions came with IR version {FUNCTIONS_IR}; this file says {version}"
+        )
+
+
+# ---- data of tensors -------------------------------------------------------------------------------------------------
+
+
+_PAIRS = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)  # two numbers for one element
+_FAULTS = {
+    "place": ("OW131", "keep external data in plain files in the model's own folder"),
+    "size": ("OW132", "the file is cut off, or belongs to another model"),
+    "overlap": ("OW133", "writing one tensor would change the other: give each its own bytes"),
+}
+
+
+class Located(NamedTuple):
+    """A tensor and where it is. The place is spelt out only for those that are reported."""
+
+    holder: str | Site
+    part: str
+    tensor: TensorProto
+
+    @property
+    def place(self) -> str:
+        if isinstance(self.holder, Site):
+            return f"{self.holder.place}/{bare(self.part)}"
+        return f'{self.holder}.{self.part}["{bare(self.tensor.name)}"]'
+
+
+def all_tensors(subject: CheckedModel) -> Iterator[Located]:
+    for scope in subject.scopes:
+        yield from _in_graph(scope.own.proto, scope.own.place)
+    for call in subject.calls:
+        for attr in call.node.attribute:
+            if attr.HasField("t"):
+                yield Located(call.site, attr.name, attr.t)
+            yield from (Located(call.site, attr.name, tensor) for tensor in attr.tensors)
+        for name, graph in subgraphs(call.node):
+            yield from _in_graph(graph, f"{call.place}/{name}")
+
+
+def _in_graph(graph: GraphProto, holder: str) -> Iterator[Located]:
+    yield from (Located(holder, "initializer", tensor) for tensor in graph.initializer)
+    for sparse in graph.sparse_initializer:
+        yield Located(holder, "sparse_initializer", sparse.values)
+        yield Located(holder, "sparse_initializer", sparse.indices)
+
+
+# ---- in the file
+
+
+def data_fits(subject: CheckedModel) -> Iterator[Finding]:
+    for located in all_tensors(subject):
+        tensor = located.tensor
+        if tensor.data_location != TensorProto.EXTERNAL and (problem := _misfit(tensor)):
+            yield make_finding(
+                "OW130", located.place, f"{of_tensor(tensor)}: {problem}", "the file is damaged, or wrongly written"
+            )
+
+
+def _misfit(tensor: TensorProto) -> str | None:
+    elements = count(tensor.dims)
+    if elements < 0:
+        return "a dimension is negative"
+    filled = [field for field in (*DATA_FIELDS, "raw_data") if len(getattr(tensor, field))]
+    if len(filled) > 1:
+        return f"the data stands in {' and in '.join(filled)}"
+    bits = bits_of(tensor)
+    if tensor.HasField("raw_data") and bits is not None:
+        needed, there = (elements * bits + 7) // 8, len(tensor.raw_data)
+        return None if needed == there else f"needs {needed} bytes, has {there}"
+    if tensor.data_type == TensorProto.UNDEFINED or (bits or 8) < 8:
+        return None  # how many to a number differs between writers; onnx.checker looks at it
+    field = field_of(tensor.data_type)
+    needed, there = elements * (2 if tensor.data_type in _PAIRS else 1), len(getattr(tensor, field))
+    return None if needed == there else f"needs {needed} numbers in `{field}`, has {there}"
+
+
+# ---- beside the file
+
+
+def external_data(subject: CheckedModel) -> Iterator[Finding]:
+    outside = (each for each in all_tensors(subject) if each.tensor.data_location == TensorProto.EXTERNAL)
+    for place, fault in external_faults(((each.place, each.tensor) for each in outside), subject.base_dir):
+        code, hint = _FAULTS[fault.about]
+        yield make_finding(code, place, f"the tensor {fault}", hint)
+
+
+# ---- what must hold before any rule can look -------------------------------------------------------------------------
+
+
+# What must hold before any rule can look: texts are texts, and nesting ends.
+#
+# protobuf does not look into strings when it parses, and hands out the bytes of one that is not UTF-8. It also lets a
+# program nest messages deeper than any reader accepts. Both are found here, so that no rule has to expect them.
+
+DEEPEST = 100  # messages; the limit of protobuf's own parsers
+_MOST = 20
+
+
+class _TextFields(NamedTuple):
+    """The fields of a message that can hold text, directly or further down. Tensor data holds none."""
+
+    text: tuple[str, ...]
+    texts: tuple[str, ...]
+    message: tuple[str, ...]
+    messages: tuple[str, ...]
+
+
+@cache
+def _fields(descriptor: Descriptor) -> _TextFields:
+    def names(kind: int, repeated: bool) -> tuple[str, ...]:
+        return tuple(f.name for f in descriptor.fields if f.type == kind and bool(f.is_repeated) == repeated)
+
+    text, message = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE
+    return _TextFields(names(text, False), names(text, True), names(message, False), names(message, True))
+
+
+def problems(proto: Message) -> Iterator[Finding]:
+    """Why the model cannot be read at all; nothing for almost every file."""
+    number = 0
+    todo: list[tuple[Message, Any, int]] = [(proto, None, 1)]
+    while todo:
+        message, path, depth = todo.pop()
+        if depth > DEEPEST:
+            yield make_finding("OW105", "model", f"messages are nested more than {DEEPEST} levels deep")
+            return
+        fields = _fields(message.DESCRIPTOR)
+        for field in _broken_texts(message, fields):
+            yield make_finding("OW104", _place((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
+            number += 1
+            if number == _MOST:
+                return
+        for name in fields.message:
+            if message.HasField(name):
+                todo.append((getattr(message, name), (path, name), depth + 1))
+        for name in fields.messages:
+            for i, child in enumerate(getattr(message, name)):
+                todo.append((child, (path, (name, i)), depth + 1))
+
+
+def _broken_texts(message: Message, fields: _TextFields) -> Iterator[str]:
+    for name in fields.text:
+        if type(getattr(message, name)) is not str:
+            yield name
+    for name in fields.texts:
+        if any(type(text) is not str for text in getattr(message, name)):
+            yield name
+
+
+def _place(path: Any) -> str:
+    """`graph.node[3].name`, from the links that the walk left behind."""
+    parts: list[str] = []
+    while path is not None:
+        path, last = path
+        parts.append(last if isinstance(last, str) else f"{last[0]}[{last[1]}]")
+    return ".".join(reversed(parts))
+
+
+MODEL_RULES = (
+    graph_present,
+    ir_version,
+    graph_names,
+    check_imports,
+    training_version,
+    imported_once,
+    known_version,
+    same_operators,
+    new_enough,
+    data_fits,
+    external_data,
+)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from onnx import FunctionProto, defs
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.graphs import walk
-from onward.checker.view.scope import Call, FunctionKey, Subject, function_place
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.graphs import walk
+from onward.checker.scope import CheckedModel, FunctionCall, FunctionKey, function_place
 from onward.standard import domain_of
 
 OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake
@@ -27,14 +27,14 @@ def key_of(function: FunctionProto) -> FunctionKey:
     return function.domain, function.name, function.overload
 
 
-def _calls(subject: Subject) -> Iterator[tuple[Call, FunctionProto]]:
+def _calls(subject: CheckedModel) -> Iterator[tuple[FunctionCall, FunctionProto]]:
     for call in subject.calls:
         function = subject.function(call.node)
         if function is not None:
             yield call, function
 
 
-def check_calls(subject: Subject) -> Iterator[Finding]:
+def check_calls(subject: CheckedModel) -> Iterator[Finding]:
     own = {OWN_DOMAIN, *(domain for domain, _, _ in subject.functions)}
     for call in subject.calls:
         domain, op = domain_of(call.node), call.node.op_type
@@ -53,7 +53,7 @@ def check_calls(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def calls_fit(subject: Subject) -> Iterator[Finding]:
+def calls_fit(subject: CheckedModel) -> Iterator[Finding]:
     for call, function in _calls(subject):
         name = quote(f"{function.domain}.{function.name}")
         for what, given, there in (
@@ -67,7 +67,7 @@ def calls_fit(subject: Subject) -> Iterator[Finding]:
             yield make_finding("OW610", call.place, f"the call gives no value for {missing} of {name}")
 
 
-def attributes_fit(subject: Subject) -> Iterator[Finding]:
+def attributes_fit(subject: CheckedModel) -> Iterator[Finding]:
     for call, function in _calls(subject):
         given = {attr.name for attr in call.node.attribute}
         needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
@@ -83,7 +83,7 @@ def attributes_fit(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def defined_once(subject: Subject) -> Iterator[Finding]:
+def defined_once(subject: CheckedModel) -> Iterator[Finding]:
     seen: set[FunctionKey] = set()
     for function in subject.proto.functions:
         if key_of(function) in seen:
@@ -91,13 +91,13 @@ def defined_once(subject: Subject) -> Iterator[Finding]:
         seen.add(key_of(function))
 
 
-def not_recursive(subject: Subject) -> Iterator[Finding]:
+def not_recursive(subject: CheckedModel) -> Iterator[Finding]:
     for path in _expansion(subject).circles:
         names = " -> ".join(quote(f"{domain}.{name}") for domain, name, _ in path[:6])
         yield make_finding("OW608", function_place(subject.functions[path[0]]), f"the function calls itself: {names}")
 
 
-def small_enough(subject: Subject) -> Iterator[Finding]:
+def small_enough(subject: CheckedModel) -> Iterator[Finding]:
     """Functions that call functions twice double with each level: a small file can mean more nodes than atoms."""
     huge = (key for key, size in _expansion(subject).sizes.items() if size > MOST_NODES)
     if key := next(huge, None):  # and with it those that call it
@@ -105,7 +105,7 @@ def small_enough(subject: Subject) -> Iterator[Finding]:
         yield make_finding("OW614", function_place(subject.functions[key]), message)
 
 
-def check_use(subject: Subject) -> Iterator[Finding]:
+def check_use(subject: CheckedModel) -> Iterator[Finding]:
     called = {key_of(function) for _, function in _calls(subject)}
     for key, function in subject.functions.items():
         if key not in called:
@@ -120,7 +120,7 @@ class _Expansion(NamedTuple):
     """How many nodes a function has when all calls in it are expanded; bounded."""
 
 
-def _expansion(subject: Subject) -> _Expansion:
+def _expansion(subject: CheckedModel) -> _Expansion:
     """The call graph, callees first; of each circle, a call is left out."""
     calls = {}
     for key, function in subject.functions.items():
@@ -141,7 +141,7 @@ def _expansion(subject: Subject) -> _Expansion:
     return result
 
 
-def can_expand(subject: Subject) -> bool:
+def can_expand(subject: CheckedModel) -> bool:
     """Whether shape inference, which expands functions, would come to an end."""
     expansion = _expansion(subject)
     return not expansion.circles and all(size <= MOST_NODES for size in expansion.sizes.values())

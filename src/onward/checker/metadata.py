@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.scope import Scope, Subject
-from onward.model.fingerprint import FINGERPRINT, fingerprint
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.scope import CheckedModel, Scope
+from onward.model.serde import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
 from onward.standard import METADATA_IR
 
@@ -26,7 +26,7 @@ ROLES = frozenset(
 )
 
 
-class Holder(NamedTuple):
+class MetadataHolder(NamedTuple):
     """Something that carries metadata, and the scope in which names in it are looked up."""
 
     place: str
@@ -35,28 +35,28 @@ class Holder(NamedTuple):
     is_tensor: bool = False
 
 
-def _holders(subject: Subject) -> Iterator[Holder]:
+def _holders(subject: CheckedModel) -> Iterator[MetadataHolder]:
     """Everything with metadata but the model itself, which could have some before IR version 10."""
     for scope in subject.scopes:
         graph = scope.own
         if graph.proto.metadata_props:
-            yield Holder(graph.place, graph.proto.metadata_props, scope)
+            yield MetadataHolder(graph.place, graph.proto.metadata_props, scope)
         for field in ("initializer", "input", "output", "value_info"):
             for one in getattr(graph.proto, field):
                 if one.metadata_props:
                     place = f'{graph.place}.{field}["{bare(one.name)}"]'
-                    yield Holder(place, one.metadata_props, scope, is_tensor=field == "initializer")
+                    yield MetadataHolder(place, one.metadata_props, scope, is_tensor=field == "initializer")
         for site in graph.sites:
             if site.node.metadata_props:
-                yield Holder(site.place, site.node.metadata_props, scope)
+                yield MetadataHolder(site.place, site.node.metadata_props, scope)
 
 
-def _everything(subject: Subject) -> Iterator[Holder]:
-    yield Holder("model", subject.proto.metadata_props, subject.inference)
+def _everything(subject: CheckedModel) -> Iterator[MetadataHolder]:
+    yield MetadataHolder("model", subject.proto.metadata_props, subject.inference)
     yield from _holders(subject)
 
 
-def fresh(subject: Subject) -> Iterator[Finding]:
+def fresh(subject: CheckedModel) -> Iterator[Finding]:
     current = None
     for step in subject.steps:
         for entry in step.own.proto.metadata_props:
@@ -72,7 +72,7 @@ def fresh(subject: Subject) -> Iterator[Finding]:
                 )
 
 
-def json_parses(subject: Subject) -> Iterator[Finding]:
+def json_parses(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _everything(subject):
         for entry in holder.entries:
             if _should_be_json(entry) and (problem := _parse(entry.value)[1]):
@@ -96,7 +96,7 @@ def _parse(text: str) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def parameters_exist(subject: Subject) -> Iterator[Finding]:
+def parameters_exist(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _everything(subject):
         for entry in holder.entries:
             if entry.key == PARAMETER_KEY and holder.is_tensor:
@@ -118,13 +118,13 @@ def _optimized_parameters(groups: Any) -> Iterator[str]:
         yield from (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
-def _is_known(subject: Subject, scope: Scope, name: str) -> bool:
+def _is_known(subject: CheckedModel, scope: Scope, name: str) -> bool:
     if scope.initializer(name) is not None:
         return True
     return any(name in step.own.initializers for step in subject.steps) if scope.step is None else False
 
 
-def roles_are_known(subject: Subject) -> Iterator[Finding]:
+def roles_are_known(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _holders(subject):
         for entry in holder.entries:
             if entry.key == ROLE_KEY and entry.value not in ROLES:
@@ -132,14 +132,14 @@ def roles_are_known(subject: Subject) -> Iterator[Finding]:
                 yield make_finding("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
 
 
-def keys_once(subject: Subject) -> Iterator[Finding]:
+def keys_once(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _everything(subject):
         if twice := [key for key, number in Counter(entry.key for entry in holder.entries).items() if number > 1]:
             code = "OW707" if holder.place == "model" else "OW706"
             yield make_finding(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")
 
 
-def new_enough(subject: Subject) -> Iterator[Finding]:
+def new_enough(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if not 1 <= version < METADATA_IR:
         return

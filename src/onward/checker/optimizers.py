@@ -1,4 +1,4 @@
-"""Rules about the operators Adagrad, Momentum and Adam (OW501 to OW509, OW512)."""
+"""Rules about Adagrad, Momentum and Adam (OW501 to OW509, OW512), and T, their count of updates (OW510, OW511)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from onward.checker.findings import Finding, listing, make_finding, quote
-from onward.checker.view.graphs import SLOTS, Node, attribute
-from onward.checker.view.scope import Scope
+from onward.checker.codes import Finding, listing, make_finding, quote
+from onward.checker.graphs import SLOTS, NodeView, attribute, count
+from onward.checker.scope import Scope, upstream
 from onward.model.core import TRAINING_DOMAIN
 
 _LAYOUT = {
@@ -26,7 +26,7 @@ _RANGES = {
 }
 
 
-def optimizers(scope: Scope) -> Iterator[Node]:
+def optimizers(scope: Scope) -> Iterator[NodeView]:
     return (node for node in scope.own.nodes if node.is_training(*SLOTS))
 
 
@@ -114,3 +114,70 @@ def coefficients(scope: Scope) -> Iterator[Finding]:
 
 
 SCOPE_RULES = (known_operators, arity, needed_attributes, mode, rate_and_count, tuples_agree, coefficients)
+
+
+# ---- the count of updates --------------------------------------------------------------------------------------------
+
+
+def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
+    for node in optimizers(step):
+        if node.op != "Adam" or len(node.args) < 2:
+            continue
+        counter = node.args[1]
+        seen = {counter}
+        while (producer := step.producer(counter)) and producer[0].op == "Identity" and producer[0].args:
+            step.budget.spend(1)
+            counter = producer[0].args[0]
+            if counter in seen:
+                break
+            seen.add(counter)
+        if counter in step.updates and _initial(step, counter) == 0:
+            yield make_finding(
+                "OW510",
+                node.place,
+                f"T is {quote(counter)}, which starts at 0: the first steps lack their bias correction",
+                "give Adam the counter after it is increased",
+            )
+
+
+def count_advances(step: Scope) -> Iterator[Finding]:
+    for node in optimizers(step):
+        if len(node.args) < 2 or not step.defines(node.args[1]) or not _depends_on_count(node):
+            continue
+        sources = upstream(step, [node.args[1]])
+        if not any(name in step.updates or step.is_free_input(name) for name in sources):
+            message = f"T, {quote(node.args[1])}, is the same in every step"
+            yield make_finding(
+                "OW511", node.place, message, "compute it from a counter that an update binding increases"
+            )
+
+
+def _depends_on_count(node: NodeView) -> bool:
+    """Adagrad without decay, and Momentum with beta 1, do the same for every T."""
+    attr = attribute(node.proto, {"Adagrad": "decay_factor", "Momentum": "beta"}.get(node.op, ""))
+    value = attr.f if attr is not None else 0.0
+    return node.op == "Adam" or value != (0.0 if node.op == "Adagrad" else 1.0)
+
+
+def _initial(step: Scope, name: str) -> int | None:
+    """The value with which a counter starts: what the initialization gives it, else what the file holds."""
+    graph, value = step.initialization.own, step.resets.get(name, "")
+    if value in graph.initializers:
+        return _integer(graph.initializers[value])
+    if (producer := graph.producers.get(value)) and producer[0].op in ("Constant", "ConstantOfShape"):
+        node = producer[0].proto
+        tensor, number = attribute(node, "value"), attribute(node, "value_int")
+        return _integer(tensor.t) if tensor is not None else number.i if number is not None else None
+    stored = step.initializer(name)
+    return _integer(stored) if stored is not None and not value else None
+
+
+def _integer(tensor: TensorProto) -> int | None:
+    if tensor.data_type != TensorProto.INT64 or tensor.data_location == TensorProto.EXTERNAL or count(tensor.dims) != 1:
+        return None
+    if len(tensor.int64_data) == 1:
+        return tensor.int64_data[0]
+    return int.from_bytes(tensor.raw_data, "little", signed=True) if len(tensor.raw_data) == 8 else None
+
+
+SOUND_STEP_RULES = (adam_counts_from_one, count_advances)

@@ -7,19 +7,21 @@ the same less precisely. The types that they infer are used by all rules that co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from google.protobuf.message import EncodeError
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from onward.checker.findings import Finding, make_finding
-from onward.checker.functions import can_expand
-from onward.checker.tensors import all_tensors
-from onward.checker.view.combine import model_of
-from onward.checker.view.graphs import Site
-from onward.checker.view.sandbox import Verdict, examine
-from onward.checker.view.scope import Scope, Subject
-from onward.checker.view.shapes import of_values
+from onward.checker.codes import Finding, listing, make_finding, quote
+from onward.checker.file import all_tensors
+from onward.checker.functions import can_expand, standard_domains
+from onward.checker.graphs import Site, of_values
+from onward.checker.sandbox import Verdict, examine
+from onward.checker.scope import CheckedModel, Scope, model_of
+from onward.errors import UnknownNameError, near
+from onward.model.core import TRAINING_DOMAIN
+from onward.runtime.limits import NO_KERNEL, onnxruntime_limits
+from onward.standard import domain_of
 from onward.transform.declare import way_out
 
 MOST_STEPS = 64
@@ -29,7 +31,7 @@ _GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # the p
 _PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
 
 
-def study(subject: Subject) -> dict[Scope, Verdict]:
+def study(subject: CheckedModel) -> dict[Scope, Verdict]:
     """Ask onnx about every graph; keep what it says, and give the scopes the types that it infers."""
     if not can_expand(subject) or (subject.base_dir is None and _has_inner_external_data(subject)):
         return {}
@@ -41,19 +43,16 @@ def study(subject: Subject) -> dict[Scope, Verdict]:
         if verdict.died:  # the other graphs of such a file will do no better
             break
         if verdict.inferred:
-            _add_types(scope, ModelProto.FromString(verdict.inferred).graph)
+            inferred = ModelProto.FromString(verdict.inferred).graph
+            for values in (inferred.value_info, inferred.output):
+                for name, known in of_values(values).items():
+                    if name not in scope.types:
+                        scope.types[name] = known
+            for gradient in scope.gradients:  # those of inner values, whose types were not known before
+                for x, name in gradient.results:
+                    if x in scope.types:
+                        scope.types.setdefault(name, scope.types[x])
     return verdicts
-
-
-def _add_types(scope: Scope, inferred: GraphProto) -> None:
-    for values in (inferred.value_info, inferred.output):
-        for name, known in of_values(values).items():
-            if name not in scope.types:
-                scope.types[name] = known
-    for gradient in scope.gradients:  # those of inner values, whose types were not known before
-        for x, name in gradient.results:
-            if x in scope.types:
-                scope.types.setdefault(name, scope.types[x])
 
 
 def _examine(scope: Scope) -> Verdict:
@@ -64,14 +63,14 @@ def _examine(scope: Scope) -> Verdict:
     return examine(model, scope.subject.base_dir)
 
 
-def _has_inner_external_data(subject: Subject) -> bool:
+def _has_inner_external_data(subject: CheckedModel) -> bool:
     """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
     top = {scope.own.place for scope in subject.scopes}
     located = (one for one in all_tensors(subject) if one.tensor.data_location == TensorProto.EXTERNAL)
     return any(isinstance(one.holder, Site) or one.holder not in top for one in located)
 
 
-def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
+def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
     """What onnx objects to, in graphs where nothing else is wrong."""
     blamed = {graph[0] for finding in errors if (graph := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
@@ -113,3 +112,64 @@ def _sentence(message: str, most: int = 400) -> str:
     """A message from C++ on one line, cut where it goes on to print the node."""
     message = " ".join(_PREFIX.sub("", message).split())
     return message if len(message) <= most else f"{message[: most - 1]}…"
+
+
+# ---- runtimes --------------------------------------------------------------------------------------------------------
+
+
+_ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}
+
+
+def versions(subject: CheckedModel) -> Iterator[Finding]:
+    limits = onnxruntime_limits()
+    opset, ir = subject.opsets.get("", 0), subject.proto.ir_version
+    if opset > limits.opset:
+        message = f"{limits.runtime} loads operator sets up to {limits.opset}; the model uses {opset}"
+        yield make_finding("OW650", "model", message, f"convert the model to operator set {limits.opset} or older")
+    if ir > limits.ir:
+        message = f"{limits.runtime} loads IR versions up to {limits.ir}; the model has {ir}"
+        yield make_finding("OW651", "model", message, f"write the model with IR version {limits.ir} or older")
+
+
+def kernels(subject: CheckedModel) -> Iterator[Finding]:
+    for call in subject.calls:
+        since = NO_KERNEL.get(call.node.op_type)
+        opset = call.opsets.get("", 0)
+        if since is not None and opset >= since and domain_of(call.node) == "":
+            message = f"ONNX Runtime has no CPU kernel for {quote(call.node.op_type)} of operator set {opset}"
+            hint = f"use operator set {since - 1}" if since > 20 else None
+            yield make_finding("OW653", call.place, message, hint)
+
+
+def domains(subject: CheckedModel) -> Iterator[Finding]:
+    for call in subject.calls:
+        domain = domain_of(call.node)
+        if domain not in standard_domains() | _ITS_DOMAINS and subject.function(call.node) is None:
+            yield make_finding("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
+
+
+def training_operators(subject: CheckedModel) -> Iterator[Finding]:
+    here = [node.place for node in subject.inference.own.nodes if node.domain == TRAINING_DOMAIN]
+    for place in here:
+        yield make_finding("OW655", place, "ONNX Runtime knows no training operators", "move the node to an algorithm")
+    lowered = [node.op for step in subject.steps for node in step.own.nodes if node.domain == TRAINING_DOMAIN]
+    if lowered:
+        operators = listing(dict.fromkeys(lowered))
+        yield make_finding(
+            "OW652", "training_info", f"ONNX Runtime has no {operators}: Onward lowers such nodes before it runs a step"
+        )
+
+
+_RULES: dict[str, tuple[Callable[[CheckedModel], Iterator[Finding]], ...]] = {
+    "onnxruntime": (versions, kernels, domains, training_operators),
+}
+TARGETS = tuple(_RULES)
+
+
+def rules_for(target: str | None) -> tuple[Callable[[CheckedModel], Iterator[Finding]], ...]:
+    if target is None:
+        return ()
+    if target not in _RULES:
+        hint = near(target, _RULES) or f"known runtimes: {', '.join(_RULES)}"
+        raise UnknownNameError(f"nothing is known about the runtime `{target}`", hint=hint)
+    return _RULES[target]

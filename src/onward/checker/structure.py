@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.graphs import Graph, Node
-from onward.checker.view.scope import Scope
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.graphs import GraphIndex, NodeView
+from onward.checker.scope import Scope
 from onward.model.protos import definitions
 
 
@@ -42,13 +42,13 @@ def new_names_only(scope: Scope) -> Iterator[Finding]:
             )
 
 
-def _declaration(graph: Graph, name: str) -> str:
+def _declaration(graph: GraphIndex, name: str) -> str:
     if producer := graph.producers.get(name):
         return producer[0].place.removeprefix(graph.place)
     return f'.{_kind(graph, name).replace(" ", "_")}["{bare(name)}"]'
 
 
-def _kind(graph: Graph, name: str) -> str:
+def _kind(graph: GraphIndex, name: str) -> str:
     if name in graph.producers:
         return f"node output, {graph.producers[name][0].place}"
     if name in graph.initializers:
@@ -63,7 +63,7 @@ def reads_are_defined(scope: Scope) -> Iterator[Finding]:
                 yield _undefined_name(scope, node, name)
 
 
-def _undefined_name(scope: Scope, node: Node, name: str) -> Finding:
+def _undefined_name(scope: Scope, node: NodeView, name: str) -> Finding:
     subject, hint = scope.subject, scope.near(name)
     home = subject.homes.get(name)
     of_step = f", which belongs to training_info[{home}].algorithm"
@@ -105,7 +105,7 @@ def order(scope: Scope) -> Iterator[Finding]:
     )
 
 
-def _comes_later(scope: Scope, node: Node, name: str) -> bool:
+def _comes_later(scope: Scope, node: NodeView, name: str) -> bool:
     producer = scope.own.producers.get(name)
     return producer is not None and producer[0].index >= node.index and not _is_given(scope, name)
 
@@ -114,7 +114,7 @@ def _is_given(scope: Scope, name: str) -> bool:
     return any(name in part.inputs or part.is_initializer(name) for part in scope.parts)
 
 
-def _circle(graph: Graph) -> list[Node]:
+def _circle(graph: GraphIndex) -> list[NodeView]:
     """Nodes that read from each other in a circle, or nothing."""
     producers = graph.producers
     sources = {

@@ -27,8 +27,8 @@ from onward.errors import UnknownNameError, UnsupportedError, advising, near, wa
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
-from onward.model.storage.replacement import replacing
-from onward.model.storage.stream import announce
+from onward.model.storage.files import announce
+from onward.model.storage.transaction import replacing
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState, from_training_model, step_of

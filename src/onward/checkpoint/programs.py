@@ -11,7 +11,7 @@ from onward.checkpoint.formats.h5_files import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.bundles import read_bundle
 from onward.frameworks.files import Framework
-from onward.model.storage.zip_members import BAD_ZIP
+from onward.model.storage.containers import BAD_ZIP
 
 _PARTS = {"module", "optimizer", "scheduler"}
 

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
-from onward.model.storage.open_files import HeldTensor, let_go
-from onward.model.storage.stream import advance
+from onward.model.storage.files import advance
+from onward.model.storage.tensor_places import HeldTensor, let_go
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""

@@ -115,7 +115,7 @@ def working(what: str, *files: Path) -> Iterator[None]:
 @contextmanager
 def writing(what: str, *files: Path) -> Iterator[None]:
     """The same while data are written: show how many bytes are, and how fast it goes."""
-    from onward.model.storage.stream import report_writes_to
+    from onward.model.storage.files import report_writes_to
 
     with _blaming(files), _bar(what) as bar, report_writes_to(bar) if bar is not None else nullcontext():
         yield

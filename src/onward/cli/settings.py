@@ -91,7 +91,7 @@ def _sizes(text: str) -> list[int | str]:
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
     """Set one tensor, in memory; what it was and is."""
-    from onward.recipe.ranges import check_setting
+    from onward.recipe.spec import check_setting
 
     tensor = _initializer(source, name, step)
     if tensor.size > _MOST:

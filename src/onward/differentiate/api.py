@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.build import Builder, Expr
-from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expand
 from onward.differentiate.functions import FunctionRules
 from onward.differentiate.gradients import lower_gradients
@@ -18,10 +17,11 @@ from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
+from onward.model.checks import check_signatures
 from onward.model.core import values
-from onward.model.signature import check_signatures
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
+from onward.shapes import content_type, is_optional, is_sequence
 from onward.standard import OLDEST_OPSET
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding

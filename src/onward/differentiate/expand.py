@@ -8,8 +8,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Names, declare
 from onward.model import Model
-from onward.model.core import values
-from onward.model.gradient_names import visible
+from onward.model.core import values, visible
 from onward.model.walk import between, is_random, nested_nodes, nodes_after
 from onward.rules import Rewrite
 from onward.rules.quantization import ROUNDED

@@ -16,7 +16,6 @@ from onnx_ir.passes.common import InlinePass
 
 from onward.build import Builder, Expr, Names
 from onward.constants import constant_ints
-from onward.containers import content_type
 from onward.differentiate.backward_split import split_off
 from onward.differentiate.expand import expand
 from onward.differentiate.path import way
@@ -26,6 +25,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
+from onward.shapes import content_type
 from onward.standard import IR_VERSION, STANDARD
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types

@@ -19,8 +19,7 @@ from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
-from onward.model.core import is_gradient, string, strings
-from onward.model.gradient_names import gradients_in, names_of, visible
+from onward.model.core import gradients_in, is_gradient, names_of, string, strings, visible
 from onward.model.walk import ancestors, between, graphs_of, nodes_after, nodes_of
 from onward.rules.nested import copy_graph, fill_in_types_of
 from onward.rules.registry import lookup

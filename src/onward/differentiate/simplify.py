@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.build import become
 from onward.constants import constant_ints
 from onward.model.walk import read_by
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 
 def simplify(nodes: Iterable[ir.Node]) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.containers import content_type
 from onward.differentiate.path import Find
 from onward.differentiate.recompute import Recomputation
 from onward.errors import UnsupportedError
@@ -21,7 +20,7 @@ from onward.model.walk import read_by
 from onward.rules import NoGradient, Rule
 from onward.rules.quantization import MOVING, ROUNDED
 from onward.rules.registry import apply, lookup
-from onward.shapes import Dims, dims
+from onward.shapes import Dims, content_type, dims
 
 
 def pull_back(

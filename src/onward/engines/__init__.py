@@ -21,7 +21,7 @@ from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
 from onward.model.walk import graphs_of
 from onward.transform.padding import write_padding
 

@@ -19,12 +19,12 @@ from onward.engines import function
 from onward.errors import InvalidModelError, RecipeError, UnsupportedError, list_names
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, Step, load
-from onward.model.functions import callees_first
+from onward.model.checks import callees_first
 from onward.model.state import ROLE_KEY, with_metadata
 from onward.model.walk import is_random
 from onward.recipe.random import new_key
 from onward.standard import is_standard
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only
 
 _PROGRESS = "train.progress"
 

@@ -33,7 +33,7 @@ from onward.lowering.sharing import Share
 from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
-from onward.model.storage.open_files import let_go
+from onward.model.storage.tensor_places import let_go
 from onward.model.walk import graphs_of
 from onward.options import Parallel
 from onward.runtime.sessions import contiguous, explain_failures, open_session

@@ -16,11 +16,10 @@ from onward.engines.calls import Form, array_of, newest_form
 from onward.engines.framework import Function, keywords
 from onward.engines.fusion import Match, matches
 from onward.engines.host import ONLY_ON_HOST
-from onward.model.core import is_gradient, string, strings
-from onward.model.gradient_names import visible
+from onward.model.core import is_gradient, string, strings, visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by
 from onward.standard import is_standard
-from onward.transform.attribute_words import check_words
+from onward.transform.types import check_words
 
 
 @dataclasses.dataclass

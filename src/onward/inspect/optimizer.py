@@ -20,7 +20,7 @@ from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
 from onward.model.walk import source_of
-from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
 
@@ -225,9 +225,9 @@ def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float
     return float(result) if math.isfinite(result) else None
 
 
-def _part(op: Builder, section: ScheduleSection) -> Part:
+def _part(op: Builder, section: ScheduleSection) -> SchedulePart:
     numbers = {name: op.constant(np.asarray(number, np.float64)) for name, number in section.numbers.items()}
     until = numbers.pop("until", None)
     kind = schedule(section.name)
     choices = {name: section.choices.get(name, allowed[0]) for name, allowed in kind.choices.items()}
-    return Part(kind, numbers, choices, until)
+    return SchedulePart(kind, numbers, choices, until)

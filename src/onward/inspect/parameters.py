@@ -27,8 +27,7 @@ from onward.recipe.exporter_notes import (
     restore,
     sources_of,
 )
-from onward.recipe.roles import is_norm
-from onward.recipe.trainable import judge
+from onward.recipe.trainable import is_norm, judge
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}

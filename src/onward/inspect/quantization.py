@@ -13,7 +13,7 @@ from onward.inspect.summary_fields import Quantization, QuantizedWeights
 from onward.inspect.values import dtype_name
 from onward.model import Model
 from onward.standard import is_standard
-from onward.transform.quantised import RANGE_KEY
+from onward.transform.quantized import RANGE_KEY
 
 
 def describe_quantization(model: Model) -> Quantization | None:

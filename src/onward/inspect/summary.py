@@ -19,7 +19,7 @@ from onward.inspect.values import plain, port
 from onward.model import Model, Source, load
 from onward.model.serde import places_of
 from onward.model.storage import is_external
-from onward.recipe.folded_layers import folding_remarks
+from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.preprocessing import notes_on_moves
 
 FORMAT = 1

@@ -9,8 +9,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.model import Model
-from onward.model.core import strings
-from onward.model.gradient_names import gradients_in, visible
+from onward.model.core import gradients_in, strings, visible
 from onward.model.walk import read_by
 from onward.standard import is_standard
 

@@ -12,11 +12,10 @@ from onward.kernels.recurrent import use_recurrent
 from onward.kernels.resizing import write_out_scales
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
-from onward.model.core import is_gradient, string, values
-from onward.model.gradient_names import gradients_in, tie, untie, visible
+from onward.model.core import gradients_in, is_gradient, string, tie, untie, values, visible
 from onward.model.walk import ancestors
+from onward.transform.training import remove_unused
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove_unused
 
 
 def can_use_kernels(model: Model) -> bool:

@@ -14,8 +14,7 @@ from onward.model import TRAINING_DOMAIN, Model
 from onward.model.walk import nodes_of
 from onward.transform.inline import inline_calls
 from onward.transform.padding import write_padding
-from onward.transform.training import drop_unused_definitions
-from onward.transform.unused import remove_unused
+from onward.transform.training import drop_unused_definitions, remove_unused
 
 
 def has_training_operators(model: Model) -> bool:

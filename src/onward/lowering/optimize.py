@@ -13,8 +13,8 @@ from onward.constants import tensor_in
 from onward.model import Model
 from onward.model.core import values
 from onward.standard import is_standard
+from onward.transform.training import remove_unused
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove_unused
 
 
 def optimize(model: Model) -> None:

@@ -20,8 +20,17 @@ from onward.build import Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, near
 from onward.lowering.dependencies import Flow
 from onward.model import Model, Step
-from onward.model.core import all_names, is_gradient, string, strings, values
-from onward.model.gradient_names import append_inputs, rename_in_gradients, tie, untie
+from onward.model.core import (
+    all_names,
+    append_inputs,
+    is_gradient,
+    rename_in_gradients,
+    string,
+    strings,
+    tie,
+    untie,
+    values,
+)
 from onward.model.state import carried_state, with_metadata
 from onward.model.walk import ancestors, descendants, read_by
 

@@ -15,7 +15,7 @@ from typing import Any
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN
-from onward.recipe.optimizers.parts import (
+from onward.recipe.optimizers.arithmetic import (
     adam_rate,
     coupled_decay,
     descend,

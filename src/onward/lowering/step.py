@@ -26,20 +26,18 @@ from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
 from onward.model import Model, Source, Step, load
-from onward.model.core import as_input, values
-from onward.model.gradient_names import tie, untie
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
+from onward.model.core import as_input, tensor_of, tie, untie, values
 from onward.model.state import carried_state, states
 from onward.rules import RULES
 from onward.rules.registry import lookup
-from onward.standard import IR_VERSION, OLDEST_OPSET, STANDARD
-from onward.transform import linear
+from onward.standard import IR_VERSION, ML_DOMAIN, OLDEST_OPSET, STANDARD
 from onward.transform.inline import inline_calls
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
-_STANDARD = (*STANDARD, linear.DOMAIN)
+_STANDARD = (*STANDARD, ML_DOMAIN)
 """The domains of the standard that runtimes have."""
 
 
@@ -119,7 +117,7 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
     flow = _open_step(model, index, manner)
-    outputs = [value.name or "" for value in model.graph.outputs if linear.tensor_of(value) is value]
+    outputs = [value.name or "" for value in model.graph.outputs if tensor_of(value) is value]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
     metrics = flow.of_evaluation()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import onnx
@@ -16,14 +17,16 @@ from onnx import ModelProto
 
 from onward.arguments import OPENED
 from onward.errors import Error, ExternalDataError, InvalidModelError, warn
-from onward.model import legacy, preserved_fields, storage
+from onward.model import older_forms, protos, storage
+from onward.model.checks import callees_first, check_tensors
 from onward.model.core import Model, Step
-from onward.model.fingerprint import FINGERPRINT, fingerprint
-from onward.model.functions import callees_first
 from onward.model.protos import all_nodes, replace_entries
-from onward.model.tensors import check_tensors
 from onward.model.walk import graphs_in
-from onward.standard import KERNELS
+from onward.standard import KERNELS, domain_of
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, GraphProto, NodeProto, TensorShapeProto, TypeProto
+
 
 _ALGORITHMS = "onward.algorithms"
 
@@ -117,12 +120,12 @@ def from_proto(proto: ModelProto) -> Model:
     older = modernise(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
-        aside = preserved_fields.set_aside(proto)
+        aside = protos.set_aside(proto)
         inference, algorithms = _deserialize(proto)
         callees_first(inference.functions)
         _type_function_inputs(proto, inference)
-        preserved_fields.attach_model(aside, inference)
-        preserved_fields.attach(aside, ("graph",), inference.graph)
+        protos.attach_model(aside, inference)
+        protos.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
         model = Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
     if older:
@@ -133,21 +136,21 @@ def from_proto(proto: ModelProto) -> Model:
 def modernise(proto: ModelProto) -> list[str]:
     """Bring training information of older forms into the present one, in place; what was converted."""
     with _library_errors():
-        return legacy.convert(proto)
+        return older_forms.convert(proto)
 
 
-def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: preserved_fields.Residue) -> Step:
-    preserved_fields.attach(aside, ("algorithm", index), algorithm)
+def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: protos.Residue) -> Step:
+    protos.attach(aside, ("algorithm", index), algorithm)
     initialization = None
     if info.HasField("initialization"):
         initialization = ir.serde.deserialize_graph(info.initialization)
-        preserved_fields.attach(aside, ("initialization", index), initialization)
+        protos.attach(aside, ("initialization", index), initialization)
     return Step(
         algorithm,
         initialization,
         _bindings(info.update_binding, index, "update_binding"),
         _bindings(info.initialization_binding, index, "initialization_binding"),
-        preserved_fields.unknown_fields(info),
+        protos.unknown_fields(info),
     )
 
 
@@ -193,7 +196,7 @@ def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
 def to_proto(model: Model) -> ModelProto:
     with _quiet(), _library_errors():
         proto = ir.serde.serialize_model(model.ir)
-        preserved_fields.put_back(proto, model.ir)
+        protos.put_back(proto, model.ir)
         _tidy(proto.graph, model.graph)
         for step in model.steps:
             _write_step(proto.training_info.add(), step)
@@ -202,11 +205,11 @@ def to_proto(model: Model) -> ModelProto:
 
 def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
     ir.serde.serialize_graph_into(info.algorithm, step.algorithm)
-    preserved_fields.put_back(info.algorithm, step.algorithm)
+    protos.put_back(info.algorithm, step.algorithm)
     _tidy(info.algorithm, step.algorithm)
     if step.initialization is not None:
         ir.serde.serialize_graph_into(info.initialization, step.initialization)
-        preserved_fields.put_back(info.initialization, step.initialization)
+        protos.put_back(info.initialization, step.initialization)
         _tidy(info.initialization, step.initialization)
     for key, value in step.reset.items():
         info.initialization_binding.add(key=key, value=value)
@@ -244,7 +247,7 @@ def save(model: Model, path: str | os.PathLike[str], data: storage.External = "a
     return model.path
 
 
-def places_of(model: Model) -> list[storage.Place]:
+def places_of(model: Model) -> list[storage.TensorPlace]:
     """Every place of a model that holds a tensor."""
     return storage.places(*_containers(model))
 
@@ -339,6 +342,89 @@ _LARGE = 1024
 
 
 def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:
-    if tensor is None or isinstance(tensor, preserved_fields.SparseTensor) or tensor.dtype == ir.DataType.STRING:
+    if tensor is None or isinstance(tensor, protos.SparseTensor) or tensor.dtype == ir.DataType.STRING:
         return False
     return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes > _LARGE
+
+
+# ---- the fingerprint of a model --------------------------------------------------------------------------------------
+
+# A fingerprint of an inference graph: has a tool changed it since its training was written?
+#
+# It covers what training depends on: names, types and shapes of inputs, outputs and initializers, and how nodes
+# connect them. It ignores what may change without harm: the values of tensors (training changes them), where they are
+# stored, doc strings, metadata, the names of nodes, and the types of inner values, which shape inference adds.
+
+FINGERPRINT = "train.fingerprint"
+"""The metadata key of an algorithm that holds it."""
+
+
+def fingerprint(graph: GraphProto) -> str:
+    """64 hexadecimal digits; equal for graphs that a training algorithm cannot tell apart."""
+    digest = hashlib.sha256()
+    for part in _graph(graph):
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(b"%d:" % len(data))  # so that ("ab", "c") and ("a", "bc") differ
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _graph(graph: GraphProto) -> Iterator[object]:
+    for heading, values in (("input", graph.input), ("output", graph.output)):
+        yield from (heading, len(values))
+        for value in values:
+            yield value.name
+            yield from _type(value.type)
+    yield from ("initializer", len(graph.initializer))
+    for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):  # their order means nothing
+        yield from (tensor.name, tensor.data_type, *_count_values(tensor.dims))
+    yield from ("sparse_initializer", len(graph.sparse_initializer))
+    for sparse in sorted(graph.sparse_initializer, key=lambda sparse: sparse.values.name):
+        yield from (sparse.values.name, sparse.values.data_type, *_count_values(sparse.dims))
+    yield from ("node", len(graph.node))
+    for node in graph.node:
+        yield from _node(node)
+
+
+def _type(proto: TypeProto) -> Iterator[object]:
+    if not proto.HasField("tensor_type"):
+        yield proto.SerializeToString(deterministic=True)
+        return
+    yield proto.tensor_type.elem_type
+    if proto.tensor_type.HasField("shape"):
+        yield from _count_values([_dim(dim) for dim in proto.tensor_type.shape.dim])
+
+
+def _dim(dim: TensorShapeProto.Dimension) -> object:
+    return dim.dim_value if dim.HasField("dim_value") else dim.dim_param
+
+
+def _node(node: NodeProto) -> Iterator[object]:
+    yield from (domain_of(node), node.op_type, node.overload)
+    yield from _count_values(_without_trailing_gaps(node.input))
+    yield from _count_values(_without_trailing_gaps(node.output))
+    yield len(node.attribute)
+    for attribute in sorted(node.attribute, key=lambda attribute: attribute.name):
+        yield from _attribute(attribute)
+
+
+def _attribute(attribute: AttributeProto) -> Iterator[object]:
+    yield from (attribute.name, attribute.ref_attr_name, repr(attribute.f), attribute.i, attribute.s)
+    for values in (attribute.floats, attribute.ints, attribute.strings):
+        yield from _count_values(values)
+    for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
+        yield from (tensor.data_type, *_count_values(tensor.dims))
+    for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+        yield from _graph(graph)
+
+
+def _count_values(values: Sequence[object]) -> tuple[object, ...]:
+    return len(values), *values
+
+
+def _without_trailing_gaps(names: Sequence[str]) -> Sequence[str]:
+    """An input or output that is left out at the end may or may not be written down."""
+    end = len(names)
+    while end and not names[end - 1]:
+        end -= 1
+    return names[:end]

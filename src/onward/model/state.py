@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.core import Model, Step
-from onward.model.storage.open_files import HeldTensor
-from onward.model.storage.tensor_places import describe_tensor
+from onward.model.storage.tensor_places import HeldTensor, describe_tensor
 
 _TAG = "train."
 ROLE_KEY = "train.role"

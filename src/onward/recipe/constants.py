@@ -12,7 +12,7 @@ from onward.model import Model
 from onward.model.state import with_metadata
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION
-from onward.transform.quantised import open_up
+from onward.transform.quantized import open_up
 
 _BLOCK = 1 << 22
 """Numbers that are looked at together."""

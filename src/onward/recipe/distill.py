@@ -27,7 +27,7 @@ from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, check_options, lookup, parse
 from onward.transform.extract import extract
 from onward.transform.inline import inline
-from onward.transform.names import add_prefix
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.training import strip
 from onward.transform.types import fill_in_types
@@ -40,7 +40,7 @@ _KL_OPTIONS = {"temperature": 1.0, "axis": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class DistillTerm:
     """One distance between a value of the student and one of the teacher. Without a name: the output of the loss."""
 
     spec: Spec
@@ -91,13 +91,31 @@ class Distillation:
         `inputs` are what the student gets of inputs that are preprocessed: so does the teacher.
         """
         wanted = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
-        results = _run_teacher(assembly, self.model, list(dict.fromkeys(wanted)), inputs)
+        outputs = list(dict.fromkeys(wanted))
+        part = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
+        fill_in_types(part, part.outputs)
+        part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
+        computed = dict(zip(outputs, part.outputs, strict=True))
+        read_values = [value for value in part.inputs if value.uses()]
+        fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
+        known = {value.name or "": value for value in fed} | dict(inputs)
+        own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
+        only = own[0] if len(own) == len(read_values) == 1 else None
+        sources = {value: _source(assembly, value, known, only) for value in read_values}
+        embed(assembly, part, sources)
         op = assembly.op.scoped("distill")
+        results = {name: op(value) for name, value in computed.items()}
         total, share, facts = None, None, []
         for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
-            _check_shapes(value, results[name], name)
+            teacher = results[name]
+            if not _fit(value.shape, teacher.value.shape):
+                raise RecipeError(
+                    f"`{value.name}` of the model has shape {value.shape}, but `{name}` of the teacher has "
+                    f"{teacher.value.shape}",
+                    hint="name values of the same shape with `student=` and `teacher=`",
+                )
             place = "distill" if len(self.terms) == 1 else f"distill/{i}"
-            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), results[name])
+            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), teacher)
             weight = assembly.hyper(f"{place}/weight", term.weight)
             weighted = distance * op.CastLike(weight, distance)
             total = weighted if total is None else total + weighted
@@ -110,7 +128,7 @@ class Distillation:
         return op(hard.value) * op.CastLike(1.0 - share, hard) + total
 
 
-def _term(spec: Spec, weight: float) -> Term:
+def _term(spec: Spec, weight: float) -> DistillTerm:
     lookup("way to learn from a teacher", spec.name, _DISTANCES)
     options = dict(spec.options)
     own = {name: options.pop(name, None) for name in _OWN_OPTIONS}
@@ -128,7 +146,7 @@ def _term(spec: Spec, weight: float) -> Term:
             raise RecipeError(f"the temperature is `{temperature}`, but must be a positive number")
         if options["axis"] not in (1, -1):
             raise RecipeError(f"the classes cannot be on axis `{options['axis']}`", hint="they are on axis 1 or -1")
-    return Term(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
+    return DistillTerm(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
 
 
 def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
@@ -149,30 +167,13 @@ def _outputs(model: Model) -> str:
     return f"the outputs are {', '.join(value.name or '' for value in model.outputs)}"
 
 
-def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
+def _counterpart(teacher: Model, term: DistillTerm, student: ir.Value) -> str:
     """The teacher's value for a term: the one that is named, that of the same name, or the only output."""
     same = next((value for value in teacher.outputs if value.name == student.name), None)
     return _find_value(teacher, term.teacher, "the teacher", same).name or ""
 
 
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
-
-
-def _run_teacher(
-    assembly: Assembly, teacher: Model, outputs: list[str], inputs: Mapping[str, ir.Value]
-) -> dict[str, Expr]:
-    part = extract(teacher, [value.name or "" for value in teacher.inputs], outputs)
-    fill_in_types(part, part.outputs)
-    part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
-    results = dict(zip(outputs, part.outputs, strict=True))
-    read_values = [value for value in part.inputs if value.uses()]
-    fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
-    known = {value.name or "": value for value in fed} | dict(inputs)
-    own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
-    only = own[0] if len(own) == len(read_values) == 1 else None
-    sources = {value: _source(assembly, value, known, only) for value in read_values}
-    embed(assembly, part, sources)
-    return {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
 
 
 def _source(assembly: Assembly, wanted: ir.Value, known: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
@@ -202,15 +203,6 @@ def _in_type(expr: Expr, wanted: ir.Value, what: str) -> Expr:
     return cast
 
 
-def _check_shapes(student: ir.Value, teacher: Expr, name: str) -> None:
-    if not _fit(student.shape, teacher.value.shape):
-        raise RecipeError(
-            f"`{student.name}` of the model has shape {student.shape}, but `{name}` of the teacher has "
-            f"{teacher.value.shape}",
-            hint="name values of the same shape with `student=` and `teacher=`",
-        )
-
-
 def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     if a is None or b is None:
         return True
@@ -219,7 +211,7 @@ def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     )
 
 
-def _distance(assembly: Assembly, op: Builder, term: Term, place: str, student: Expr, teacher: Expr) -> Expr:
+def _distance(assembly: Assembly, op: Builder, term: DistillTerm, place: str, student: Expr, teacher: Expr) -> Expr:
     target = _in_type(op(teacher.value), student.value, f"the teacher's `{teacher.name}`")
     options = dict(term.spec.options)
     if term.spec.name != _KL:

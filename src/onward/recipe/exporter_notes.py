@@ -21,8 +21,9 @@ from onward.build import Builder, Names
 from onward.constants import add_initializer, constant_tensor
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
-from onward.recipe.constants import expose, is_uniform, under_name
-from onward.recipe.stop_gradient import stop_gradient
+from onward.recipe.assembly import stop_gradient
+from onward.recipe.constants import expose, in_bodies, is_uniform, stored_shape, under_name
+from onward.recipe.layers import layers as find_layers
 
 Origin = Literal["parameter", "buffer", "constant"]
 
@@ -72,7 +73,7 @@ Use = tuple[ir.Node, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ModuleTensor:
     """A tensor that the module holds."""
 
     name: str
@@ -249,22 +250,22 @@ def can_restore(model: Model) -> bool:
     return is_written and not model.steps
 
 
-def signature(graph: ir.Graph | None) -> Mapping[str, Held]:
+def signature(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
     """Return what calls name as arguments -> what the module holds."""
     return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
 
 
 @functools.lru_cache(maxsize=4)
-def _parse(text: str) -> dict[str, Held]:
-    return {argument: Held(name, kind) for argument, kind, name in _HELD.findall(text)}
+def _parse(text: str) -> dict[str, ModuleTensor]:
+    return {argument: ModuleTensor(name, kind) for argument, kind, name in _HELD.findall(text)}
 
 
-def _held_by_name(graph: ir.Graph | None) -> Mapping[str, Held]:
+def _held_by_name(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
     return _parse_by_name(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
 
 
 @functools.lru_cache(maxsize=4)
-def _parse_by_name(text: str) -> dict[str, Held]:
+def _parse_by_name(text: str) -> dict[str, ModuleTensor]:
     return {held.name: held for held in _parse(text).values()}
 
 
@@ -301,7 +302,7 @@ class _Restoration:
             assigned = _assign(waiting, uses, held) if waiting else []
             if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
                 if "batch_norm" in call:  # of BatchNormalization that was folded into it
-                    self._restore_bias(layer, Held(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
+                    self._restore_bias(layer, ModuleTensor(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
                 elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
                     assigned = _assign(waiting[:-1], uses, held)
                     self._restore_bias(layer, waiting[-1])
@@ -312,7 +313,7 @@ class _Restoration:
                 self.made.separated[separate.name or ""] = stored.name
                 node.replace_input_with(index, separate)
 
-    def _restore_bias(self, layer: ir.Node, one: Held) -> None:
+    def _restore_bias(self, layer: ir.Node, one: ModuleTensor) -> None:
         weight = constant_tensor(layer.inputs[1])
         if weight is None:
             return
@@ -323,7 +324,7 @@ class _Restoration:
         layer.resize_inputs(_BIAS + 1)
         layer.replace_input_with(_BIAS, bias)
 
-    def _add(self, stored: str, one: Held, tensor: ir.TensorProtocol) -> ir.Value:
+    def _add(self, stored: str, one: ModuleTensor, tensor: ir.TensorProtocol) -> ir.Value:
         """Add a tensor under the name that it has in the module, with the exporter's note."""
         name = self._names.fresh(one.name)
         value = add_initializer(self._graph, name, under_name(name, tensor))
@@ -547,7 +548,9 @@ def _names(node: ir.Node, index: int) -> set[str]:
     return {value.name or "", *_folded_from(value)} if value is not None else set()
 
 
-def _assign(waiting: list[Held], uses: list[Use], held: Mapping[str, Held]) -> list[tuple[Held, Use]] | None:
+def _assign(
+    waiting: list[ModuleTensor], uses: list[Use], held: Mapping[str, ModuleTensor]
+) -> list[tuple[ModuleTensor, Use]] | None:
     """Pair arguments of a call with the tensors that its nodes read, in order; None where numbers differ.
 
     A call may read constants of the exporter as well: tensors that are known to be of the module come first, then
@@ -577,3 +580,86 @@ def _units(node: ir.Node, weight: ir.TensorProtocol) -> int:
 def _sizes(value: ir.Value) -> tuple[int, ...]:
     assert value.const_value is not None
     return tuple(value.const_value.shape.numpy())
+
+
+# ---- what an exporter has folded away --------------------------------------------------------------------------------
+
+
+_BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
+"""A trace in the names of a layer, or in what an exporter has noted, of the BatchNormalization behind it."""
+_NOTES = ("pkg.onnxscript.rewriter.rule_name", "pkg.torch.onnx.class_hierarchy")
+_RENAMED = re.compile(r"onnx::Conv_\d+")
+"""What PyTorch's tracing exporter calls weights of a convolution that it has computed; others keep their names."""
+_RESIDUAL_BLOCKS = 3
+_AGAIN = (
+    "export it again without the exporter's optimizations (PyTorch: `optimize=False`, or with `dynamo=False` "
+    "`do_constant_folding=False`)"
+)
+
+
+def folding_remarks(model: Model) -> Iterator[str]:
+    """A sentence for each thing that looks as if it was folded away."""
+    nodes = list(model.graph)
+    operators = {node.op_type for node in nodes}
+    layers = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose", "Gemm") and _has_bias(node)]
+    traces = [node for node in layers if _had_batch_norm(node)]
+    normalizes = any(name.endswith("Normalization") or name == "Sqrt" for name in operators)
+    is_quantised = "DequantizeLinear" in operators  # then it is meant to be so
+    if not normalizes and not is_quantised and (traces or _is_residual(layers)):
+        where = f", such as `{traces[0].name or traces[0].outputs[0].name}`" if traces else ""
+        yield (
+            f"it looks as if BatchNormalization was folded into {len(traces or layers)} of its layers{where}: they "
+            f"train with a weight and a bias each, and without statistics of the batch; to train it as it was, {_AGAIN}"
+        )
+    if "Dropout" not in operators and any(_was_dropout(node) for node in nodes):
+        yield f"it looks as if Dropout was taken out: nothing is dropped in training; to have it again, {_AGAIN}"
+    if model.ir.producer_name == "tf2onnx":
+        without = [layer.names[0] for layer in find_layers(model.graph) if layer.bias() is None]
+        if without:
+            yield (
+                f"{len(without)} layers have no bias, such as {list_names(without, 1)}: tf2onnx drops biases of zeros "
+                "and scales of ones, as fresh models have them; if yours has them, convert it with `onward.from_keras`"
+            )
+    bodies = [value.name for value in in_bodies(model.graph) if len(stored_shape(value) or ()) > 1]
+    if bodies:
+        yield (
+            f"{len(bodies)} tensors in bodies of If, Loop or Scan, such as `{bodies[0]}`, may be weights, and are "
+            "trained only if `trainable` (`--trainable`) names them"
+        )
+    integers = [node for node in nodes if node.op_type in _QUANTISED]
+    if integers:
+        yield (
+            f"it computes with integers in {len(integers)} places, such as `{integers[0].op_type}`, whose weights are "
+            "not trained; train the model before it is quantised, or quantise it in the format QDQ"
+        )
+
+
+_QUANTISED = {"QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "QGemm", "DynamicQuantizeMatMul"}
+
+
+def _has_bias(node: ir.Node) -> bool:
+    return len(node.inputs) > 2 and constant_tensor(node.inputs[2]) is not None
+
+
+def _had_batch_norm(node: ir.Node) -> bool:
+    names = [node.name or "", *(value.name or "" for value in (*node.inputs[1:], *node.outputs) if value is not None)]
+    if any(_BATCH_NORM.search(text) for text in (*names, *(node.metadata_props.get(key, "") for key in _NOTES))):
+        return True
+    return node.op_type == "Conv" and any(_RENAMED.fullmatch(name) for name in names)
+
+
+def _is_residual(layers: list[ir.Node]) -> bool:
+    """Whether sums of convolutions go into a Relu, again and again: such networks have BatchNormalization in them."""
+    sums = {
+        reader
+        for node in layers
+        if node.op_type == "Conv"
+        for reader in node.outputs[0].consumers()
+        if reader.op_type in ("Add", "Sum") and [r.op_type for r in reader.outputs[0].consumers()][:1] == ["Relu"]
+    }
+    return len(sums) >= _RESIDUAL_BLOCKS
+
+
+def _was_dropout(node: ir.Node) -> bool:
+    names = (node.name or "", *(value.name or "" for value in node.outputs))
+    return node.op_type == "Identity" and any("dropout" in name.lower() for name in names)

@@ -7,13 +7,16 @@ the loss; weights are shared by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Expr
-from onward.constants import constant_tensor
+from onward.build import Builder, Expr
+from onward.constants import add_initializer, constant_tensor
+from onward.differentiate.expand import replace_node
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -21,11 +24,13 @@ from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
-from onward.recipe.quantize.observe import observe
-from onward.recipe.quantize.ranges import is_observed
+from onward.recipe.quantize.ranges import is_observed, observe
 from onward.recipe.trainable import Choice
-from onward.standard import is_standard
-from onward.transform.quantised import STORED_KEY
+from onward.rules.classical import classify, post_transform_scores
+from onward.rules.registry import make_rewrite
+from onward.standard import ML_DOMAIN, is_standard
+from onward.transform.quantized import RANGE_KEY, STORED_KEY
+from onward.transform.training import ORIGIN_KEY, PART_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""
@@ -52,10 +57,24 @@ def training_forward(
             continue
         if node.op_type == "BatchNormalization" and is_switchable(node, frozen):
             _batch_normalization(assembly, node, new, variance)
-        elif is_observed(node) and STORED_KEY not in node.metadata_props:
+        elif RANGE_KEY in node.metadata_props and is_observed(node) and STORED_KEY not in node.metadata_props:
             observe(assembly, node, new)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
-            _dropout(assembly, node, new)
+            if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+                raise UnsupportedError(
+                    f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
+                    hint="remove what reads it from the inference graph",
+                )
+            op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+            x, ratio = node.inputs[0], _constant(node, 1, 0.5)
+            assert x is not None
+            if ratio is None:
+                raise UnsupportedError(
+                    f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
+                )
+            key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
+            y = random.dropout(op, op(new.get(x, x)), ratio, key)
+            new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
         elif any(value in new for value in read_by(node)):
             _copy(assembly, node, new)
     return new
@@ -124,24 +143,6 @@ def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[i
     return found
 
 
-def _dropout(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
-    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
-        raise UnsupportedError(
-            f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
-            hint="remove what reads it from the inference graph",
-        )
-    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
-    x, ratio = node.inputs[0], _constant(node, 1, 0.5)
-    assert x is not None
-    if ratio is None:
-        raise UnsupportedError(
-            f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
-        )
-    key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
-    y = random.dropout(op, op(new.get(x, x)), ratio, key)
-    new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
-
-
 def _constant(node: ir.Node, index: int, default: float) -> float | None:
     """A number that a node takes as an optional input; None if it is not constant."""
     if index >= len(node.inputs) or (value := node.inputs[index]) is None:
@@ -189,3 +190,84 @@ def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.A
 
 def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
     return expr.named(f"train/{old.name}").like(old).value
+
+
+# ---- linear models of ai.onnx.ml -------------------------------------------------------------------------------------
+
+
+def open_linear(model: Model) -> None:
+    """Replace LinearRegressor and LinearClassifier by standard operators that compute the same, in place.
+
+    Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip` makes them what
+    they were.
+    """
+    names = model.names()
+    for node in [node for node in model.graph if node.domain == ML_DOMAIN and node.op_type in _OPENED]:
+        results = [value.name for value in node.outputs]
+        replace_node(model, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]), names)
+        for value in [output for made in model.graph for output in made.outputs if output.name in results]:
+            value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
+
+
+def _regressor(
+    op: Builder, x: Expr, *, coefficients: Any, intercepts: Any, targets: int = 1, post_transform: Any, node: ir.Node
+) -> Expr:
+    scores = _scores(op, x, coefficients, intercepts, targets, node)
+    result: Expr = post_transform_scores(op, scores, post_transform)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _classifier(
+    op: Builder,
+    x: Expr,
+    *,
+    coefficients: Any,
+    intercepts: Any,
+    classlabels_ints: Any,
+    classlabels_strings: Any,
+    post_transform: Any,
+    node: ir.Node,
+) -> tuple[Expr, Expr]:
+    labels = classlabels_ints or classlabels_strings or ()
+    scores = _scores(op, x, coefficients, intercepts, len(intercepts or labels), node)
+    result: tuple[Expr, Expr] = classify(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
+    return result
+
+
+_OPENED: Mapping[str, Callable[..., Any]] = {"LinearRegressor": _regressor, "LinearClassifier": _classifier}
+
+
+def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int, node: ir.Node) -> Expr:
+    owner = node.name or node.op_type
+    matrix = np.array(coefficients, np.float32).reshape(rows, -1)
+    weight = add_initializer(op.graph, op.names.fresh(f"{owner}.coefficients"), matrix)
+    offsets = np.array(intercepts, np.float32)
+    bias = [add_initializer(op.graph, op.names.fresh(f"{owner}.intercepts"), offsets)] if intercepts else []
+    made = op.Gemm(_rows(op, x, matrix.shape[1]), weight, *bias, transB=1).named(f"{owner}.scores")
+    gemm = made.value.producer()
+    assert gemm is not None
+    kept = {name: attribute.value for name, attribute in node.attributes.items()}
+    origin = {
+        "operator": node.op_type,
+        "name": node.name or "",
+        "version": op.imports[ML_DOMAIN],
+        "shape": matrix.shape,
+        "outputs": len(node.outputs),
+        "attributes": {k: v for k, v in kept.items() if k not in ("coefficients", "intercepts") and v not in ((), [])},
+    }
+    gemm.metadata_props[ORIGIN_KEY] = json.dumps(origin)
+    return made
+
+
+def _rows(op: Builder, x: Expr, width: int) -> Expr:
+    """Examples in rows, as float32; one example may come as a vector."""
+    before = x
+    x = x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
+    x = x if x.value.shape is not None and x.value.shape.rank() == 2 else op.Reshape(x, [-1, width])
+    value = x.value
+    while value is not before.value:
+        producer = value.producer()
+        assert producer is not None and producer.inputs[0] is not None
+        producer.metadata_props[PART_KEY] = "x"
+        value = producer.inputs[0]
+    return x

@@ -18,12 +18,11 @@ from onward.arguments import Range, Seed, checked
 from onward.constants import add_initializer, constant_ints, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
-from onward.recipe.initialize import INITIALIZERS
+from onward.recipe.initialize import INITIALIZERS, Drawn, draw_initial_values
 from onward.recipe.layers import Layer, downstream, find_head
-from onward.recipe.reset import Drawn, draw_initial_values
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
 from onward.standard import METADATA_IR

@@ -13,14 +13,13 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model, load
-from onward.model.core import values
+from onward.model.core import all_names, tensor_of, values
 from onward.recipe.assembly import Assembly, embed
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.sample_weights import SampleWeights
-from onward.recipe.spec import Spec, parse, split_address
-from onward.transform.linear import tensor_of
-from onward.transform.names import add_prefix
+from onward.recipe.losses.definitions import one_of, reduce_loss
+from onward.recipe.spec import Spec, check_options, parse, split_address
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
 
@@ -82,7 +81,8 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     """The values of the inference graph that each summand looks at."""
     known = {value.name: value for value in values(model.graph) if value.name}
     found = [_prediction(model, term, known) for term in summands]
-    fill_in_types(model, [value for value in found if value.type is None or value.shape is None])
+    if untyped := [value for value in found if value.type is None or value.shape is None]:
+        fill_in_types(model, untyped)
     return found
 
 
@@ -181,42 +181,35 @@ def _custom(
     custom = term.custom
     if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
         function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
-        return _call(assembly, function, prediction, trained)
+        outputs = _outputs_by_name(assembly, trained)
+        names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
+        matched = any(name in outputs for name in names)
+        arguments: list[ir.Value] = []
+        added: list[str] = []
+        for i, name in enumerate(names):
+            if name in outputs:
+                arguments.append(outputs[name])
+            elif i == 0 and not matched:
+                arguments.append(prediction.value)
+            else:
+                declared = function.inputs[i]
+                dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
+                shape = declared.shape or (None if declared.dtype else prediction.value.shape)
+                extra = assembly.input(name, dtype, shape)
+                arguments.append(extra.value)
+                added.append(extra.name)
+        assembly.model.functions[function.identifier()] = function
+        assembly.model.ir.opset_imports.setdefault(function.domain, 1)
+        outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
+        result = outcome if isinstance(outcome, Expr) else outcome[0]
+        if result.dtype is None and prediction.dtype is not None:
+            result.value.type = ir.TensorType(prediction.dtype)
+        return result, added
     return _loss_model(assembly, load(custom), prediction, trained)
 
 
 def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:
     return {value.name: trained.get(value, value) for value in assembly.model.outputs if value.name}
-
-
-def _call(
-    assembly: Assembly, function: ir.Function, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
-) -> tuple[Expr, list[str]]:
-    """Call a function. Inputs named as outputs of the model are these, else the first is the prediction."""
-    outputs = _outputs_by_name(assembly, trained)
-    names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
-    matched = any(name in outputs for name in names)
-    arguments: list[ir.Value] = []
-    added: list[str] = []
-    for i, name in enumerate(names):
-        if name in outputs:
-            arguments.append(outputs[name])
-        elif i == 0 and not matched:
-            arguments.append(prediction.value)
-        else:
-            declared = function.inputs[i]
-            dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
-            shape = declared.shape or (None if declared.dtype else prediction.value.shape)
-            extra = assembly.input(name, dtype, shape)
-            arguments.append(extra.value)
-            added.append(extra.name)
-    assembly.model.functions[function.identifier()] = function
-    assembly.model.ir.opset_imports.setdefault(function.domain, 1)
-    outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
-    result = outcome if isinstance(outcome, Expr) else outcome[0]
-    if result.dtype is None and prediction.dtype is not None:
-        result.value.type = ir.TensorType(prediction.dtype)
-    return result, added
 
 
 def _loss_model(
@@ -279,7 +272,9 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
     """A sentence for each loss that looks at probabilities where it is for scores, or the other way round."""
     for term, value in zip(summands, predictions, strict=True):
         known = LOSSES.get(term.spec.name)
-        made_by = _producer(value)
+        made_by = value.producer()
+        while made_by is not None and made_by.op_type in _HANDED_ON and made_by.inputs and made_by.inputs[0]:
+            made_by = made_by.inputs[0].producer()
         if made_by is None or known is None or term.custom is not None:
             continue
         instead = _NOT_FOR_PROBABILITIES.get((known.name, made_by.op_type))
@@ -296,9 +291,56 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
             )
 
 
-def _producer(value: ir.Value) -> ir.Node | None:
-    """The operator that computes a value, looking through those that hand it on."""
-    node = value.producer()
-    while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
+# ---- weights of samples ----------------------------------------------------------------------------------------------
+
+# As in PyTorch, `(loss(x, y, reduction="none") * weight).mean()`, which is what Keras does with `sample_weight`; or
+# divided by the sum of the weights, as Keras does with `reduction="mean_with_sample_weight"`.
+
+
+_NOT_OF_SAMPLES = ("ctc",)
+"""Losses whose mean is not that of what they give for each sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleWeights:
+    """The input that holds weights, and what their sum is divided by."""
+
+    values: Expr
+    by: str
+
+    @classmethod
+    def of(cls, given: Any, assembly: Assembly) -> SampleWeights | None:
+        """Add the input to a step: `weight`, or `weight:by=weights`."""
+        if given is None:
+            return None
+        spec = parse(given)
+        check_options("`sample_weight`", spec.options, {"by": "count"})
+        by = one_of("`by` of `sample_weight`", spec.options.get("by", "count"), "count", "weights")
+        if spec.name in all_names(assembly.model.graph):
+            raise RecipeError(
+                f"the model has something called `{spec.name}` already, so weights of samples cannot be",
+                hint=f"call the input otherwise, and say which column it takes: `--map w={spec.name}`",
+            )
+        batch = next(iter(next((v.shape for v in assembly.model.inputs if v.shape is not None), ())), None)
+        return cls(assembly.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)
+
+    def build(self, loss: Loss, prediction: Expr, targets: list[Expr], options: dict[str, Any]) -> Expr:
+        """A loss by name, in which samples weigh what they should."""
+        reduction = {**loss.options, **options}["reduction"]
+        if loss.name in _NOT_OF_SAMPLES:
+            raise RecipeError(
+                f"the loss `{loss.name}` divides by more than the number of samples, so that these cannot be weighted",
+                hint="leave `sample_weight` out",
+            )
+        op = prediction.op
+        each = loss.build(op, prediction, *targets, **{**options, "reduction": "none"})
+        weights = op.CastLike(self.values, each)
+        each = op.Flatten(each, axis=1)  # a weight goes with all that a sample has
+        if self.by == "count" and reduction != "batchmean":
+            made = reduce_loss(op, each * op.Unsqueeze(weights, [1]), reduction)
+        else:
+            of_sample = (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, [1], keepdims=0)
+            counted = weights if self.by == "weights" else op.filled_like(weights.value, 1.0)
+            made = reduce_loss(op, of_sample * weights, "sum" if reduction == "sum" else "mean", weight=counted)
+        made.value.shape = ir.Shape([])
+        return made

@@ -12,10 +12,9 @@ from onward.arguments import fitting, is_empty
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, list_names, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
-from onward.model.core import values
-from onward.model.gradient_names import tie, untie
+from onward.model.checks import check_signatures
+from onward.model.core import tie, untie, values
 from onward.model.serde import stamp
-from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
 from onward.recipe import lora, objective, preprocessing, prune, quantize
@@ -23,23 +22,29 @@ from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
-from onward.recipe.forward import bind_statistics, functions_to_inline, training_forward
+from onward.recipe.forward import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.head import replace_head
-from onward.recipe.linear import open_linear
+from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
-from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
-from onward.recipe.optimizers.selection import given_optimizer, with_rate
-from onward.recipe.quantize import scales
-from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
-from onward.recipe.roles import roles
+from onward.recipe.optimizers.groups import (
+    OptimizerGroup,
+    divide_by_depth,
+    given_optimizer,
+    groups,
+    opset_of,
+    patterns,
+    with_rate,
+)
+from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
-from onward.recipe.trainable import Selection, matching, select
-from onward.recipe.update import Update
+from onward.recipe.trainable import Selection, matching, roles, select
+from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.padding import write_padding
+from onward.transform.quantized import RANGE_KEY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +69,12 @@ class Recipe(StepOptions):
         model = model.copy()
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
-        before = preprocessing.open_preprocessing(self.preprocess)
+        before = None if self.preprocess is None else preprocessing.open_preprocessing(self.preprocess)
         optimizer = given_optimizer(self.optimizer)
-        needed = (preprocessing.opset_of(before), opset_of(optimizer, self.groups))
-        model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
+        needed = 0 if before is None else preprocessing.opset_of(before)
+        needed = max(needed, opset_of(optimizer, self.groups), teaching.opset if teaching else 0)
+        model = of_one_opset(model, OLDEST_OPSET)
+        model = convert_opset(model, max(model.opset, needed))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         if written := write_padding(model):
@@ -86,21 +93,27 @@ class Recipe(StepOptions):
             trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
-        learned = scales.learned_scales(model, selection.parameters)
+        is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)
+        learned = ranges.learned_scales(model, selection.parameters) if is_quantized else []
         masks = self._prune(model, selection.parameters)
         varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
         inputs = [value.name or "" for value in model.inputs]
-        entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
+        # now that it is known what is trained: nothing of this
+        entries = {} if before is None else preprocessing.put_before(model, before)
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
-        augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
-        trained = training_forward(assembly, watched, selection.choices, self.variance, augmentation.changed)
+        augmentation = None
+        if varied or self.move_with_image is not None:
+            augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
+        changed = augmentation.changed if augmentation else {}
+        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
         if teaching:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
-        trained |= augmentation.move_targets()
+        if augmentation:
+            trained |= augmentation.move_targets()
         loss = assembly.metric("loss", loss)
         init = cast(str | Mapping[str, Any], self.init)
         check_patterns(init, selection.parameters)
@@ -108,10 +121,11 @@ class Recipe(StepOptions):
             bind_initial_value(assembly, value, init)
         chosen = groups(selection.parameters, optimizer, self.groups, found)
         if learned:
-            scales.bind_learned(assembly, learned, init)
-            chosen += scales.groups_of_scales(learned, model, chosen[-1], len(chosen))
+            ranges.bind_learned(assembly, learned, init)
+            chosen += ranges.groups_of_scales(learned, model, chosen[-1], len(chosen))
         self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
-        scales.follow(assembly, trained, init)
+        if is_quantized:
+            ranges.follow(assembly, trained, init)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
@@ -166,13 +180,13 @@ class Recipe(StepOptions):
         assembly: Assembly,
         parameters: Sequence[ir.Value],
         loss: Expr,
-        chosen: list[Group],
+        chosen: list[OptimizerGroup],
         trained: Mapping[ir.Value, ir.Value],
         masks: prune.Masks,
     ) -> None:
         if self.lr_decay is not None:
             chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
-        update = Update(
+        update = UpdateBuilder(
             assembly,
             chosen,
             schedule=self.schedule,
@@ -183,9 +197,13 @@ class Recipe(StepOptions):
             master_weights=self.master_weights,
         )
         gradients = _gradients(assembly, update.scale_loss(loss), parameters)
-        gradients = prune.mask_gradients(assembly, gradients, masks)
-        update.apply(scales.scale_gradients(assembly, gradients, trained))
-        prune.mask_updates(assembly, masks)
+        if masks:
+            gradients = prune.mask_gradients(assembly, gradients, masks)
+        if any(RANGE_KEY in node.metadata_props for node in assembly.model.graph):
+            gradients = ranges.scale_gradients(assembly, gradients, trained)
+        update.apply(gradients)
+        if masks:
+            prune.mask_updates(assembly, masks)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:
@@ -212,14 +230,8 @@ def prepare(model: Source, **recipe: Any) -> Model:
     return Recipe(**recipe).apply(check_signatures(load(model)))
 
 
-def _at_common_opset(model: Model, least: int) -> Model:
-    """The model at an operator set that training can work with, and that is at least that of its teacher."""
-    model = of_one_opset(model, OLDEST_OPSET)
-    return convert_opset(model, max(model.opset, least))
-
-
 def _inputs_in_training(
-    model: Model, entries: Mapping[str, preprocessing.Entry], trained: Mapping[ir.Value, ir.Value]
+    model: Model, entries: Mapping[str, preprocessing.ModelInput], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
     """What the model gets of its inputs in training, where that is not what is fed."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}

@@ -27,8 +27,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.ranges import ANY, OF_SCHEDULES
-from onward.recipe.spec import check_options, lookup
+from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, lookup
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones
@@ -331,7 +330,7 @@ _add(
 
 
 @dataclass(frozen=True)
-class Part:
+class SchedulePart:
     """One schedule of a sequence, with what it is built from, and the step at which the next one takes over."""
 
     schedule: Schedule
@@ -340,7 +339,7 @@ class Part:
     until: Expr | None = None
 
 
-def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[Part]) -> Expr:
+def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[SchedulePart]) -> Expr:
     """The learning rate at `step` of schedules that follow one another, each counting from the step where it begins.
 
     All but the last have an `until`; these rise from part to part.

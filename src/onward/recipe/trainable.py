@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Literal
@@ -37,7 +37,7 @@ from onward.constants import constant_tensor, tensor_in
 from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
-from onward.model.walk import nested_graphs
+from onward.model.walk import nested_graphs, source_of
 from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
 from onward.recipe.exporter_notes import (
     EXPORTER_CONSTANT,
@@ -46,11 +46,11 @@ from onward.recipe.exporter_notes import (
     is_traced,
     origin,
 )
+from onward.recipe.layers import find_head
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
-from onward.standard import is_standard
-from onward.transform.linear import DOMAIN
-from onward.transform.quantised import can_be_trained
+from onward.standard import ML_DOMAIN, is_standard
+from onward.transform.quantized import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
@@ -152,7 +152,12 @@ def select(
     """
     known = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
-    _check_patterns([*(trainable or ()), *freeze], choices, roles)
+    patterns = [*(trainable or ()), *freeze]
+    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
+    if missing:
+        names = ", ".join(f"`{pattern}`" for pattern in missing)
+        hint = near_or_first(missing[0].strip("*"), choices)
+        raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
     if trainable is None:
         choices = _adapters_alone(model.graph, choices)
     choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
@@ -167,7 +172,10 @@ def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     """What the rule says about every candidate, before any pattern. Nothing is changed."""
     edges = gradient_edges(targets)
     found = dict(candidates(model.graph)).values()
-    made_by_exporter = _made_by_exporter(model, [value for value, _ in found if value in edges])
+    values = [value for value, _ in found if value in edges]
+    made = {value for value in values if is_exporter_constant(value, model)}
+    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
+    made_by_exporter = made if others else set()
     held = {value for value, _ in found if is_held_in_trace(value)} if is_traced(model) else set()
     return [_judge(value, hidden, edges, made_by_exporter, held) for value, hidden in found]
 
@@ -257,7 +265,8 @@ def _judge(
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", _UNREACHED)
-    role = _recorded_role(value)
+    holder = value.const_value or value.producer()
+    role = holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
     if role in _NEVER:
         return Choice(name, "constant", _NEVER[role])
     if role == "statistics":
@@ -283,21 +292,6 @@ def _judge(
     if known == "constant" or value in made_by_exporter:
         return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
-
-
-def _recorded_role(value: ir.Value) -> str:
-    holder = value.const_value or value.producer()
-    return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
-
-
-def _made_by_exporter(model: Model, values: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return the tensors that PyTorch's exporters made: constants of theirs, in a model that has weights beside them.
-
-    In a model that was frozen before it was exported, there are none: its weights are stored in the same way.
-    """
-    made = {value for value in values if is_exporter_constant(value, model)}
-    others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
-    return made if others else set()
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -380,14 +374,6 @@ def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Ch
     }
 
 
-def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: Mapping[str, Collection[str]]) -> None:
-    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
-    if missing:
-        names = ", ".join(f"`{pattern}`" for pattern in missing)
-        hint = near_or_first(missing[0].strip("*"), choices)
-        raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
-
-
 def _match(
     choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
 ) -> Choice:
@@ -408,9 +394,9 @@ def _match(
 def _way_out(graph: ir.Graph) -> str:
     if any(node.op_type.startswith(_QUANTISED) for node in graph):
         return "its weights are integers: train it before it is quantised, or quantise it in the format QDQ"
-    classical = {f"`{node.op_type}`" for node in graph if node.domain == DOMAIN}
+    classical = {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}
     if classical:
-        return f"of `{DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
+        return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
     return "`onward show MODEL --params` says what each tensor is"
 
 
@@ -419,3 +405,134 @@ def _summary(choices: Iterable[Choice]) -> str:
     for choice in choices:
         counts[choice.reason] = counts.get(choice.reason, 0) + 1
     return "; ".join(f"{count} tensors: {reason}" for reason, count in counts.items()) or "the model has no weights"
+
+
+# ---- roles: biases, norms and the head -------------------------------------------------------------------------------
+
+ROLES = {
+    "biases": "what layers and normalizations add",
+    "norms": "scales and biases of normalizations",
+    "head": "weight and bias of the layer that gives the logits",
+}
+
+ROLES = {
+    "biases": "what layers and normalizations add",
+    "norms": "scales and biases of normalizations",
+    "head": "weight and bias of the layer that gives the logits",
+}
+
+_WITH_BIAS = {"Conv": 2, "ConvTranspose": 2, "DeformConv": 3, "GRU": 3, "Gemm": 2, "LSTM": 3, "RNN": 3}
+_MATMULS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
+_NORMALIZATION = "Normalization"
+_HAND_ON = {"Cast", "Identity", "Reshape", "Transpose"}
+
+Edges = Mapping[ir.Value, list[tuple[ir.Node, int]]]
+
+
+def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) -> dict[str, set[str]]:
+    """For each pattern that is the name of a role, and of no tensor, the names of the parameters that have it.
+
+    So too for patterns of what tensors are called behind a Transpose, Cast or the like that hands one of them on.
+    """
+    known = dict(candidates(model.graph))
+    patterns = list(patterns)
+    aliases = _by_other_names([pattern for pattern in patterns if pattern not in ROLES], known)
+    wanted = [pattern for pattern in dict.fromkeys(patterns) if pattern in ROLES and pattern not in known]
+    if not wanted:
+        return aliases
+    edges = gradient_edges(targets)
+    found: dict[str, set[str]] = dict(aliases)
+    for role in wanted:
+        if role == "head":
+            head = find_head(model)
+            bias = head.bias()
+            stored = (head.weight, *([bias[0]] if bias else []))
+            found[role] = {value.name for value in stored if value.name}
+        else:
+            belongs = _is_bias if role == "biases" else is_norm
+            found[role] = {name for name, (value, _) in known.items() if _has(value, edges, belongs)}
+    return found
+
+
+def _by_other_names(patterns: Iterable[str], known: Mapping[str, tuple[ir.Value, str]]) -> dict[str, set[str]]:
+    unknown = [pattern for pattern in patterns if not matching([pattern], known)]
+    if not unknown:
+        return {}
+    called = {name: list(_later_names(value)) for name, (value, _) in known.items()}
+    found = {p: {name for name, others in called.items() if matching([p], others)} for p in unknown}
+    return {pattern: names for pattern, names in found.items() if names}
+
+
+def _later_names(value: ir.Value) -> Iterator[str]:
+    """What a tensor is called after nodes that do nothing but hand it on."""
+    readers = value.consumers()
+    while len(readers) == 1 and readers[0].op_type in _HAND_ON:
+        value = readers[0].outputs[0]
+        yield value.name or ""
+        readers = value.consumers()
+
+
+def _has(value: ir.Value, edges: Edges, belongs: Callable[[ir.Node, int], bool]) -> bool:
+    used = list(readers_of(value, edges))
+    vector = _is_vector(value) or all(_takes_bias(node, i) for node, i in used)
+    return bool(used) and vector and all(belongs(node, i) for node, i in used)
+
+
+def _is_vector(value: ir.Value) -> bool:
+    """Whether it differs along one axis at most, unlike the positions that are added to an embedding."""
+    shape = stored_shape(value)
+    return shape is not None and sum(size > 1 for size in shape) <= 1
+
+
+def _takes_bias(node: ir.Node, index: int) -> bool:
+    return _WITH_BIAS.get(node.op_type) == index
+
+
+def _is_bias(node: ir.Node, index: int) -> bool:
+    if _takes_bias(node, index):
+        return True
+    if node.op_type == "Add":
+        source = _source(node.inputs[1 - index])
+        return source is not None and (source.op_type in _MATMULS or _scales_a_norm(source))
+    return is_norm(node, index) and index == _norm_inputs(node)[-1]
+
+
+def is_norm(node: ir.Node, index: int) -> bool:
+    """True if input `index` of a node is the scale or the bias of a normalization."""
+    if node.op_type.endswith(_NORMALIZATION):
+        return index in _norm_inputs(node)
+    if node.op_type == "Mul":
+        return _normalizes(_source(node.inputs[1 - index]))
+    source = _source(node.inputs[1 - index]) if node.op_type == "Add" else None
+    return source is not None and _scales_a_norm(source)
+
+
+def _norm_inputs(node: ir.Node) -> tuple[int, int]:
+    """Where an operator takes scale and bias."""
+    return (2, 3) if node.op_type.startswith("Skip") else (1, 2)
+
+
+def _scales_a_norm(node: ir.Node) -> bool:
+    return node.op_type == "Mul" and any(_normalizes(_source(value)) for value in node.inputs)
+
+
+def _normalizes(node: ir.Node | None) -> bool:
+    """Whether a node divides by a root, as a normalization does that is written out, or is a normalization."""
+    if node is None:
+        return False
+    if node.op_type.endswith(_NORMALIZATION):
+        return True
+    if node.op_type == "Div":
+        return _is_root(_source(node.inputs[1]))
+    inverse = (_source(value) for value in node.inputs) if node.op_type == "Mul" else ()
+    return any(n is not None and n.op_type == "Reciprocal" and _is_root(_source(n.inputs[0])) for n in inverse)
+
+
+def _is_root(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "Sqrt"
+
+
+def _source(value: ir.Value | None) -> ir.Node | None:
+    """What computes a value, looking through operators that only hand it on."""
+    found = source_of(value, TRANSPARENT)
+    return found.producer() if found is not None else None

@@ -14,16 +14,14 @@ import onnx_ir as ir
 
 from onward.arguments import is_empty
 from onward.build import Builder, Expr
+from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
-from onward.recipe.optimizers.append import declare_state, like_target
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.optimizers.groups import Group
-from onward.recipe.optimizers.sixteen_bit import HALVES
-from onward.recipe.ranges import OF_UPDATES
-from onward.recipe.schedules import Part, schedule, sequence
-from onward.recipe.spec import Spec, check_options, parse, parse_options
+from onward.recipe.optimizers.groups import OptimizerGroup, declare_state, like_target
+from onward.recipe.schedules import SchedulePart, schedule, sequence
+from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_options
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
 _OF_SOME_SCALERS = {"hysteresis": 1.0, "min_scale": 0.0, "cooldown": 0.0}
@@ -33,13 +31,13 @@ _INITIAL_SCALE = 65536.0
 _CLIPS = ("norm", "tensor_norm", "value")
 
 
-class Update:
+class UpdateBuilder:
     """Declares the state of the optimizers and appends their updates to the algorithm."""
 
     def __init__(
         self,
         assembly: Assembly,
-        groups: Sequence[Group],
+        groups: Sequence[OptimizerGroup],
         *,
         schedule: Any = None,
         clip: Any = None,
@@ -163,7 +161,7 @@ class Update:
                     f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
                 )
             end = None if until is None else op(self.assembly.hyper(f"{place}/until", float(until)).value)
-            parts.append(Part(kind, exprs, choices, end))
+            parts.append(SchedulePart(kind, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)
 
     # ---- what a run computes -----------------------------------------------------------------------------------------
@@ -185,7 +183,11 @@ class Update:
             gradients, due = self._accumulate(op, gradients)
         happens = due
         if self.dynamic_scale:
-            finite = _all_finite(op, gradients)
+            # Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to
+            # zero.
+            zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
+            total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
+            finite = op.Equal(total, np.float32(0))
             self._rescale(op, finite, due)
             happens = finite if due is None else op.And(due, finite)
         for name, expr in self._perhaps(op, happens, gradients).items():
@@ -303,13 +305,6 @@ class Update:
             old = op(self.assembly.values[f"ema/{value.name}"])
             averages[f"ema/{value.name}"] = op.call(moving_average, old, current, decay)
         return averages
-
-
-def _all_finite(op: Builder, gradients: Sequence[Expr]) -> Expr:
-    """Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to zero."""
-    zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
-    total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
-    return op.Equal(total, np.float32(0))
 
 
 def _scaler_numbers(given: str) -> dict[str, float]:

@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.rules.common import HALVES, cast_like
+from onward.constants import HALVES
+from onward.rules.common import cast_like
 from onward.rules.indexing import along, fill, join_shape, pad_axes, reshape_to
 from onward.rules.registry import rewrite
 

@@ -1,6 +1,6 @@
 """Classical machine learning, `ai.onnx.ml`, as standard operators.
 
-The weights are attributes, and so have no gradient: to be trained, linear models are opened (`recipe/linear.py`).
+The weights are attributes, and so have no gradient: to be trained, linear models are opened (`recipe/forward.py`).
 
 Results are float32, in which these operators compute whatever type their input has.
 """
@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.rules import registry
+from onward.standard import ML_DOMAIN
 
-DOMAIN = "ai.onnx.ml"
 FLOAT = ir.DataType.FLOAT
 
-rewrite = functools.partial(registry.rewrite, domain=DOMAIN)
-body = functools.partial(registry.body, domain=DOMAIN)
-no_gradient = functools.partial(registry.no_gradient, domain=DOMAIN)
+rewrite = functools.partial(registry.rewrite, domain=ML_DOMAIN)
+body = functools.partial(registry.body, domain=ML_DOMAIN)
+no_gradient = functools.partial(registry.no_gradient, domain=ML_DOMAIN)
 
 
 @rewrite("Scaler")

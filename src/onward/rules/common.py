@@ -6,8 +6,6 @@ import onnx_ir as ir
 
 from onward.constants import constant_number, tensor_in
 
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 
 def cast_like(op, x, like):
     """`x` in the type of `like`."""

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_ints
-from onward.rules.common import HALVES, cast_like
+from onward.constants import HALVES, constant_ints
+from onward.rules.common import cast_like
 from onward.rules.indexing import extent, fill, join_shape, merge_axes, reshape_to
 from onward.rules.registry import body, gradient, rewrite
 from onward.rules.windows import (

@@ -9,8 +9,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_ints
-from onward.rules.common import HALVES
+from onward.constants import HALVES, constant_ints
 from onward.rules.registry import gradient, no_gradient
 
 END = np.iinfo(np.int64).max

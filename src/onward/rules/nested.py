@@ -10,9 +10,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.containers import is_sequence
 from onward.errors import UnsupportedError
 from onward.model.walk import captured_values, graphs_in, is_random, nested_graphs, nested_nodes
+from onward.shapes import is_sequence
 from onward.standard import IR_VERSION
 from onward.transform.types import value_types
 

@@ -4,9 +4,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.constants import constant_tensor
+from onward.constants import HALVES, constant_tensor
 from onward.errors import UnsupportedError
-from onward.rules.common import HALVES, further_output, identity, largest
+from onward.rules.common import further_output, identity, largest
 from onward.rules.indexing import fill, merge_axes, reshape_to
 from onward.rules.registry import body, gradient
 from onward.rules.windows import known_product, reshape, reshape_like, size_of, sliding, spatial, spread_windows

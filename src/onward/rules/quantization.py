@@ -77,7 +77,8 @@ def stands_for_floats(value: ir.Value) -> bool:
 def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, output_dtype):
     """Q = clip(round(X / scale) + zero): dX = dQ / scale, dscale = -sum(dQ X / scale^2), both 0 out of range."""
     spread = _broadcast_scale(op, scale, x, axis, block_size)
-    dtype = _quantised_type(node, zero_point, output_dtype)
+    declared = node.outputs[0].dtype or (zero_point.dtype if zero_point is not None else None)
+    dtype = declared or (ir.DataType(output_dtype) if output_dtype else _QUANTISED_BY_DEFAULT)
     ratio = cast_like(op, x, scale) / spread
     level = op.Round(ratio) if dtype.is_integer() else ratio
     if zero_point is not None:
@@ -182,11 +183,6 @@ def q_linear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero)
 def _at_least_one(op, mask):
     """How many there are, or 1."""
     return op.Max(op.ReduceSum(mask, keepdims=0), 1)
-
-
-def _quantised_type(node, zero_point, output_dtype):
-    declared = node.outputs[0].dtype or (zero_point.dtype if zero_point is not None else None)
-    return declared or (ir.DataType(output_dtype) if output_dtype else _QUANTISED_BY_DEFAULT)
 
 
 # ---- one scale for a tensor, for each index of an axis, or for each block along an axis ------------------------------

@@ -171,7 +171,7 @@ class Direction:
     p: Expr | None
     states: Sequence[Expr]
     """To begin with."""
-    sizes: Sizes
+    sizes: SequenceSizes
     inside: Expr | None
     """Whether a step is inside a sequence, if these have lengths of their own."""
 
@@ -196,7 +196,7 @@ def layer(
     runs = []
     for i, (w_, r_, b_, p_, *states) in enumerate(parts):
         _say_sizes(node, settings["hidden_size"], x, w_, r_, b_)
-        sizes = Sizes(op, x, r_)
+        sizes = SequenceSizes(op, x, r_)
         states = [sizes.state(state) for state in states]
         runs.append(run(Direction(i, backwards[i], w_, r_, b_, p_, states, sizes, inside)))
     every, *last = zip(*runs, strict=True)
@@ -264,7 +264,7 @@ def _side_by_side(op, results, axis, order):
     return whole if order is None else op.Transpose(whole, perm=order)
 
 
-class Sizes:
+class SequenceSizes:
     """The sizes that the tensors of one direction share: numbers where they are known, else symbols."""
 
     def __init__(self, op, x, r):

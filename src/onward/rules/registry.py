@@ -39,7 +39,9 @@ import functools
 import inspect
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import onnx_ir as ir
@@ -47,9 +49,8 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
-from onward.rules import plugins
 from onward.standard import domain_of, schema_domain
-from onward.transform.node_faults import fault_of
+from onward.transform.types import fault_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,7 @@ def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
 
 def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
     """What is known about the derivative of a node, by rules of ours and of other packages."""
-    plugins.load()
+    load_plugins()
     operator = _operator(node)
     if operator in _CONFLICTS:
         first, second = _CONFLICTS[operator]
@@ -346,3 +347,24 @@ def _add(entry: Rule | Rewrite | NoGradient, module: str) -> None:
 
 def _name(entry: Rule | Rewrite | NoGradient) -> str:
     return "" if isinstance(entry, NoGradient) else entry.function.__qualname__
+
+
+# ---- rules of other packages -----------------------------------------------------------------------------------------
+
+
+_plugins_loaded = False
+
+
+def load_plugins() -> None:
+    """Import the rules of other packages, when they are first needed. What cannot be imported is left out."""
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    _plugins_loaded = True
+    for entry in entry_points(group="onward.rules"):
+        try:
+            entry.load()
+        except Exception as error:
+            package = f" of {entry.dist.name}" if entry.dist is not None else ""
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the rules `{entry.value}`{package} cannot be loaded: {reason}", stacklevel=2)

@@ -13,9 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.constants import HALVES
 from onward.errors import UnsupportedError
-from onward.rules.common import HALVES, cast_like, largest
-from onward.rules.indexing import extent, filled_like, join_shape, on_axis, reshape_to
+from onward.rules.common import cast_like, identity, largest
+from onward.rules.indexing import END, along, extent, fill, filled_like, join_shape, on_axis, reshape_to
 from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
@@ -320,3 +321,19 @@ def roi_align(
         count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
         y = op.ReduceSum(weighted, [3, 5], keepdims=0) / _declare(count, 1 if sampling_ratio > 0 else regions, 1, 1)
     return op.Transpose(y, perm=[1, 0, 2, 3])
+
+
+# ---- grids -----------------------------------------------------------------------------------------------------------
+
+
+@gradient("AffineGrid")
+def affine_grid(op, dy, theta, size, *, align_corners):
+    """Y = (P, 1) theta' for the places P of a plain grid, which is that of the identity: dtheta = dY' (P, 1)."""
+    unit = op.Unsqueeze(identity(op, extent(op, theta, 1), theta), [0])
+    one_image = op.Concat([1], op.Slice(size, [1], [END]), axis=0)
+    places = op.AffineGrid(unit, one_image, align_corners=align_corners)
+    axes = along(op, theta, 1)
+    places = op.Reshape(places, join_shape(op, [-1], axes))
+    ones = fill(op, op.Concat(op.Shape(places, end=1), [1], axis=0), 1, theta)
+    rows = op.Reshape(dy, join_shape(op, [0], [-1], axes))
+    return op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), op.Concat(places, ones, axis=1))

@@ -10,7 +10,6 @@ element that is taken from a sequence is the tensor that was put into it, and no
 import onnx_ir as ir
 
 from onward.constants import constant_ints
-from onward.containers import element_of, is_sequence
 from onward.model.walk import captured_values, nested_graphs
 from onward.rules.common import fixed_number
 from onward.rules.nested import (
@@ -22,8 +21,8 @@ from onward.rules.nested import (
     sum_by_value,
 )
 from onward.rules.registry import gradient, no_gradient, simplification
-from onward.shapes import dims, output_shape
-from onward.transform.unused import remove_unused
+from onward.shapes import dims, element_of, is_sequence, output_shape
+from onward.transform.training import remove_unused
 
 INT64 = ir.DataType.INT64
 

@@ -19,7 +19,7 @@ from onward.model.core import string, strings
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState, optimizer_of, to_training_model
-from onward.transform.names import rename
+from onward.transform.merge import rename
 from onward.transform.training import without_steps
 
 _Value = TypeVar("_Value")

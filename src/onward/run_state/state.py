@@ -33,7 +33,7 @@ from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences
 from onward.run_state.optimizer_function import function_of
 from onward.run_state.problems import Problems
-from onward.transform.quantised import RANGE_KEY
+from onward.transform.quantized import RANGE_KEY
 from onward.transform.training import without_steps
 
 

@@ -22,8 +22,8 @@ from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, UntoldOptions, taking
 from onward.recipe import quantize
-from onward.recipe.folded_layers import folding_remarks
-from onward.recipe.measures import chosen_metrics, measures_of
+from onward.recipe.exporter_notes import folding_remarks
+from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
 from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback

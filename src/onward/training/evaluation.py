@@ -12,8 +12,7 @@ import numpy as np
 from onward.engines import Engine
 from onward.engines.group import Portion
 from onward.errors import UnsupportedError
-from onward.recipe.measures import OF_LOSS, Measures
-from onward.recipe.metrics import Metric
+from onward.recipe.metrics import OF_LOSS, Measures, Metric
 from onward.training.data import Batch
 
 

@@ -12,7 +12,7 @@ from onward.recipe import lora
 from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
 from onward.transform.padding import write_padding
-from onward.transform.quantised import stored_as_integers, stored_biases
+from onward.transform.quantized import stored_as_integers, stored_biases
 from onward.transform.training import strip
 
 

@@ -12,7 +12,7 @@ from onward.engines import Engine
 from onward.errors import DataError, list_names
 from onward.model import Model
 from onward.options import Last
-from onward.recipe.measures import Labels, labels_of
+from onward.recipe.metrics import Labels, labels_of
 from onward.training.config import Config
 from onward.training.data import (
     Batches,
@@ -31,7 +31,7 @@ from onward.training.data import (
 from onward.training.data.streams import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
-from onward.transform.rebatch import check_batch_axis
+from onward.transform.declare import check_batch_axis
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from onward.errors import DataError, InvalidModelError, WriteError
 from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, verify_checksums, write_file
-from onward.model.storage.data import is_own
-from onward.model.storage.divided import Writers
+from onward.model.storage.data import Writers, is_own
 from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
@@ -227,13 +226,13 @@ class Follower(Folder):
 _OWN = "a run has all its files in its folder: put the file itself there"
 
 
-def _unchanging_places(model: Model) -> list[storage.Place]:
+def _unchanging_places(model: Model) -> list[storage.TensorPlace]:
     """The places of what training does not change, if that is to be outside the file."""
     places, changing = places_of(model), _changing_state(model)
     return [place for place in places if place.holder not in changing] if goes_outside(places) else []
 
 
-def _user_places(model: Model) -> list[storage.Place]:
+def _user_places(model: Model) -> list[storage.TensorPlace]:
     """The places of what training changes that is in files of the user: an engine may begin with it as it is there."""
     changing = _changing_state(model)
     return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from onward.errors import DataError, UnsupportedError
-from onward.recipe.measures import Labels
+from onward.recipe.metrics import Labels
 from onward.training.data import Binding, Dataset, Stream, with_classes
 from onward.training.data.samples import Samples
 

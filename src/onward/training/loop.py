@@ -19,7 +19,7 @@ from onward.errors import (
     lacks_memory,
     message_of,
 )
-from onward.recipe.measures import Measures
+from onward.recipe.metrics import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import PLACEHOLDER, Config
 from onward.training.data import Batch, Batches

@@ -14,7 +14,7 @@ from onward.arguments import Range
 from onward.errors import RecipeError
 from onward.model import load
 from onward.options import FeedOptions, RecipeOptions, taking
-from onward.recipe.optimizers.table import configure
+from onward.recipe.optimizers.updates import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
 from onward.training.data import Batch, Batches, in_parts

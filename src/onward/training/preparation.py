@@ -18,7 +18,7 @@ from onward.recipe.spec import arguments
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, check_masks, with_data
 from onward.training.vocabularies import in_kinds, with_vocabularies
-from onward.transform.rebatch import USUAL_BATCH, fixed_batch, rebatch
+from onward.transform.declare import USUAL_BATCH, fixed_batch, rebatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.checker import Finding, check
-from onward.checker.findings import make_finding, worst_first
+from onward.checker.codes import make_finding, worst_first
 from onward.errors import DataError, Error
 from onward.model import Model, load
 from onward.model.serde import places_of

@@ -21,7 +21,7 @@ from onward.engines.group import Group
 from onward.errors import TrainingError, WriteError
 from onward.model import Model
 from onward.model.storage.checksums import Ranges
-from onward.model.storage.divided import DividedTensor, Parts, Writers, write_parts
+from onward.model.storage.data import DividedTensor, Parts, Writers, write_parts
 from onward.model.storage.files import reason
 from onward.model.storage.tensor_places import inside
 from onward.training.folder import Folder

@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from onward.model.storage.crc import crc32c, mask
-from onward.model.storage.protobuf_wire import field, fixed_field
+from onward.model.storage.wire import crc32c, field, fixed_field, mask
 from onward.training.callbacks import Callback, Status
 
 _PATIENCE = 2.0

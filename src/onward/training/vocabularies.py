@@ -14,9 +14,8 @@ from onward.build import Builder
 from onward.errors import DataError, RecipeError
 from onward.model import Model
 from onward.recipe.preprocessing import Pipeline, pipelines
-from onward.recipe.preprocessing.text import tokenize, words_of
-from onward.recipe.preprocessing.text_inputs import TEXT_INPUT
-from onward.recipe.preprocessing.vocabulary import Vocabulary
+from onward.recipe.preprocessing.pipeline import TEXT_INPUT
+from onward.recipe.preprocessing.text import Vocabulary, tokenize, words_of
 from onward.recipe.spec import Spec, options_of
 from onward.runtime.sessions import open_session
 from onward.standard import COMMON_OPSET, IR_VERSION

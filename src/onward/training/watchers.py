@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.recipe.measures import Measures
+from onward.recipe.metrics import Measures
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
 from onward.training.folder import Folder

@@ -3,8 +3,7 @@
 from onward.transform.declare import declare
 from onward.transform.extract import extract
 from onward.transform.inline import inline
-from onward.transform.merge import merge
-from onward.transform.names import add_prefix, rename
+from onward.transform.merge import add_prefix, merge, rename
 from onward.transform.opset import convert_opset
 from onward.transform.training import refresh, strip
 

@@ -1,16 +1,25 @@
-"""Shapes of inputs, said in the file where an exporter has left them out."""
+"""Shapes of inputs: declare those that an exporter has left out, and free a batch of fixed size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
+from onward.constants import add_initializer, constant_ints
+from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
+from onward.model.checks import check_signatures
 from onward.model.core import Step, values
 from onward.model.serde import stamp
+from onward.model.walk import ancestors
+from onward.runtime.sessions import evaluate
+from onward.standard import is_standard
+from onward.transform.training import strip
 from onward.transform.types import fill_in_types
 
 
@@ -76,3 +85,231 @@ def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int 
             hint="only sizes that are open can be settled",
         )
     return {d.value: size for d, size in zip(known, sizes, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
+
+
+# ---- a batch of any size ---------------------------------------------------------------------------------------------
+
+
+USUAL_BATCH = 32
+"""Samples in a batch, where neither a user nor a model says how many."""
+
+_BATCH = "batch"
+_MEANS_BATCH = re.compile(r"n?_?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
+"""Symbols that exporters and people give to the batch."""
+_TOLERANCE = 1e-4
+_MOST_NODES = 32
+"""How many a shape may be computed by to be tried."""
+
+
+def fixed_batch(model: Model) -> int | None:
+    """The one size of batch that all inputs of a model have; None if it takes any, or if they differ."""
+    shapes = [value.shape for value in model.inputs]
+    sizes = {shape[0] if shape is not None and len(shape) else None for shape in shapes}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) else None
+
+
+def check_batch_axis(
+    inputs: Mapping[str, ir.Value], of_model: Iterable[ir.Value], wanted: int | None = None, processes: int = 1
+) -> int | None:
+    """Return the one batch size that the inputs of a step take together, None if they take any.
+
+    Args:
+        of_model: the inputs of the model, which are not targets.
+        wanted: the size that somebody asks for.
+        processes: how many processes share a batch.
+
+    Raises:
+        DataError: the batch is not axis 0 of all inputs, or `wanted` is not their size.
+    """
+    shapes = {name: list(value.shape) for name, value in inputs.items() if value.shape is not None and len(value.shape)}
+    symbols = {name: [getattr(dim, "value", None) for dim in shape] for name, shape in shapes.items()}
+    first = {axes[0]: name for name, axes in reversed(symbols.items()) if axes[0] is not None}
+    for name, axes in symbols.items():
+        for axis, symbol in enumerate(axes):
+            if symbol is None or symbol == axes[0]:
+                continue
+            if symbol in first:
+                raise _misplaced(f"`{symbol}` is axis 0 of `{first[symbol]}` and axis {axis} of `{name}`")
+            if _MEANS_BATCH.fullmatch(symbol):
+                raise _misplaced(f"`{symbol}` is axis {axis} of `{name}`, and rows are taken along axis 0")
+    sizes = {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}
+    if not sizes:
+        return None
+    name, size = next(iter(sizes.items()))
+    if other := next((other for other in sizes if sizes[other] != size), None):
+        raise DataError(
+            f"axis 0 is {size} for `{name}` and {sizes[other]} for `{other}`, so it is not the batch",
+            hint="export the model with the batch on axis 0 of all inputs; make constants of those without a batch",
+        )
+    fixed = size * processes
+    if wanted in (None, fixed):
+        return fixed
+    own = [value.name or "" for value in of_model]
+    if any_size := next((other for other in own if other in symbols and symbols[other][0] is not None), None):
+        raise DataError(
+            f"`{name}` takes {size} rows in every batch, and `{any_size}` any number",
+            hint=f"export the model with a batch of any size for `{name}`; make it a constant if it has no batch",
+        )
+    raise DataError(
+        f"the model takes batches of {fixed}, not of {wanted}",
+        hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
+    )
+
+
+def _misplaced(what: str) -> DataError:
+    return DataError(
+        what,
+        hint="export the model with the batch on axis 0 of all inputs, or feed batches of your own: "
+        "`onward.engines.start(model).step(batch)`",
+    )
+
+
+def rebatch(source: Source) -> Model:
+    """A copy of a model for a fixed size of batch that takes any size, such as one that was exported for one image.
+
+    The first dimension of inputs becomes a symbol, and shapes that nodes reshape or expand to follow it; what is put
+    beside a single sample is put beside each. Then the model is run: for twice as many samples it must give what it
+    gives for each half, or their mean where it gives a single number, else it is refused.
+    """
+    model = check_signatures(load(source))
+    size = fixed_batch(model)
+    if size is None:
+        raise InvalidModelError("the model has no fixed size of batch", hint="it may take any size as it is")
+    result = model.copy()
+    for value in [*result.inputs, *result.outputs]:
+        value.shape = _free_axis(value.shape, size)
+    for node in list(result.graph):
+        for output in node.outputs:
+            if not output.is_graph_output():
+                output.shape = None
+        if not is_standard(node):
+            continue
+        if node.op_type in _FREED and (target := _target(result, node.inputs[1])):
+            _FREED[node.op_type](result, node, target, size)
+        elif node.op_type == "Concat" and size == 1:
+            _free_concat(result, node)
+    rng = np.random.default_rng(0)
+    halves = [{value.name or "": _sample(rng, value) for value in model.inputs} for _ in range(2)]
+    whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
+    try:
+        expected = [evaluate(strip(model), half) for half in halves]
+        found = evaluate(strip(result), whole)
+    except (DataError, UnsupportedError) as error:
+        raise _refusal(size, error.message) from error
+    for value, first, second, both in zip(result.outputs, *expected, found, strict=True):
+        wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
+        if both.shape != wanted.shape:
+            raise _refusal(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
+        if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise _refusal(size, f"`{value.name}` of a sample depends on the other samples")
+    return result
+
+
+def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape that a node reads, if it is the same in every run; tracing leaves a few nodes that compute such."""
+    known = constant_ints(shape)
+    if known is not None or shape is None or shape.producer() is None:
+        return known
+    nodes, read = ancestors([shape])
+    constants = [value for value in read if value.producer() is None]
+    if len(nodes) > _MOST_NODES or any(value.const_value is None for value in constants):
+        return None
+    view: Any = ir.GraphView(
+        [],
+        [shape],
+        nodes=[node for node in model.graph if node in nodes],
+        initializers=constants,
+        opset_imports=model.graph.opset_imports,
+        name="shape",
+    )
+    try:
+        (numbers,) = evaluate(strip(Model(ir.Model(view, ir_version=model.ir.ir_version))))
+    except UnsupportedError:
+        return None
+    return tuple(int(n) for n in numbers)
+
+
+def _free_axis(shape: ir.Shape | None, size: int) -> ir.Shape | None:
+    if shape is None or not len(shape) or shape[0] != size:
+        return shape
+    return ir.Shape([_BATCH, *list(shape)[1:]])
+
+
+def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
+    """The first dimension becomes what remains or, where another is that, the dimension of the input."""
+    if target[0] <= 0:
+        return
+    if -1 not in target:
+        new = (-1, *target[1:])
+    elif target[0] == size and (0 not in target or not node.attributes.get_int("allowzero", 0)):
+        new = (0, *target[1:])
+        node.attributes.pop("allowzero", None)
+    else:
+        return
+    node.replace_input_with(1, _constant(model, f"{node.name or 'reshape'}/shape", new))
+
+
+def _free_expand(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
+    """The first dimension becomes that of the batch; a dimension alone is that of no batch."""
+    if target[0] == size and len(target) > 1:
+        node.replace_input_with(1, _batch_of(model, node, target[1:]))
+
+
+def _free_concat(model: Model, node: ir.Node) -> None:
+    """A constant for one sample, put beside what is there for each, is repeated: the class token of a transformer."""
+    if node.attributes.get_int("axis", 0) == 0:
+        return
+    for i, value in enumerate(node.inputs):
+        shape = value.const_value.shape.numpy() if value is not None and value.const_value is not None else ()
+        if value is None or len(shape) < 2 or shape[0] != 1 or not value.is_initializer():
+            continue
+        repeated = ir.Node("", "Expand", [value, _batch_of(model, node, shape[1:])])
+        repeated.name = model.names().fresh(f"{value.name}/repeated")
+        repeated.outputs[0].name, repeated.outputs[0].type = repeated.name, value.type
+        model.graph.insert_before(node, repeated)
+        node.replace_input_with(i, repeated.outputs[0])
+
+
+def _batch_of(model: Model, node: ir.Node, rest: Sequence[int]) -> ir.Value:
+    """The shape of a batch, as large as that of the first input of the model, for a node to read."""
+    name = node.name or node.op_type
+    names = model.names()
+    shape = ir.Node("", "Shape", [model.inputs[0]], name=names.fresh(f"{name}/input"))
+    first = _constant(model, f"{name}/first", (0,))
+    batch = ir.Node("", "Gather", [shape.outputs[0], first], name=names.fresh(f"{name}/batch"))
+    others = _constant(model, f"{name}/rest", tuple(rest))
+    axis = ir.AttrInt64("axis", 0)
+    joined = ir.Node("", "Concat", [batch.outputs[0], others], [axis], name=names.fresh(f"{name}/shape"))
+    for made in (shape, batch, joined):
+        made.outputs[0].name = names.fresh(made.name or "")
+    model.graph.insert_before(node, [shape, batch, joined])
+    return joined.outputs[0]
+
+
+_FREED = {"Expand": _free_expand, "Reshape": _free_reshape}
+"""Operators whose second input is a shape."""
+
+
+def _constant(model: Model, name: str, numbers: tuple[int, ...]) -> ir.Value:
+    return add_initializer(model.graph, model.names().fresh(name), np.asarray(numbers, np.int64))
+
+
+# ---- whether it is the same model ------------------------------------------------------------------------------------
+
+
+def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
+    """An input that any model takes: small numbers, of which whole ones may be indices."""
+    assert value.shape is not None and value.dtype is not None
+    shape = [size if isinstance(size, int) else 2 for size in value.shape]
+    dtype = value.dtype.numpy()
+    numbers: np.ndarray = rng.normal(size=shape) if value.dtype.is_floating_point() else rng.integers(0, 2, shape)
+    return numbers.astype(dtype)
+
+
+def _refusal(size: int, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model works for batches of {size} only: {why}",
+        hint=f"export it again with a dynamic batch, or train it with batches of {size}, several to an update: "
+        f"`batch_size={size}, accumulate=32` (`--batch-size {size} --accumulate 32`)",
+    )

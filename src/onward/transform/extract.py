@@ -9,14 +9,12 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import Step, string, strings, values
-from onward.model.gradient_names import tie, untie
+from onward.model.core import Step, string, strings, tie, untie, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
-from onward.transform.training import drop_unused_definitions
+from onward.transform.training import drop_unused_definitions, remove
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove
 
 
 @checked()

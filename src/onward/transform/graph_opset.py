@@ -11,7 +11,7 @@ from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.protos import replace_entries, with_nested
 from onward.standard import IR_VERSION, STANDARD
-from onward.transform.attribute_words import check_equations
+from onward.transform.types import check_equations
 
 _NUMPY_BROADCAST = 7
 _SCAN_WITHOUT_BATCHES = 9

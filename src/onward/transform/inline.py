@@ -12,9 +12,8 @@ from onnx import AttributeProto, ModelProto, defs, inliner
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import values
-from onward.model.functions import check_expansion
-from onward.model.gradient_names import tie, tie_function, untie
+from onward.model.checks import check_expansion
+from onward.model.core import tie, tie_function, untie, values
 from onward.model.protos import all_nodes
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import IR_VERSION, STANDARD, schema_domain

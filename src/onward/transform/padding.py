@@ -40,6 +40,8 @@ def write_padding(model: Model) -> list[str]:
     if calls:
         inline_calls(model, calls)  # no sizes are known in bodies of functions
     nodes = list(_affected(nodes_of(model), model.opset))
+    if not nodes:
+        return []
     fill_in_types_before(model, [value for node in nodes for value in node.inputs if value is not None])
     windows = [(node, _Windows.of(node, model.opset)) for node in nodes]
     for node, window in windows:

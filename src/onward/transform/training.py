@@ -1,19 +1,22 @@
-"""Taking training off a model, and putting it back after another tool has changed the inference graph."""
+"""Take training off a model, put it back after another tool has changed the graph, and drop what nothing reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, load
-from onward.model.core import values
+from onward.model.core import tie, untie, values
 from onward.model.serde import stamp
-from onward.transform.linear import put_back
+from onward.model.walk import ancestors, nested_nodes
+from onward.standard import ML_DOMAIN
 from onward.transform.opset import convert_opset
-from onward.transform.quantised import put_away
+from onward.transform.quantized import put_away
 
 
 @checked()
@@ -129,3 +132,111 @@ def _compatible(old: ir.Shape, new: ir.Shape) -> bool:
     if len(old) != len(new):
         return False
     return all(a == b or not isinstance(a, int) or not isinstance(b, int) for a, b in zip(old, new, strict=True))
+
+
+# ---- linear models of ai.onnx.ml -------------------------------------------------------------------------------------
+
+
+# Linear models of `ai.onnx.ml`, whose weights are attributes, while they are trained: as a Gemm with initializers.
+#
+# The Gemm carries what the operator was, so that what was given comes back: the same node, with other numbers.
+
+ORIGIN_KEY = "train.linear"
+"""In the metadata of a Gemm: what it was, as JSON: operator, name, shape of coefficients, and all other attributes."""
+PART_KEY = "train.linear.part"
+"""In the metadata of nodes around it: `x` of what prepares its input, or the index of the output that they make."""
+
+
+def put_back(model: Model) -> None:
+    """Make the operators again of what was opened, in place; what has been changed meanwhile stays open."""
+    opened = [node for node in model.graph if ORIGIN_KEY in node.metadata_props]
+    for gemm in opened:
+        origin, stored = json.loads(gemm.metadata_props[ORIGIN_KEY]), [v for v in gemm.inputs[1:] if v is not None]
+        arrays = [value.const_value.numpy() for value in stored if value.const_value is not None]
+        outputs = dict(_outputs(gemm))
+        if len(arrays) < len(stored) or list(arrays[0].shape) != origin["shape"] or len(outputs) < origin["outputs"]:
+            continue
+        _replace(gemm, origin, [array.ravel().tolist() for array in arrays], outputs)
+        model.ir.opset_imports[ML_DOMAIN] = origin["version"]
+        remove_unused(model.graph)
+        for value in stored:
+            if not value.uses() and not value.is_graph_output():
+                model.graph.initializers.pop(value.name or "", None)
+
+
+def _replace(gemm: ir.Node, origin: dict[str, Any], numbers: list[list[float]], outputs: dict[int, ir.Value]) -> None:
+    weights = dict(zip(("coefficients", "intercepts"), numbers, strict=False))
+    attributes = ir.convenience.convert_attributes({**origin["attributes"], **weights})
+    node = ir.Node(ML_DOMAIN, origin["operator"], [_entry(gemm)], attributes, num_outputs=len(outputs))
+    node.name = origin["name"]
+    gemm.append(node)
+    for index, old in outputs.items():
+        new, name, old.name = node.outputs[index], old.name, None
+        new.type, new.shape = old.type, old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name = name
+
+
+def _outputs(gemm: ir.Node) -> Iterator[tuple[int, ir.Value]]:
+    """What the operator gives, by index: computed of what the Gemm gives, or that itself."""
+    pending, seen = [gemm], {gemm}
+    while pending:
+        node = pending.pop()
+        part = node.metadata_props.get(PART_KEY, "")
+        if part.isdecimal():
+            yield int(part), node.outputs[0]
+        if node is gemm or not (part or ORIGIN_KEY in node.metadata_props):
+            fresh = [reader for output in node.outputs for reader in output.consumers() if reader not in seen]
+            seen.update(fresh)
+            pending += fresh
+
+
+def _entry(gemm: ir.Node) -> ir.Value | None:
+    value = gemm.inputs[0]
+    while value is not None and (node := value.producer()) is not None and node.metadata_props.get(PART_KEY) == "x":
+        value = node.inputs[0]
+    return value
+
+
+# ---- what nothing reads ----------------------------------------------------------------------------------------------
+
+
+def remove_unused(graph: ir.Graph) -> ir.Graph:
+    """Drop the nodes whose results nothing reads, in place; the graph."""
+    unused: list[ir.Node] = []
+    dead: set[ir.Node] = set()
+    for node in reversed(graph):
+        if not any(output.is_graph_output() or not dead.issuperset(output.consumers()) for output in node.outputs):
+            unused.append(node)
+            dead.update([node], _nested_nodes(node))
+    if unused:
+        remove(graph, unused)  # all at once: each removal looks at all outputs of the graph
+    return graph
+
+
+def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
+    """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
+    graph, wanted = model.graph, list(outputs)
+    tie(graph)  # a Gradient needs what it names
+    needed, read = ancestors(wanted)
+    graph.outputs.clear()
+    remove(graph, [node for node in graph if node not in needed])
+    graph.outputs.extend(wanted)
+    for value in [value for value in graph.inputs if value not in read]:
+        graph.inputs.remove(value)
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
+    untie(graph)
+
+
+def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
+    """Drop nodes that nothing else reads. What is nested in them does not read anything any more, either."""
+    for node in nodes:
+        for inner in _nested_nodes(node):
+            for i in range(len(inner.inputs)):
+                inner.replace_input_with(i, None)
+    graph.remove(nodes, safe=True)
+
+
+def _nested_nodes(node: ir.Node) -> list[ir.Node]:
+    return list(nested_nodes(node))

@@ -1,22 +1,25 @@
-"""Types and shapes of values that a file does not state, by the inference of `onnx`."""
+"""Types and shapes of values that a file does not state, and faults of single nodes, by the word of `onnx`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto, defs
 
-from onward.errors import InvalidModelError, UnsupportedError, first_line
+from onward.errors import InvalidModelError, UnsupportedError, first_line, list_names
 from onward.model import Model
-from onward.model.functions import check_expansion
+from onward.model.checks import check_expansion
+from onward.model.protos import all_nodes
 from onward.model.serde import to_proto, without_data
-from onward.model.walk import ancestors, read_by
-from onward.transform.attribute_words import check_equations
+from onward.model.walk import ancestors, nested_graphs, read_by
+from onward.runtime.sessions import open_session
+from onward.standard import IR_VERSION, domain_of
 
 _HINT = "`onward check` says more"
 
@@ -55,7 +58,13 @@ def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
     if untyped:
         _infer(model, untyped)
     for value in values:
-        _check_size(value)
+        shape = value.shape or ()
+        if math.prod(abs(dim) for dim in shape if isinstance(dim, int)) > _MOST_ELEMENTS:
+            sizes = ", ".join(map(str, shape))
+            raise InvalidModelError(
+                f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
+                hint="look at the sizes, pads and shapes before it: one of them is wrong",
+            )
 
 
 def _infer(model: Model, untyped: list[ir.Value]) -> None:
@@ -71,16 +80,6 @@ def _infer(model: Model, untyped: list[ir.Value]) -> None:
 
 _MOST_ELEMENTS = 2**48
 """More than any machine holds; sizes that are computed of such sizes may not be numbers of 64 bits."""
-
-
-def _check_size(value: ir.Value) -> None:
-    shape = value.shape or ()
-    if math.prod(abs(dim) for dim in shape if isinstance(dim, int)) > _MOST_ELEMENTS:
-        sizes = ", ".join(map(str, shape))
-        raise InvalidModelError(
-            f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
-            hint="look at the sizes, pads and shapes before it: one of them is wrong",
-        )
 
 
 def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
@@ -154,3 +153,124 @@ def _longest(graph: GraphProto, lengths: dict[str, int]) -> int:
         longest = max(longest, length)
         lengths.update(dict.fromkeys(node.output, length))
     return longest
+
+
+# ---- words and equations in attributes -------------------------------------------------------------------------------
+
+
+_PADDING = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
+_REDUCTION = ("none", "sum", "mean")
+_SCATTER = ("none", "add", "mul", "max", "min")
+_DIRECTION = ("forward", "reverse", "bidirectional")
+_ACTIVATIONS = ("Affine", "Elu", "HardSigmoid", "LeakyRelu", "Relu", "ScaledTanh", "Sigmoid", "Softplus", "Softsign",
+                "Tanh", "ThresholdedRelu")  # fmt: skip
+_RESIZE = {
+    "mode": ("nearest", "linear", "cubic"),
+    "coordinate_transformation_mode": (
+        "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
+        "tf_half_pixel_for_nn",
+    ),
+    "nearest_mode": ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil"),
+    "keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
+}  # fmt: skip
+
+_SAME: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
+    ("Conv", "ConvInteger", "ConvTranspose", "QLinearConv", "AveragePool", "LpPool", "MaxPool"): {"auto_pad": _PADDING},
+    ("LSTM", "GRU", "RNN"): {"direction": _DIRECTION, "activations": _ACTIVATIONS},
+    ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"): {"reduction": _REDUCTION},
+    ("ScatterElements", "ScatterND"): {"reduction": _SCATTER},
+    ("Cast", "CastLike"): {"round_mode": ("up", "down", "nearest")},
+    ("DepthToSpace", "SpaceToDepth"): {"mode": ("DCR", "CRD")},
+    ("BitShift",): {"direction": ("LEFT", "RIGHT")},
+    ("Gelu",): {"approximate": ("none", "tanh")},
+    ("GridSample",): {"mode": ("linear", "nearest", "cubic"), "padding_mode": ("zeros", "border", "reflection")},
+    ("Pad",): {"mode": ("constant", "reflect", "edge", "wrap")},
+    ("Resize",): _RESIZE,
+    ("RoiAlign",): {"mode": ("avg", "max"), "coordinate_transformation_mode": ("half_pixel", "output_half_pixel")},
+    ("TensorScatter",): {"mode": ("linear", "circular")},
+}
+WORDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {name: words for names, words in _SAME.items() for name in names}
+"""Operator -> attribute -> words."""
+_EQUATION = re.compile(r"[A-Za-z ,.]*(->[A-Za-z ,.]*)?")
+
+
+def check_words(operator: str, attributes: Mapping[str, Any], described: str) -> None:
+    """Refuse attributes of a node that are none of the standard's words."""
+    for name, allowed in WORDS.get(operator, {}).items():
+        given = attributes.get(name)
+        for word in given if isinstance(given, list) else [] if given is None else [given]:
+            if word not in allowed:
+                raise InvalidModelError(
+                    f"`{name}` of {described} is {word!r}", hint=f"it is one of {list_names(allowed, len(allowed))}"
+                )
+    if operator == "Einsum":
+        _check_equation(attributes["equation"], described)
+
+
+def check_equations(proto: ModelProto) -> None:
+    """Refuse equations that `onnx` would look at for ever when it infers shapes."""
+    for node in all_nodes([*proto.graph.node, *(node for function in proto.functions for node in function.node)]):
+        if node.op_type == "Einsum":
+            for attribute in node.attribute:
+                if attribute.name == "equation":
+                    _check_equation(attribute.s.decode("utf-8", "replace"), f"`Einsum` (node `{node.name}`)")
+
+
+def _check_equation(equation: str, described: str) -> None:
+    if not _EQUATION.fullmatch(equation):
+        raise InvalidModelError(
+            f"`equation` of {described} is {equation!r}", hint="it is of letters, commas and dots, such as `ij,jk->ik`"
+        )
+
+
+# ---- what is wrong with a single node --------------------------------------------------------------------------------
+
+
+_MICROSOFT = "com.microsoft"
+_LARGEST = 64
+"""The number of elements up to which a constant may be one that shapes follow from."""
+
+
+def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
+    """Why a node is not a valid use of its operator, as far as its inputs are known; None if nobody objects."""
+    if node.domain == _MICROSOFT:
+        return _refusal_of_onnxruntime(_alone(node, imports))
+    if not defs.has(node.op_type, domain_of(node)):
+        return None
+    proto = _alone(node, imports)
+    context: Any = onnx.checker.C.CheckerContext()
+    context.ir_version, context.opset_imports = proto.ir_version, dict(imports)
+    try:
+        onnx.checker.check_node(proto.graph.node[0], context)
+        if not any(nested_graphs(node)):  # which read more than is known here
+            onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return first_line(error)
+    return None
+
+
+def _refusal_of_onnxruntime(proto: ModelProto) -> str | None:
+    declared = {value.name for value in proto.graph.input} | {tensor.name for tensor in proto.graph.initializer}
+    if any(name and name not in declared for name in proto.graph.node[0].input):
+        return None
+    try:
+        open_session(proto)
+    except UnsupportedError as error:
+        return error.message
+    return None
+
+
+def _alone(node: ir.Node, imports: Mapping[str, int]) -> ModelProto:
+    """A model of the one node; small constants are constants there, too."""
+    read = dict.fromkeys(value for value in node.inputs if value is not None)
+    known = [value for value in read if value.type is not None]
+    constants = [v for v in known if v.const_value is not None and v.const_value.size <= _LARGEST]
+    view: Any = ir.GraphView(
+        [value for value in known if value not in constants],
+        node.outputs if node.domain == _MICROSOFT else [],
+        nodes=[node],
+        initializers=constants,
+        opset_imports=dict(imports),
+        name="node",
+    )
+    return ir.serde.serialize_model(ir.Model(view, ir_version=IR_VERSION))

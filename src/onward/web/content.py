@@ -18,11 +18,11 @@ from onward.lowering import lower
 from onward.lowering.contract import contract_of
 from onward.model import Model
 from onward.model.state import all_states
-from onward.recipe.measures import Labels, labels_of, objectives
+from onward.recipe.metrics import Labels, labels_of, objectives
 from onward.training.config import Config
 from onward.training.data import Batch, Dataset, Stream
 from onward.training.feed import open_feed
-from onward.transform.rebatch import check_batch_axis
+from onward.transform.declare import check_batch_axis
 from onward.web.columns import Packer, all_rows
 from onward.web.pictures import picture_of
 from onward.web.places import File, averages, trained_file, training_file

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.model.state import all_states
-from onward.model.storage.protobuf_wire import messages
 from onward.model.storage.tensor_places import inside, places
+from onward.model.storage.wire import messages
 from onward.training.export import in_form_of
 from onward.transform.training import strip
 

@@ -14,7 +14,7 @@ from onward.errors import Error, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.transform.float_type import convert_floats
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only
 
 Arrays = Mapping[str, np.ndarray]
 

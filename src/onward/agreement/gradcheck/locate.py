@@ -20,8 +20,8 @@ from onward.model.walk import between, read_by
 from onward.transform.extract import extract
 from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline
+from onward.transform.training import keep_only
 from onward.transform.types import fill_in_types
-from onward.transform.unused import keep_only
 
 
 def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Settings) -> Culprit | None:

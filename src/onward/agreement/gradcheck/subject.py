@@ -10,17 +10,16 @@ import onnx_ir as ir
 from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import string, strings, values
-from onward.model.gradient_names import tie
-from onward.model.signature import check_signatures
+from onward.model.checks import check_signatures
+from onward.model.core import string, strings, tie, values
 from onward.model.walk import ancestors
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules.registry import has_gradient
 from onward.standard import OLDEST_OPSET
 from onward.transform.float_type import FLOATS
 from onward.transform.opset import of_one_opset
+from onward.transform.training import keep_only
 from onward.transform.types import fill_in_types
-from onward.transform.unused import keep_only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-from onward.model.storage.crc import crc32c, mask
-from onward.model.storage.protobuf_wire import read_varint, varint
+from onward.model.storage.wire import crc32c, mask, read_varint, varint
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48

@@ -22,8 +22,8 @@ from onward.engines.jax import Jax
 from onward.frameworks.jax.source.runtime import transformation
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
-from onward.recipe.optimizers.configuration import Slot
-from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.optimizers.definition import Slot
+from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.recipe.spec import Spec, parse
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.inline import inline
@@ -93,11 +93,11 @@ def rate_model(specs: Sequence[Spec], lr: float) -> Model:
     return made.model({"rate": sequence(made.op, made.number(lr), step, parts)})
 
 
-def _part(made: _Graph, spec: Spec) -> Part:
+def _part(made: _Graph, spec: Spec) -> SchedulePart:
     kind = schedule(spec.name)
     numbers, choices = kind.resolve(spec.without("until").options)
     until = made.number(spec.options.get("until", math.inf))
-    return Part(kind, {name: made.number(value) for name, value in numbers.items()}, choices, until)
+    return SchedulePart(kind, {name: made.number(value) for name, value in numbers.items()}, choices, until)
 
 
 class _Graph:

@@ -18,9 +18,9 @@ from onward.frameworks.jax.source.runtime import write as write_arrays
 from onward.frameworks.program.child import try_out
 from onward.frameworks.program.trial import step_trial
 from onward.model import Model
+from onward.model.storage.containers import safetensors_header
 from onward.model.storage.files import reason, regular
-from onward.model.storage.headers import safetensors_header
-from onward.model.storage.replacement import replacing
+from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
 
 

@@ -15,7 +15,7 @@ from onward.frameworks.jax.recognize import Recognized, number, recognize
 from onward.frameworks.jax.schedules import read_schedule, scale_rates
 from onward.frameworks.jax.slots import Arrays, counts, read_slots
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.selection import Given
+from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group
 

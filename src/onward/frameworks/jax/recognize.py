@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.closures import Scheduled, Transformation, free_variables, origin
-from onward.recipe.optimizers.selection import Given
+from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from onward.arguments import checked
+from onward.constants import HALVES
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
@@ -22,13 +23,12 @@ from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.state import STEP, State, carried_state, states
-from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState, from_training_model, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only
 
 Arrays = Mapping[str, Any]
 Tree = dict[str, Any]

@@ -15,7 +15,7 @@ from onward.frameworks.keras.source.trial import try_files
 from onward.frameworks.keras.weights import read_weights
 from onward.frameworks.program.names import program_beside
 from onward.model import Model
-from onward.model.storage.replacement import replacing
+from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
 from onward.run_state.state import step_of
 from onward.transform.declare import require_shapes

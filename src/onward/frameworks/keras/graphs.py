@@ -23,7 +23,7 @@ from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried_state
-from onward.transform.unused import keep_only
+from onward.transform.training import keep_only
 
 
 class Executable:

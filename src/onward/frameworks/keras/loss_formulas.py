@@ -15,7 +15,7 @@ import keras
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
-from onward.recipe.losses.registry import reduce_loss
+from onward.recipe.losses.definitions import reduce_loss
 
 Formula = Callable[..., Expr]
 

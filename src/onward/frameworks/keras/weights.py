@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from onward.model.storage.containers import BAD_ZIP, Stored, stored_range
 from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import DAMAGED, read_hdf5
-from onward.model.storage.headers import Stored
-from onward.model.storage.zip_members import BAD_ZIP, stored_range
 
 _MEMBER = "model.weights.h5"
 

@@ -27,7 +27,7 @@ from onward.frameworks.tensorflow.running import keep_averages
 from onward.frameworks.tensorflow.trial import confirm
 from onward.model import Model
 from onward.recipe import Recipe, prepare
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 from onward.vocabulary.keras import Refused
 
 BATCH = "N"

@@ -26,7 +26,7 @@ from onward.frameworks.tensorflow.restore import read_carried_model
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model
-from onward.model.storage.replacement import replacing
+from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
 from onward.run_state.state import step_of
 from onward.transform.opset import of_one_opset

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from onward.errors import DataError
+from onward.model.storage.containers import read_npz
 from onward.model.storage.files import reason
-from onward.model.storage.npz import read_npz
 
 _UNNAMED = re.compile(r"arr_\d+")
 """What `numpy.savez` calls arrays that have no names."""

@@ -24,7 +24,7 @@ from onward.frameworks.torch.tags import COUNTER
 from onward.frameworks.torch.tags import STEP as STEP_TAG
 from onward.model import Model
 from onward.model.state import STEP
-from onward.model.storage.replacement import replacing
+from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
 from onward.run_state.state import from_training_model
 

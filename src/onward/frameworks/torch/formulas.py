@@ -20,7 +20,7 @@ from onward.build import DOMAIN, Expr, Function
 from onward.frameworks.program.layout import break_lines, indent
 from onward.frameworks.torch.exact.optimizer import ExactOptimizer
 from onward.recipe.optimizers import updates
-from onward.recipe.optimizers.updates import Update
+from onward.recipe.optimizers.definition import Update
 from onward.standard import COMMON_OPSET
 
 # ---- an update as statements -----------------------------------------------------------------------------------------

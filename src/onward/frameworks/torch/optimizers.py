@@ -23,7 +23,7 @@ from onward.frameworks.torch.sixteen_bit import HALVES, in_16_bits, is_known_in_
 from onward.frameworks.torch.traced.groups import trace_groups
 from onward.frameworks.torch.traced.optimizer import GraphOptimizer
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure
-from onward.recipe.optimizers.updates import SCALAR_SLOTS
+from onward.recipe.optimizers.definition import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group, RunState

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from onward.frameworks.torch.exact.optimizer import ExactOptimizer
 from onward.recipe.optimizers import ConfiguredOptimizer
-from onward.recipe.optimizers.sixteen_bit import in_half
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -25,9 +24,9 @@ def in_16_bits(parameter: Parameter) -> str:
 
 def is_known_in_half(configured: ConfiguredOptimizer) -> bool:
     """Whether the update of a recipe rounds as an optimizer of torch.optim does."""
-    choice = configured.kind.choose(configured.settings, None)
+    update = configured.kind.choose(configured.settings, None).update
     is_native = configured.options["variant"] == "torch" and configured.kind.name != "sgdw"
-    return is_native and in_half(choice.function, configured.options.get("fused", False)) is not None
+    return is_native and configured.options.get("fused", False) in update.in_16_bits
 
 
 def objection(

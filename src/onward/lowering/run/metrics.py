@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import UnsupportedError
-from onward.recipe.measures import OF_LOSS, Measures
+from onward.recipe.metrics import OF_LOSS, Measures
 from onward.recipe.spec import parse
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE

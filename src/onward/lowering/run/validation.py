@@ -19,7 +19,7 @@ from onward.lowering.run.embed import Embedding
 from onward.lowering.run.metrics import graph_metrics, perplexity
 from onward.lowering.run.shuffle import loop_inputs
 from onward.model import Model
-from onward.recipe.measures import OF_LOSS, Measures
+from onward.recipe.metrics import OF_LOSS, Measures
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 

@@ -30,9 +30,9 @@ from onward.lowering.step import RUN, Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import states
 from onward.options import WholeRunOptions
-from onward.recipe.measures import chosen_metrics, measures_of
+from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.standard import IR_VERSION
-from onward.transform.rebatch import USUAL_BATCH, check_batch_axis
+from onward.transform.declare import USUAL_BATCH, check_batch_axis
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _OF_VALIDATION = ("patience", "metrics", "monitor")

@@ -9,17 +9,16 @@ commit: before it the old model is whole, after it the new one is. Data that onl
 
 from onward.model.storage.checksums import verify_checksums
 from onward.model.storage.external import Fault, bits_of, check_external, external_faults, walk_tensors
-from onward.model.storage.opening import open_model
-from onward.model.storage.parse import folder_of, parse_proto, read_proto
+from onward.model.storage.opening import folder_of, open_model, parse_proto, read_proto
 from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
-from onward.model.storage.tensor_places import Container, Place, describe_tensor, hold_data, is_external, places
+from onward.model.storage.tensor_places import Container, TensorPlace, describe_tensor, hold_data, is_external, places
 from onward.model.storage.transaction import write_file
 
 __all__ = [
     "Container",
     "External",
     "Fault",
-    "Place",
+    "TensorPlace",
     "bits_of",
     "check_external",
     "data_files_of",

@@ -16,15 +16,14 @@ from typing import Any, BinaryIO
 from onnx import ModelProto, StringStringEntryProto
 
 from onward.errors import InvalidModelError
-from onward.model.storage.files import is_plain_name, mentions, reason, regular
-from onward.model.storage.stream import BLOCK
+from onward.model.storage.files import BLOCK, is_plain_name, mentions, reason, regular
 
 Range = tuple[int, int, int]
 """Offset and length in a data file, and the CRC-32 of these bytes."""
 Ranges = Mapping[str, Sequence[Range]]
 """By the name of the data file, which is beside the model file."""
 
-_KEY = "onward.checksums"
+CHECKSUMS = "onward.checksums"
 _TAIL = re.compile(rb" ([0-9a-f]{8}) crc32:([0-9a-f]{8})")  # the length of the list before it, and the checksum
 _TAIL_BYTES = len(" 00000000 crc32:00000000")
 _DIGITS = 8
@@ -34,7 +33,7 @@ def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
     """Return the bytes to append to a serialized model: the entry of its metadata with the checksums."""
     listed = json.dumps(ranges, separators=(",", ":"))
     text = f"{listed} {len(listed):0{_DIGITS}x} crc32:{0:0{_DIGITS}x}"
-    entry = ModelProto(metadata_props=[StringStringEntryProto(key=_KEY, value=text)]).SerializeToString()
+    entry = ModelProto(metadata_props=[StringStringEntryProto(key=CHECKSUMS, value=text)]).SerializeToString()
     entry = entry[:-_DIGITS]
     return entry + f"{zlib.crc32(entry, zlib.crc32(payload)):0{_DIGITS}x}".encode()
 
@@ -42,7 +41,7 @@ def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
 def remove_checksum_entry(proto: ModelProto) -> None:
     """Remove the entry from a model that was read: whatever is changed and saved from now on has other checksums."""
     for at in reversed(range(len(proto.metadata_props))):
-        if proto.metadata_props[at].key == _KEY:
+        if proto.metadata_props[at].key == CHECKSUMS:
             del proto.metadata_props[at]
 
 
@@ -67,7 +66,7 @@ def verify_checksums(path: Path) -> bool:
             try:
                 ranges, checksum = _read_ranges(file, size)
             except ValueError:
-                if not mentions(path, _KEY):
+                if not mentions(path, CHECKSUMS):
                     return False
                 raise _damage(path, "its checksum is unreadable") from None
             if _checksum(file, 0, size - _DIGITS) != checksum:

@@ -1,24 +1,30 @@
-"""Data files: their names, their two layouts (plain and safetensors), and writing tensors into them."""
+"""Data files: their names, their two layouts (plain and safetensors), and writing tensors, whole or in shards."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.model.storage.checksums import Range
-from onward.model.storage.divided import DividedTensor, Writers, write_part
-from onward.model.storage.files import PAGE, flush, listing
-from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head
-from onward.model.storage.open_files import HeldTensor, let_go
-from onward.model.storage.stream import Sink, announce, is_repeated, write_array
-from onward.model.storage.tensor_places import Place, nbytes, outside, range_of
+from onward.model.storage.checksums import Range, Ranges
+from onward.model.storage.containers import SAFETENSORS_TYPES, safetensors_head
+from onward.model.storage.files import PAGE, Sink, announce, flush, is_repeated, listing, write_array
+from onward.model.storage.tensor_places import (
+    HeldTensor,
+    TensorPlace,
+    describe_tensor,
+    let_go,
+    nbytes,
+    outside,
+    range_of,
+)
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
@@ -32,25 +38,29 @@ class _Piece:
     """Bytes that are written once, and the places that share them (tied weights)."""
 
     tensor: ir.TensorProtocol
-    places: list[Place]
+    places: list[TensorPlace]
 
 
 def write_data(
-    tensors: dict[Place, ir.TensorProtocol],
+    tensors: dict[TensorPlace, ir.TensorProtocol],
     suffix: str,
     target: Path,
     transaction: Transaction,
     shard_bytes: int | None,
     writers: Writers | None = None,
     ranges: dict[str, list[Range]] | None = None,
-) -> dict[Place, ir.TensorProtocol]:
+) -> dict[TensorPlace, ir.TensorProtocol]:
     """Write what goes outside, one tensor at a time; what the places will hold.
 
     Args:
         ranges: Gets the checksums of what is written here, by the name of the file.
     """
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
-    names = _fresh_names(target, suffix)
+    # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place.
+    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
+    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
+    stem = target.name.removesuffix(".onnx")
+    names = (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))
     pieces = _pieces(tensors)
     announce(sum(piece.tensor.nbytes for piece in pieces))
     future = {}
@@ -74,7 +84,7 @@ def write_data(
     return future
 
 
-def _pieces(tensors: dict[Place, ir.TensorProtocol]) -> list[_Piece]:
+def _pieces(tensors: dict[TensorPlace, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
     for place, tensor in tensors.items():
         pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(place)
@@ -88,7 +98,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
     return range_of(tensor) or id(tensor)
 
 
-def spared_bytes(tensors: dict[Place, ir.TensorProtocol]) -> int:
+def spared_bytes(tensors: dict[TensorPlace, ir.TensorProtocol]) -> int:
     """The bytes that a data file does not need, and a model file does: of zeros, and of tensors that share theirs."""
     pieces = _pieces(tensors)
     needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))
@@ -181,9 +191,52 @@ def is_own(target: Path, file: Path) -> bool:
     return file.parent == target.parent and bool(_own_names(target, "data|safetensors").fullmatch(file.name))
 
 
-def _fresh_names(target: Path, suffix: str) -> Iterator[Path]:
-    """`m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place."""
-    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
-    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
-    stem = target.name.removesuffix(".onnx")
-    return (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))
+# ---- data files that several processes write -------------------------------------------------------------------------
+
+
+Parts = Mapping[str, tuple[int, np.ndarray]]
+"""Tensor -> numbers of it in a row, and at which of its numbers they begin."""
+
+
+class DividedTensor(ir.LazyTensor):
+    """A tensor that is to be written, of which this process has some numbers in a row, or none."""
+
+    def __init__(self, key: str, part: tuple[int, np.ndarray] | None, like: ir.TensorProtocol):
+        super().__init__(self._refuse, like.dtype, **describe_tensor(like))
+        self.key, self.part = key, part
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(f"`{self.name}` is in several processes")
+
+
+class Writers(Protocol):
+    """The other processes."""
+
+    def start(self, file: Path, offsets: Mapping[str, int]) -> None:
+        """Let them write their parts of tensors, which begin there."""
+
+    def finish(self) -> Ranges:
+        """Wait until they have, and it would survive a power failure; fail if one of them could not.
+
+        Returns the checksums of what they wrote.
+        """
+
+
+def write_parts(file: Path, offsets: Mapping[str, int], parts: Parts) -> list[Range]:
+    """Write this process's parts of tensors, which begin there, into a file that another one has made."""
+    with open(file, "r+b") as stream:
+        sink = Sink(stream, checksums=True)
+        keys = sorted(parts, key=lambda key: offsets[key])
+        ranges = [write_part(sink, offsets[key], parts[key]) for key in keys]
+        flush(stream)
+    return ranges
+
+
+def write_part(sink: Sink, offset: int, part: tuple[int, np.ndarray]) -> Range:
+    """Write a part of a tensor that begins at `offset`. Return its range, with a checksum if the sink computes them."""
+    first, numbers = part
+    start = offset + first * numbers.itemsize
+    sink.seek(start)
+    sink.take_checksum()
+    write_array(numbers, sink)
+    return start, numbers.nbytes, sink.take_checksum()

@@ -123,7 +123,18 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
         if entry.key in entries:  # readers differ in which one they take
             raise Fault(f"has `{_printable(entry.key)}` twice")
         entries[entry.key] = entry.value
-    size = _size(tensor)
+    bits = bits_of(tensor)
+    if bits is None:
+        kind = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
+        raise Fault(f"holds {kind}, which cannot be outside the file")
+    if any(dim < 0 for dim in tensor.dims):
+        raise Fault("has a negative dimension")
+    total = 0 if 0 in tensor.dims else bits
+    for dim in tensor.dims if total else ():
+        total *= dim
+        if total >= 2**63:  # stop here: a million dimensions make a number that takes hours
+            raise Fault("has a shape larger than any file", "size")
+    size = -(-total // 8)
     start, length = _number(entries, "offset", 0), _number(entries, "length", size)
     if length != size:
         raise Fault(f"has a length of {length} bytes, but its type and shape need {size}", "size")
@@ -151,21 +162,6 @@ def bits_of(tensor: TensorProto) -> int | None:
         return ir.DataType(tensor.data_type).bitwidth
     except (ValueError, TypeError):
         return None
-
-
-def _size(tensor: TensorProto) -> int:
-    bits = bits_of(tensor)
-    if bits is None:
-        kind = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
-        raise Fault(f"holds {kind}, which cannot be outside the file")
-    if any(dim < 0 for dim in tensor.dims):
-        raise Fault("has a negative dimension")
-    total = 0 if 0 in tensor.dims else bits
-    for dim in tensor.dims if total else ():
-        total *= dim
-        if total >= 2**63:  # stop here: a million dimensions make a number that takes hours
-            raise Fault("has a shape larger than any file", "size")
-    return -(-total // 8)
 
 
 def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | None:

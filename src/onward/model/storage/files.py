@@ -1,4 +1,4 @@
-"""What the file system is asked to do for reading and for writing alike."""
+"""Reading and writing files: what both ask of the file system, and a sink that leaves holes and tells a watcher."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import errno
 import mmap
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
 
 from onward.errors import InvalidModelError, message_of
 
@@ -109,3 +113,166 @@ def blame_file(sentence: str, *kinds: type[Exception], hint: str | None = None) 
 def is_plain_name(name: Any) -> bool:
     """Whether a name is of something in a folder, and does not lead out of it."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 1 << 24
+"""Bytes that are in memory at a time."""
+_UNIT = 1 << 20
+_ZEROS = bytes(_UNIT)
+_NOT_OFFERED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+class Watcher(Protocol):
+    """Somebody who looks on while files are written."""
+
+    def begin(self, size: int) -> None:
+        """So many bytes more will be written."""
+
+    def advance(self, size: int) -> None:
+        """So many of them are."""
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def report_writes_to(watcher: Watcher) -> Iterator[None]:
+    """Within it, somebody is told what is written."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def announce(size: int) -> None:
+    """Tell who looks on how much will be written."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.begin(size)
+
+
+def advance(size: int) -> None:
+    """Tell who looks on how much is written."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.advance(size)
+
+
+class Sink:
+    """A new file that is written from its start to its end. What is zero in it becomes a hole, where files have holes.
+
+    It has no `fileno`: who finds one writes past it. With `checksums` it computes the CRC-32 of what is written, which
+    takes a quarter of a second per GB.
+    """
+
+    def __init__(self, file: BinaryIO, *, checksums: bool = False):
+        self._file = file
+        self._checksum = 0 if checksums else None
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, at: int) -> None:
+        """Go on further behind; what lies between reads as zeros."""
+        self._file.seek(at)
+
+    def skip(self, size: int) -> None:
+        """Zeros."""
+        self._file.seek(size, os.SEEK_CUR)
+        advance(size)
+        if self._checksum is not None:
+            for start in range(0, size, _UNIT):
+                self._add(_ZEROS[: size - start])
+
+    def take_checksum(self) -> int:
+        """Return the CRC-32 of what was written since the last call."""
+        checksum, self._checksum = self._checksum, 0
+        return checksum or 0
+
+    def _add(self, data: bytes | memoryview) -> None:
+        if self._checksum is not None:
+            self._checksum = zlib.crc32(data, self._checksum)
+
+    def write(self, data: bytes | memoryview) -> int:
+        with memoryview(data).cast("B") as view:
+            for start in range(0, len(view), _UNIT):
+                unit = view[start : start + _UNIT]
+                if _is_zero(unit):
+                    self.skip(len(unit))
+                else:
+                    self._file.write(unit)
+                    self._add(unit)
+                    advance(len(unit))
+            return len(view)
+
+    def copy(self, source: int, start: int, size: int) -> int:
+        """Bytes of another file, by its descriptor, as far as the system copies them by itself; how many it did.
+
+        Some file systems do so without writing anything, by letting both files have the same blocks.
+        """
+        self._file.flush()
+        at, done = self._file.tell(), 0
+        while done < size and hasattr(os, "copy_file_range"):
+            most = min(size - done, BLOCK)
+            try:
+                count = os.copy_file_range(source, self._file.fileno(), most, start + done, at + done)
+            except OSError as error:
+                if error.errno not in _NOT_OFFERED:
+                    raise
+                break
+            if not count:
+                break
+            if self._checksum is not None:
+                self._add(os.pread(source, count, start + done))
+            done += count
+            advance(count)
+        self._file.seek(at + done)
+        return done
+
+    def finish(self) -> None:
+        """Let the file end here, even in a hole."""
+        self._file.truncate()
+
+
+def _is_zero(unit: memoryview) -> bool:
+    return not any(unit[:16]) and bytes(unit) == (_ZEROS if len(unit) == _UNIT else _ZEROS[: len(unit)])
+
+
+def is_repeated(array: np.ndarray) -> bool:
+    """Whether an array is one number that takes no more memory than that."""
+    return bool(array.size) and not any(array.strides)
+
+
+def write_array(array: np.ndarray, sink: Sink) -> None:
+    """The bytes of an array, in their order. One number that is repeated is written in blocks."""
+    if is_repeated(array):
+        number = array.flat[0]
+        if not any(number.tobytes()):
+            sink.skip(array.nbytes)
+            return
+        most = max(BLOCK // array.itemsize, 1)
+        block = np.full(min(array.size, most), number, array.dtype).view(np.uint8).data
+        for start in range(0, array.size, most):
+            sink.write(block[: min(array.size - start, most) * array.itemsize])
+        return
+    sink.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def extents(file: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Where between two places a file, by its descriptor, has data; the rest are holes, which read as zeros."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, end
+        return
+    while start < end:
+        try:
+            start = os.lseek(file, start, os.SEEK_DATA)
+            stop = min(os.lseek(file, start, os.SEEK_HOLE), end)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which says that there is no more data
+                yield start, end
+            return
+        if start < end:
+            yield start, stop
+        start = stop

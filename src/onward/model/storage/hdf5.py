@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onward.model.storage.headers import Stored
+from onward.model.storage.containers import Stored
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 """How a file begins."""
@@ -40,10 +40,10 @@ def read_hdf5(data: mmap.mmap, start: int = 0, length: int | None = None) -> dic
     end = len(data) if length is None else start + length
     if end > len(data):
         raise ValueError("it lies outside of the file")
-    return dict(_Reader(data, start, end).groups())
+    return dict(_HDF5Reader(data, start, end).groups())
 
 
-class _Reader:
+class _HDF5Reader:
     def __init__(self, data: mmap.mmap, start: int, end: int):
         self._data, self._start, self._end = data, start, end
         self._seen: set[int] = set()

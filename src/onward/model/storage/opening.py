@@ -1,18 +1,23 @@
-"""A model file and its data files, which belong together even if somebody saves over them meanwhile."""
+"""Open a model file and its data files, which belong together even if another process saves over them meanwhile.
+
+What is not a model is refused, with a sentence that says what it is instead.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onward.errors import ExternalDataError
+from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelError, near, needing_memory
+from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
 from onward.model.storage.external import check_external, data_files
-from onward.model.storage.files import PathLike
-from onward.model.storage.open_files import DataFile, hold_open
-from onward.model.storage.parse import folder_of, read_proto
+from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
+from onward.model.storage.tensor_places import HeldFile, hold_open
 
 _ATTEMPTS = 100
 
@@ -21,7 +26,7 @@ _ATTEMPTS = 100
 class Opened:
     proto: ModelProto
     folder: Path
-    files: dict[Path, DataFile]
+    files: dict[Path, HeldFile]
 
 
 def open_model(path: PathLike) -> Opened:
@@ -42,7 +47,7 @@ def open_model(path: PathLike) -> Opened:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _held_files(proto: ModelProto, folder: Path) -> dict[Path, DataFile]:
+def _held_files(proto: ModelProto, folder: Path) -> dict[Path, HeldFile]:
     found = {file: hold_open(file) for file in data_files(proto, folder)}
     return {file: source for file, source in found.items() if source is not None}
 
@@ -55,3 +60,198 @@ def _identity(path: PathLike) -> tuple[int, ...] | None:
     except (OSError, ValueError):  # which reading explains
         return None
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+# ---- parsing ---------------------------------------------------------------------------------------------------------
+
+
+PROTO_LIMIT = 2**31 - 1  # protobuf counts bytes in a signed 32-bit integer
+OUTSIDE_HINT = "store its tensors beside it, as external data"
+
+
+def folder_of(path: PathLike) -> Path:
+    """The folder in which a model's external data is looked for: where the file is, not where a link to it is."""
+    return Path(os.path.realpath(path)).parent
+
+
+def read_proto(path: PathLike) -> ModelProto:
+    """Parse a model file. External data is neither read nor checked."""
+    if not isinstance(path, str | os.PathLike) or path == "":
+        raise no_model(path)
+    name, path = f"`{os.fspath(path)}`", Path(path)
+    try:
+        regular(path)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size  # a run may have replaced the file since
+            _refuse(name, file.read(PAGE), size)
+            file.seek(0)
+            with needing_memory(f"read {name}"):
+                return _parse(name, file.read(min(size, PROTO_LIMIT) + 1))  # which allocates as much
+    except FileNotFoundError:
+        siblings = (entry.name for entry in listing(path.parent))
+        hint = near(path.name, siblings) or "check the path; it is relative to the current folder"
+        raise InvalidModelError(f"there is no file {name}", hint=hint) from None
+    except NotRegularError as error:
+        raise InvalidModelError(f"{name} is {reason(error)}", hint=instead_of(path)) from None
+    except Error:
+        raise
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"could not read {name}: {reason(error)}") from error
+
+
+def parse_proto(data: bytes) -> ModelProto:
+    """Parse the bytes of a model file."""
+    _refuse("what was given", data[:PAGE], len(data))
+    return _parse("what was given", data)
+
+
+def _refuse(name: str, start: bytes, size: int) -> None:
+    refuse_other_formats(name, start, size)
+    if size > PROTO_LIMIT:
+        raise InvalidModelError(f"{name} is larger than 2 GiB, which protobuf cannot hold", hint=OUTSIDE_HINT)
+
+
+def _parse(name: str, data: bytes) -> ModelProto:
+    proto = ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError:
+        refuse_text(name, data[:PAGE])
+        raise InvalidModelError(
+            f"{name} is not an ONNX model, or a damaged one: its {len(data)} bytes are not valid protobuf",
+            hint="if it was downloaded or copied, compare its size with the original's",
+        ) from None
+    missing = "graph" if not proto.HasField("graph") else "version"
+    if missing == "graph" or not (proto.ir_version > 0 or proto.opset_import):
+        refuse_text(name, data[:PAGE])
+        raise InvalidModelError(
+            f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=f"{EXPORT}, once more"
+        )
+    if any(entry.key == CHECKSUMS for entry in proto.metadata_props):
+        remove_checksum_entry(proto)
+    return proto
+
+
+# ---- what a file is that is not a model ------------------------------------------------------------------------------
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+_MAKERS = {"torch": "from_torch", "keras": "from_keras", "tensorflow": "from_tensorflow", "flax": "from_jax"}
+_OTHERS = {
+    "onnx.onnx_ml_pb2": "put it into a model first: `onnx.helper.make_model(graph)`",
+    "onnx_ir": "wrap it: `onward.Model(model)`",
+    "onnxruntime": "give the file that it was made of",
+}
+
+
+def no_model(source: Any) -> Error:
+    """What to say of something that is neither a path nor a model."""
+    if isinstance(source, str):
+        return InvalidModelError("the path of the model is empty", hint="name an `.onnx` file")
+    of = [kind.__module__ for kind in type(source).__mro__]
+    hint = "give the path of an `.onnx` file, its bytes, an `onnx.ModelProto` or an `onward.Model`"
+    for package, maker in _MAKERS.items():
+        if any(module.partition(".")[0] == package for module in of):
+            hint = f"make a training model of it: `onward.{maker}(...)`"
+            break
+    else:
+        hint = next((text for prefix, text in _OTHERS.items() if of[0].startswith(prefix)), hint)
+    return ArgumentError(f"a `{type(source).__name__}` is no ONNX model", hint=hint)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def instead_of(path: Path) -> str:
+    """What to do instead of giving a folder, or what is no file, for a model."""
+    for name, hint in _FOLDERS.items():
+        if (path / name).exists():
+            return hint.format(path=os.fspath(path), name=name)
+    models = sorted(file.name for file in path.glob("*.onnx"))
+    return f"name a file in it, such as `{path / models[0]}`" if models else "name an `.onnx` file, or pass its bytes"
+
+
+_FOLDERS = {
+    "training.onnx": "it is the folder of a run, whose model is in `{path}/{name}`; `onward report {path}` shows it",
+    "saved_model.pb": "it is a SavedModel: `onward.from_tensorflow` makes a training model of it",
+}
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+_BACK = "what `onward convert` wrote goes back with `onward convert FILE --like training.onnx`"
+_TORCH = f"it holds no graph: make a training model of its module with `onward.from_torch`; {_BACK}"
+_KERAS = f"load it with Keras, and make a training model of it with `onward.from_keras`; {_BACK}"
+EXPORT, _UNPACK = "export the model to ONNX with the framework that wrote it", "unpack it first"
+_DATA = "it holds data: give it to `--data` of `onward train`, and the model first"
+_DOWNLOAD, _TEXT = "the download gave a page instead of the file", "read it with `onnx.load(..., format=...)`"
+_MADE_FROM = "use the `.onnx` file that it was made from"
+_ZIPPED = {
+    "data.pkl": ("a PyTorch file", _TORCH),
+    ".npy": ("a NumPy file", _DATA),
+    ".json": ("a Keras file", _KERAS),
+}
+"""What a zip archive is, by how the name of its first file ends."""
+# Where the mark of a format is, the mark, what it is, what to do. No ONNX model begins with these.
+_FORMATS = [
+    (0, b"version https://git-lfs", "a Git LFS pointer instead of the file", "fetch the file with `git lfs pull`"),
+    (0, b"PK\x03\x04", "a zip archive", _UNPACK),
+    *((0, bytes([128, n]), "a Python pickle, such as an old PyTorch checkpoint", _TORCH) for n in (2, 3, 4, 5)),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as a Keras model or its weights", _KERAS),
+    (8, b'{"', "a safetensors file: tensors without a graph", EXPORT),
+    (4, b"TFL3", "a TensorFlow Lite model", "convert the model that it was made from"),
+    (4, b"ORTM", "a model in ONNX Runtime's own format", _MADE_FROM),
+    (0, b"\x93NUMPY", "a NumPy array", _DATA),
+    (0, b"PAR1", "a Parquet file", _DATA),
+    (0, b"ARROW1", "an Arrow file", _DATA),
+    (0, b"\x89PNG", "a picture", _DATA),
+    (0, b"\xff\xd8\xff", "a picture", _DATA),
+    (0, b"GGUF", "a GGUF file", EXPORT),
+    (0, b"\x1f\x8b", "a gzip archive", _UNPACK),
+    (0, b"BZh", "a bzip2 archive", _UNPACK),
+    (0, b"\xfd7zXZ\x00", "an xz archive", _UNPACK),
+    (0, b"\x28\xb5\x2f\xfd", "a zstd archive", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"<!DOCTYPE", "a web page", _DOWNLOAD),
+    (0, b"<!doctype", "a web page", _DOWNLOAD),
+    (0, b"<html", "a web page", _DOWNLOAD),
+    (0, b"<?xml", "an XML file", EXPORT),
+    (0, b"ir_version:", "a model written as text", _TEXT),
+    (0, b"{", "a JSON file", _TEXT),
+]
+
+
+def refuse_other_formats(name: str, start: bytes, size: int) -> None:
+    """Refuse a file by the bytes with which it begins, before gigabytes of it are read."""
+    if size == 0:
+        raise InvalidModelError(f"{name} is empty", hint="a download or copy may have failed")
+    for at, mark, what, hint in _FORMATS:
+        if not start.startswith(mark, at):
+            continue
+        if at == 8 and int.from_bytes(start[:8], "little") > size:  # safetensors begin with the length of their header
+            continue
+        what, hint = _explain_zip(start, size) if mark.startswith(b"PK") else (what, hint)
+        raise InvalidModelError(f"{name} is not an ONNX model but {what}", hint=hint)
+
+
+def _explain_zip(start: bytes, size: int) -> tuple[str, str]:
+    length = int.from_bytes(start[26:28], "little")
+    if size < 30 + length:
+        return "the beginning of a zip archive, such as a PyTorch file", "a download or copy may have been cut off"
+    first = start[30 : 30 + length].decode("utf-8", "replace")
+    found = next((known for ending, known in _ZIPPED.items() if first.endswith(ending)), None)
+    return found or ("a zip archive", _UNPACK)
+
+
+def refuse_text(name: str, start: bytes) -> None:
+    """Say so where what is no model is a text."""
+    if _is_text(start):
+        raise InvalidModelError(f"{name} is not an ONNX model but a text file", hint="name an `.onnx` file")
+
+
+def _is_text(start: bytes) -> bool:
+    try:
+        text = start.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(character.isprintable() or character in "\t\r\n" for character in text)

@@ -17,14 +17,13 @@ from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.checksums import Range, checksum_entry, stored_ranges
-from onward.model.storage.data import is_own, spared_bytes, write_data
-from onward.model.storage.divided import Writers
+from onward.model.storage.data import Writers, is_own, spared_bytes, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
-from onward.model.storage.open_files import hold_open
-from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
+from onward.model.storage.opening import OUTSIDE_HINT, PROTO_LIMIT, read_proto
 from onward.model.storage.tensor_places import (
-    Place,
+    TensorPlace,
+    hold_open,
     in_file,
     inside,
     is_external,
@@ -44,13 +43,13 @@ SPARED_LIMIT = 2**29  # of what a second file spares the disk, and everyone who 
 def save(
     path: PathLike,
     to_proto: Callable[[], ModelProto],
-    places: Iterable[Place],
+    places: Iterable[TensorPlace],
     *,
     external: External = "auto",
     threshold_bytes: int = 1024,
     shard_bytes: int | None = None,
     shared: Set[Path] | None = None,
-    also: Iterable[Place] = (),
+    also: Iterable[TensorPlace] = (),
     writers: Writers | None = None,
     checksums: bool = False,
 ) -> None:
@@ -127,13 +126,13 @@ def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
     return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
 
-def goes_outside(places: Iterable[Place]) -> bool:
+def goes_outside(places: Iterable[TensorPlace]) -> bool:
     """Whether a model has tensors outside its file, or more of them than fit inside."""
     tensors = _tensors_at(places).values()
     return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
 
 
-def form_of(places: Iterable[Place]) -> External:
+def form_of(places: Iterable[TensorPlace]) -> External:
     """Where the tensors of a model are, as `external` has it: so that another can have them there, too."""
     endings = {where[0].suffix for tensor in _tensors_at(places).values() if (where := range_of(tensor))}
     return "auto" if not endings else "safetensors" if endings == {".safetensors"} else "data"
@@ -144,7 +143,7 @@ def data_files_of(path: PathLike) -> list[Path]:
     return list(_replaced_files(Path(os.path.realpath(path))))
 
 
-def _tensors_at(places: Iterable[Place]) -> dict[Place, ir.TensorProtocol]:
+def _tensors_at(places: Iterable[TensorPlace]) -> dict[TensorPlace, ir.TensorProtocol]:
     return {place: tensor for place in places if (tensor := place.tensor) is not None}
 
 
@@ -158,15 +157,15 @@ def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 class _Plan:
     """What the places will hold that does not stay as it is; `written` is what goes into new data files."""
 
-    kept: dict[Place, ir.TensorProtocol]
-    embedded: dict[Place, ir.TensorProtocol]
-    written: dict[Place, ir.TensorProtocol]
+    kept: dict[TensorPlace, ir.TensorProtocol]
+    embedded: dict[TensorPlace, ir.TensorProtocol]
+    written: dict[TensorPlace, ir.TensorProtocol]
     suffix: str
 
 
 def _plan(
     target: Path,
-    tensors: dict[Place, ir.TensorProtocol],
+    tensors: dict[TensorPlace, ir.TensorProtocol],
     old: set[Path],
     shared: Set[Path] | None,
     external: str,
@@ -197,7 +196,7 @@ def _plan(
     return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
 
 
-def _is_large(place: Place, tensor: ir.TensorProtocol, threshold: int) -> bool:
+def _is_large(place: TensorPlace, tensor: ir.TensorProtocol, threshold: int) -> bool:
     """Whether a tensor goes outside, where others do; an empty one has nothing to point at."""
     return nbytes(tensor) >= max(threshold, 1) and (isinstance(place.holder, ir.Value) or is_external(tensor))
 
@@ -217,10 +216,10 @@ def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path]
 
 
 def _staying(
-    target: Path, ranges: dict[Place, tuple[Path, int, int]], tensors: dict[Place, ir.TensorProtocol]
-) -> set[Place]:
+    target: Path, ranges: dict[TensorPlace, tuple[Path, int, int]], tensors: dict[TensorPlace, ir.TensorProtocol]
+) -> set[TensorPlace]:
     """The places whose tensors stay in files that are not the replaced model's: what need not be copied is not."""
-    by_file: dict[Path, dict[tuple[int, int], list[Place]]] = defaultdict(lambda: defaultdict(list))
+    by_file: dict[Path, dict[tuple[int, int], list[TensorPlace]]] = defaultdict(lambda: defaultdict(list))
     for place, (file, start, size) in ranges.items():
         if size and start * 8 % tensors[place].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
             by_file[file][start, start + size].append(place)
@@ -240,7 +239,7 @@ def _may_be_deleted(target: Path, file: Path) -> bool:
     return any(is_own(file.with_name(name), file) for name in models)
 
 
-def _refuse_copies(target: Path, copied: dict[Place, Path]) -> None:
+def _refuse_copies(target: Path, copied: dict[TensorPlace, Path]) -> None:
     for place, file in copied.items():
         if not is_own(target, file):
             raise WriteError(
@@ -250,7 +249,7 @@ def _refuse_copies(target: Path, copied: dict[Place, Path]) -> None:
 
 
 @contextmanager
-def _holding(future: dict[Place, ir.TensorProtocol]) -> Iterator[None]:
+def _holding(future: dict[TensorPlace, ir.TensorProtocol]) -> Iterator[None]:
     """While inside, these places hold what the new file will hold."""
     past = [(place, place.tensor) for place in future]
     try:

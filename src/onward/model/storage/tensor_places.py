@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.model.storage.files import PathLike
-from onward.model.storage.open_files import DataFile, HeldTensor
+from onward.errors import ExternalDataError
+from onward.model.storage.files import BLOCK, PathLike, Sink, extents
 
 Container = ir.Graph | ir.Function
 
 
 @dataclass(eq=False)
-class Place:
+class TensorPlace:
     """Where a graph holds a tensor: an initializer, or an attribute."""
 
     holder: ir.Value | ir.Node | ir.Function
@@ -46,27 +50,27 @@ class Place:
         self.holder.attributes[old.name] = ir.Attr(old.name, old.type, value, doc_string=old.doc_string)
 
 
-def places(*containers: Container) -> list[Place]:
+def places(*containers: Container) -> list[TensorPlace]:
     """Every place in these graphs and functions, and in the graphs nested in them, that holds a tensor."""
     return [place for container in containers for place in _places(container)]
 
 
-def _places(container: Container) -> Iterator[Place]:
+def _places(container: Container) -> Iterator[TensorPlace]:
     top = container.graph if isinstance(container, ir.Function) else container
     for graph in (top, *top.subgraphs()):
-        yield from (Place(value) for value in graph.initializers.values() if value.const_value is not None)
+        yield from (TensorPlace(value) for value in graph.initializers.values() if value.const_value is not None)
     holders: list[ir.Node | ir.Function] = [container] if isinstance(container, ir.Function) else []
     for holder in (*holders, *top.all_nodes()):
         for attribute in holder.attributes.values():
             if attribute.value is None:
                 continue
             if attribute.type == ir.AttributeType.TENSOR:
-                yield Place(holder, attribute.name)
+                yield TensorPlace(holder, attribute.name)
             elif attribute.type == ir.AttributeType.TENSORS:
-                yield from (Place(holder, attribute.name, index) for index in range(len(attribute.value)))
+                yield from (TensorPlace(holder, attribute.name, index) for index in range(len(attribute.value)))
 
 
-def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, DataFile]) -> None:
+def hold_data(places: Iterable[TensorPlace], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
     """Say where the external tensors in a model are, by the files that were opened for it."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
     for place in places:
@@ -78,7 +82,7 @@ def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, 
             place.tensor = in_file(tensor, file)
 
 
-def in_file(tensor: ir.ExternalTensor, file: DataFile) -> HeldTensor:
+def in_file(tensor: ir.ExternalTensor, file: HeldFile) -> HeldTensor:
     """The same tensor, in a file that is held open."""
     at = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
     return HeldTensor(file, *at, base_dir=tensor.base_dir, **describe_tensor(tensor))
@@ -136,3 +140,136 @@ def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) ->
     return ir.ExternalTensor(
         location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **describe_tensor(tensor)
     )
+
+
+# ---- files that are held open ----------------------------------------------------------------------------------------
+
+# Data files that are held open: what was read stays what it was, whatever their names come to mean.
+#
+# A name may be gone, as after a save that no longer needs the file, or lead to another file, as after another export.
+
+
+class HeldFile:
+    """A file that tensors are in, open as long as one of them lives."""
+
+    def __init__(self, path: Path, file: BinaryIO, info: os.stat_result):
+        self.path, self.file, self._info = path, file, info
+        self._turn = threading.Lock()
+        weakref.finalize(self, file.close)
+
+    def mapped(self) -> mmap.mmap:
+        """All of it, to look into."""
+        self.check()
+        return self._mapped
+
+    @functools.cached_property
+    def _mapped(self) -> mmap.mmap:
+        return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def let_go(self) -> None:
+        """Give back the memory of what was looked at; it is read again when it is used again."""
+        if "_mapped" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def is_named(self) -> bool:
+        """Whether its name still leads to it."""
+        info = self.check()
+        try:
+            return os.path.samestat(info, os.stat(self.path))
+        except OSError:
+            return False
+
+    def check(self) -> os.stat_result:
+        """Refuse a file that was written to: nobody has what it held."""
+        info = os.fstat(self.file.fileno())
+        if (info.st_size, info.st_mtime_ns) != (self._info.st_size, self._info.st_mtime_ns):
+            raise ExternalDataError(
+                f"`{self.path}` has changed since the model was read: its numbers are no longer the model's",
+                hint="read the model again",
+            )
+        return info
+
+    def copy(self, start: int, size: int, target: BinaryIO | Sink) -> None:
+        """Write some of its bytes to another file. They are read, not mapped: a file that shrinks is an error here."""
+        end = start + size
+        while start < end and (block := self._read(start, min(end - start, BLOCK))):
+            target.write(block)
+            start += len(block)
+        self.check()
+
+    def pour(self, start: int, size: int, sink: Sink) -> None:
+        """The same into a new file, with its holes, and by the system where that copies files by itself."""
+        end = start + size
+        for begin, stop in extents(self.file.fileno(), start, min(end, self.check().st_size)):
+            sink.skip(begin - start)
+            start = begin + sink.copy(self.file.fileno(), begin, stop - begin)
+            if start < stop:
+                self.copy(start, stop - start, sink)
+                start = stop
+        sink.skip(min(end, self.check().st_size) - start)
+
+    def _read(self, start: int, size: int) -> bytes:
+        if hasattr(os, "pread"):  # which leaves the position alone, that a forked process has in common
+            return os.pread(self.file.fileno(), size, start)
+        with self._turn:
+            self.file.seek(start)
+            return self.file.read(size)
+
+
+_open: weakref.WeakValueDictionary[tuple[int, ...], HeldFile] = weakref.WeakValueDictionary()
+
+
+def hold_open(path: Path) -> HeldFile | None:
+    """A data file, held open once however many models use it; None where the system has no room for more of them."""
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as it is used)
+    except FileNotFoundError:
+        raise ExternalDataError(f"`{path}`, which the model's tensors are in, is gone", hint="read it again") from None
+    except OSError:  # too many are open, or it may not be read: whoever wants its numbers will be told
+        return None
+    info = os.fstat(file.fileno())
+    key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+    known = _open.get(key)
+    if known is not None and known.path == path:
+        file.close()
+        return known
+    _open[key] = made = HeldFile(path, file, info)
+    return made
+
+
+def let_go() -> None:
+    """Give back the memory of all files that were looked at."""
+    for file in list(_open.values()):
+        file.let_go()
+
+
+class HeldTensor(ir.ExternalTensor):
+    """A tensor in a file that is held open."""
+
+    __slots__ = ("source",)
+
+    def __init__(
+        self, source: HeldFile, location: Any, offset: int | None, length: int | None, dtype: Any, **rest: Any
+    ):
+        super().__init__(location, offset, length, dtype, **rest)
+        self.source = source
+
+    def numpy(self) -> np.ndarray:
+        if not self.nbytes:
+            return np.empty(self.shape.numpy(), self.dtype.numpy())
+        start, shape = self.offset or 0, self.shape.numpy()
+        if self.dtype.bitwidth < 8:
+            packed = np.frombuffer(self.source.mapped(), np.uint8, self.nbytes, start)
+            return ir.PackedTensor(packed, self.dtype, shape=ir.Shape(shape)).numpy()
+        plain = self.dtype.numpy().newbyteorder("<")
+        return np.frombuffer(self.source.mapped(), plain, self.size, start).reshape(shape)
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        return self.numpy().__array__(dtype)
+
+    def tobytes(self) -> bytes:
+        start = self.offset or 0
+        return self.source.mapped()[start : start + self.nbytes] if self.nbytes else b""
+
+    def tofile(self, file: Any) -> None:
+        self.source.copy(self.offset or 0, self.nbytes, file)

@@ -10,8 +10,7 @@ which weight they belong to. A is [in, rank] and B is [rank, out]. For a convolu
 *kernel], with the strides and pads of the layer, and B is [out, rank, 1, ...].
 """
 
-from onward.recipe.lora.adapters import merge
-from onward.recipe.lora.add import add
+from onward.recipe.lora.adapters import add, merge
 from onward.recipe.lora.files import load, save
 
 __all__ = ["add", "load", "merge", "save"]

@@ -24,8 +24,7 @@ from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
 from onward.recipe.layers import Layer
-from onward.recipe.lora.adapters import Adapter, adapters, array, by_weight, detach
-from onward.recipe.lora.add import adaptable, attach
+from onward.recipe.lora.adapters import Adapter, adaptable, adapters, array, attach, by_weight, detach
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
@@ -80,7 +79,11 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
     for module, (a, b) in pairs.items():
         layer = known[placed[module]][0]
         inner, outer = _as_stored(module, layer, a, b)
-        scale = _scale(config, module, rank=b.shape[1])
+        rank = b.shape[1]
+        patterns = config.get("alpha_pattern") or {}
+        alpha = next((v for key, v in patterns.items() if module == key or module.endswith(f".{key}")), None)
+        alpha = config["lora_alpha"] if alpha is None else alpha
+        scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         attach(changed, taken, known[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
     return changed
 
@@ -154,23 +157,20 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
     for key, entry in entries.items():
         match = _KEY.fullmatch(key)
         assert match is not None
-        parts.setdefault(match["module"], {})[match["part"]] = _numbers(file, key, entry)
+        if entry["dtype"] not in _DTYPES:
+            raise InvalidModelError(
+                f"`{key}` of `{file}` is {entry['dtype']}, and an adapter has floating-point numbers",
+                hint=f"write it as one of {', '.join(_DTYPES)}",
+            )
+        dtype = ir.DataType[_DTYPES[entry["dtype"]]].numpy()
+        numbers = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+        parts.setdefault(match["module"], {})[match["part"]] = numbers
     if not parts or any(len(pair) != 2 for pair in parts.values()):
         raise InvalidModelError(f"`{file}` does not hold an A and a B for each of its modules")
     return {module: (pair["A"], pair["B"]) for module, pair in parts.items()}, config
 
 
 _DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
-
-
-def _numbers(file: Path, key: str, entry: dict[str, Any]) -> np.ndarray:
-    if entry["dtype"] not in _DTYPES:
-        raise InvalidModelError(
-            f"`{key}` of `{file}` is {entry['dtype']}, and an adapter has floating-point numbers",
-            hint=f"write it as one of {', '.join(_DTYPES)}",
-        )
-    dtype = ir.DataType[_DTYPES[entry["dtype"]]].numpy()
-    return np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
 
 
 def _read_config(path: Path, file: Path) -> dict[str, Any]:
@@ -210,13 +210,6 @@ def _weight_of(module: str, names: dict[str, str]) -> str:
 
 def _hint(module: str, known: Iterable[str]) -> str:
     return near(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
-
-
-def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((v for key, v in patterns.items() if module == key or module.endswith(f".{key}")), None)
-    alpha = config["lora_alpha"] if alpha is None else alpha
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:

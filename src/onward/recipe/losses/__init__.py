@@ -4,7 +4,6 @@ A loss is the standard's operator where that is exact, else a call of a function
 function is not reduced: the mean or the sum after it is a node of its own. Definitions and defaults are PyTorch's.
 """
 
-from onward.recipe.losses import classes, values  # noqa: F401 (importing them registers their losses)
-from onward.recipe.losses.registry import LOSSES, Loss, Target, loss
+from onward.recipe.losses.definitions import LOSSES, Loss, Target, loss
 
 __all__ = ["LOSSES", "Loss", "Target", "loss"]

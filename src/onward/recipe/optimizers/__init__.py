@@ -1,7 +1,7 @@
 """Optimizers: what each computes, its numbers and slots, and which parameters it is for."""
 
-from onward.recipe.optimizers.configuration import ConfiguredOptimizer, Optimizer, Slot
+from onward.recipe.optimizers.definition import ConfiguredOptimizer, Optimizer, Slot
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
-from onward.recipe.optimizers.table import OPTIMIZERS, configure, optimizer
+from onward.recipe.optimizers.updates import OPTIMIZERS, configure, optimizer
 
 __all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "FunctionOptimizer", "Optimizer", "Slot", "configure", "optimizer"]

@@ -12,9 +12,18 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
+from onward.constants import HALVES
 from onward.errors import RecipeError
-from onward.recipe.optimizers.parts import declared_scalar, double, scaled, typed
-from onward.recipe.optimizers.sixteen_bit import HALVES, add, mul, rounded, single
+from onward.recipe.optimizers.arithmetic import (
+    add,
+    declared_scalar,
+    double,
+    mul,
+    rounded,
+    scaled,
+    single,
+    typed,
+)
 
 
 @function("squared_norm")

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Names
 from onward.errors import RecipeError, list_names
-from onward.model import Model
+from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import graphs_in
 from onward.recipe.assembly import take_apart
+from onward.recipe.spec import NOT_NEGATIVE, check_options
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
@@ -207,3 +209,49 @@ def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
     """An input of the type and shape that are declared, or else those of a parameter."""
     shape = target.shape if declared.shape is None else declared.shape
     return ir.Value(name=name, type=declared.type or target.type, shape=shape)
+
+
+# ---- as a recipe gives it --------------------------------------------------------------------------------------------
+
+_DEFAULT_RATE = 1e-3
+OPTIONS = ("function", "lr", "initial", "name")
+
+
+def open_function(source: Any) -> FunctionOptimizer:
+    """Return the optimizer in a graph: a model, a function or a file, whose inputs may have defaults."""
+    if isinstance(source, FunctionOptimizer):
+        return source
+    if isinstance(source, ir.Function) or type(source).__name__ == "FunctionProto":
+        function = source.clone() if isinstance(source, ir.Function) else ir.from_proto(source)
+        made = FunctionOptimizer(function.name, _as_model(function), _DEFAULT_RATE)
+    else:
+        model = load(source).copy()
+        held = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
+        for name in held:
+            model.graph.initializers.pop(name)
+        defaults = {name: value.const_value.numpy() for name, value in held.items() if value.const_value is not None}
+        lr = float(defaults.pop(RATE, np.asarray(_DEFAULT_RATE)))
+        made = FunctionOptimizer(model.graph.name or "optimizer", model, lr, defaults)
+    made.check()
+    return made
+
+
+def _as_model(function: ir.Function) -> Model:
+    graph = function.graph
+    imports = graph.opset_imports
+    imports.update(function.opset_imports)
+    return Model(ir.Model(graph, ir_version=IR_VERSION))
+
+
+def change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
+    """Return the optimizer with other options: `lr`, `initial`, `name`."""
+    initial = options.get("initial", {})
+    check_options(f"the state of the optimizer `{made.name}`", initial, {value.name or "": 0 for value in made.state})
+    try:
+        lr = float(options.get(RATE, made.lr))
+    except (TypeError, ValueError):
+        raise RecipeError(f"`lr` of optimizer `{made.name}` is `{options[RATE]}`, which is not a number") from None
+    NOT_NEGATIVE.check(f"`lr` of optimizer `{made.name}`", lr)
+    arrays = {name: np.asarray(value) for name, value in initial.items()}
+    name = str(options.get("name", made.name))
+    return dataclasses.replace(made, name=name, lr=lr, initial={**made.initial, **arrays})

@@ -1,31 +1,49 @@
-"""Parameter groups: which optimizer updates which parameter, with which numbers."""
+"""Parameter groups: which optimizer updates which parameter, with which numbers, state and nodes.
+
+Targets of an optimizer are the parameters, or float32 copies of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import fitting
+from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.model import Model
+from onward.recipe.assembly import Assembly, fill, full_tensor
 from onward.recipe.layers import layers
-from onward.recipe.optimizers.configuration import ConfiguredOptimizer
-from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
-from onward.recipe.optimizers.selection import Given, given_optimizer
-from onward.recipe.optimizers.table import configure
-from onward.recipe.spec import Spec, parse_options
+from onward.recipe.optimizers.definition import ConfiguredOptimizer
+from onward.recipe.optimizers.graph_optimizer import (
+    COUNT,
+    OPTIONS,
+    RATE,
+    FunctionOptimizer,
+    change_options,
+    gradient_of,
+    open_function,
+)
+from onward.recipe.optimizers.updates import configure
+from onward.recipe.spec import Spec, check_options, parse, parse_options
 from onward.recipe.trainable import matching
 
 _NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
 """A pattern, in which there may be colons, and options."""
 
 
+Given = Spec | FunctionOptimizer
+
+
 @dataclasses.dataclass(frozen=True)
-class Group:
+class OptimizerGroup:
     """Parameters that share an optimizer and its settings."""
 
     name: str
@@ -46,6 +64,38 @@ class Group:
         }
 
 
+def given_optimizer(given: Any) -> Given:
+    """What a recipe says of an optimizer.
+
+    A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1, "initial": {"v": 1}}`.
+    A model can say these itself, as defaults of its inputs.
+    """
+    if isinstance(given, FunctionOptimizer):
+        return given
+    if isinstance(given, Mapping) and "function" in given:
+        check_options("an optimizer that is a function", given, dict.fromkeys(OPTIONS))
+        return change_options(open_function(given["function"]), given)
+    return open_function(given) if _is_graph(given) else parse(given)
+
+
+def with_rate(given: Any, lr: float) -> Any:
+    """The optimizer with a learning rate that was given beside it."""
+    optimizer = given_optimizer(given)
+    if isinstance(optimizer, FunctionOptimizer):
+        return change_options(optimizer, {RATE: lr})
+    if RATE in optimizer.options:
+        raise RecipeError(
+            f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
+        )
+    return Spec(optimizer.name, {RATE: lr, **optimizer.options})
+
+
+def _is_graph(given: Any) -> bool:
+    if isinstance(given, str):
+        return given.endswith(".onnx")
+    return isinstance(given, Model | ir.Function | os.PathLike | bytes) or hasattr(given, "SerializeToString")
+
+
 def patterns(given: Sequence[Any]) -> list[str]:
     """All patterns of groups, as they are given."""
     return [pattern for item in given for pattern in _parse_group(item, Spec(""))[0]]
@@ -62,7 +112,7 @@ def groups(
     default: Given,
     given: Sequence[Any],
     roles: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> list[Group]:
+) -> list[OptimizerGroup]:
     """The parameters divided: each goes to the first given group that matches it, the rest to the default.
 
     A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is
@@ -87,13 +137,9 @@ def groups(
         found.append((spec, members))
     found.append((default, list(remaining.values())))
     return [
-        Group(f"group{i}", _configure(spec), chosen)
+        OptimizerGroup(f"group{i}", spec if isinstance(spec, FunctionOptimizer) else configure(spec), chosen)
         for i, (spec, chosen) in enumerate(item for item in found if item[1])
     ]
-
-
-def _configure(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
-    return given if isinstance(given, FunctionOptimizer) else configure(given)
 
 
 def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
@@ -123,7 +169,7 @@ def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
 _FIRST, _LAST = "first", "last"
 
 
-def divide_by_depth(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Group]:
+def divide_by_depth(groups: Sequence[OptimizerGroup], graph: ir.Graph, decay: float) -> list[OptimizerGroup]:
     """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
     whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
     if whole:
@@ -139,7 +185,7 @@ def divide_by_depth(groups: Sequence[Group], graph: ir.Graph, decay: float) -> l
         if (members := [value for value in group.parameters if found[value] == depth])
     ]
     return [
-        Group(f"group{i}", _slower(group.optimizer, decay**depth), members)
+        OptimizerGroup(f"group{i}", _slower(group.optimizer, decay**depth), members)
         for i, (group, depth, members) in enumerate(parts)
     ]
 
@@ -179,3 +225,137 @@ def _block(name: str) -> str | None:
     plain = re.sub(r"(^|\.)(\w+)\.\2\.(?=\d)", r"\1\2.", name)
     found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", plain)
     return found[0] if found else None
+
+
+# ---- state and nodes of a training step ------------------------------------------------------------------------------
+
+
+Targets = Mapping[ir.Value, ir.Value]
+"""Parameter -> what the optimizer works on."""
+
+
+def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> _PerParameter | _WholeGroup:
+    """Declare the state of a group."""
+    if isinstance(group.optimizer, FunctionOptimizer):
+        return _WholeGroup(assembly, group, group.optimizer, targets)
+    return _PerParameter(assembly, group, group.optimizer, targets)
+
+
+class _PerParameter:
+    """An optimizer of the table, which looks at one parameter at a time."""
+
+    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
+        self._assembly = assembly
+        self._group = group
+        self._optimizer = optimizer
+        self._targets = targets
+        self._slots = {value: self._declare(value) for value in group.parameters}
+
+    def _declare(self, value: ir.Value) -> dict[str, ir.Value]:
+        found = {}
+        for slot in self._optimizer.slots(self._targets[value]):
+            state = self._assembly.state(
+                f"{value.name}/{slot.name}",
+                full_tensor(slot.initial, slot.dtype, slot.shape),
+                lambda op, slot=slot: fill(op, slot.initial, slot.dtype, slot.shape),  # type: ignore[misc]
+                role="optimizer_state",
+                param=value.name,
+                slot=slot.name,
+                group=self._group.name,
+            )
+            found[slot.name] = state.value
+        return found
+
+    def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
+        """Append an update of the group, and return its new state by name, parameters among it."""
+        new: dict[str, Expr] = {}
+        for value in self._group.parameters:
+            new |= self._updated(op.scoped(value.name or ""), value, gradients[value], rate, t)
+        return new
+
+    def _updated(self, op: Builder, value: ir.Value, gradient: Expr, rate: Expr, t: Expr) -> dict[str, Expr]:
+        target, group, optimizer = self._targets[value], self._group.name, self._optimizer
+        gradient = like_target(op, gradient, target)
+        hyper = {
+            key: op(self._assembly.hyper(f"{group}/{key}", optimizer.values[key], group).value)
+            for key in optimizer.inputs(target)
+        }
+        slots = {slot: op(state) for slot, state in self._slots[value].items()}
+        x, after = optimizer.update(op, op(target), op(gradient.value), slots, lr=rate, t=t, hyper=hyper)
+        return {**_new_values(op, x, value, target), **{f"{value.name}/{slot}": expr for slot, expr in after.items()}}
+
+
+class _WholeGroup:
+    """An optimizer that is a function of all parameters of the group."""
+
+    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: FunctionOptimizer, targets: Targets):
+        self._parameters = {value.name or "": value for value in group.parameters}
+        self._targets = targets
+        self._optimizer = optimizer.bind({name: targets[value] for name, value in self._parameters.items()})
+        self._group = group.name
+        self._state = {value.name or "": self._declare(assembly, value) for value in self._optimizer.state}
+        self._function = self._optimizer.define(assembly.model.functions, assembly.model.opset)
+
+    def _name(self, state: str) -> str:
+        """What a state is called in the training model."""
+        return state if self._optimizer.owner_of(state) else f"{self._group}/{state}"
+
+    def _declare(self, assembly: Assembly, value: ir.Value) -> ir.Value:
+        name, owner = value.name or "", self._optimizer.owner_of(value.name or "")
+        if value.dtype is None or value.shape is None or not value.shape.is_static():
+            raise RecipeError(
+                f"type or shape of the state `{value.name}` of the optimizer `{self._optimizer.name}` is not known",
+                hint="declare both with the inputs of the function",
+            )
+        initial = self._optimizer.initial.get(value.name or "", np.zeros(()))
+        initial = np.broadcast_to(initial.astype(value.dtype.numpy()), tuple(value.shape.numpy()))
+        state = assembly.state(
+            self._name(name),
+            ir.Tensor(initial),
+            lambda op: _reset(op, initial),
+            role="optimizer_state",
+            param=owner,
+            slot=name.removeprefix(f"{owner}/"),
+            group=self._group,
+        )
+        return state.value
+
+    def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
+        op = op.scoped(self._group)
+        given: dict[str, Expr] = {RATE: rate, COUNT: t, **{name: op(value) for name, value in self._state.items()}}
+        for name, value in self._parameters.items():
+            target = self._targets[value]
+            given |= {name: op(target), gradient_of(name): like_target(op, gradients[value], target)}
+        inputs = [_as_declared(op, given[value.name or ""], value) for value in self._optimizer.inputs]
+        names = [*self._optimizer.parameters, *self._state]
+        results = op.node(self._function.domain, self._function.name, *inputs, outputs=len(names))
+        new: dict[str, Expr] = {}
+        for name, result in zip(names, results if isinstance(results, tuple) else (results,), strict=True):
+            if name in self._parameters:
+                value = self._parameters[name]
+                new |= _new_values(op, result.like(self._targets[value]), value, self._targets[value])
+            else:
+                new[self._name(name)] = result.like(self._state[name])
+        return new
+
+
+def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
+    """A gradient in the type of what the optimizer works on: it is scaled, added up and clipped in that."""
+    return gradient if gradient.dtype == target.dtype else op.Cast(gradient, to=target.dtype)
+
+
+def _new_values(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
+    """A parameter, and the copy that the optimizer works on."""
+    name = value.name or ""
+    return {name: x} if target is value else {name: op.Cast(x, to=value.dtype), f"{name}/master": x}
+
+
+def _as_declared(op: Builder, expr: Expr, declared: ir.Value) -> Expr:
+    """The rate and the counter in the type that a function takes."""
+    return expr if declared.dtype in (None, expr.dtype) else op.Cast(expr, to=declared.dtype)
+
+
+def _reset(op: Builder, initial: np.ndarray) -> Expr:
+    if initial.size and (initial == initial.flat[0]).all():
+        return fill(op, initial.flat[0], ir.DataType.from_numpy(initial.dtype), initial.shape)
+    return op.Identity(op.constant(initial))

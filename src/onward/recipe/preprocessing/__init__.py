@@ -8,18 +8,17 @@ graph, so that training and evaluation share it. Augmentation is part of the tra
 
 from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import (
-    Entry,
+    ModelInput,
     open_preprocessing,
     opset_of,
     put_before,
     with_preprocessing,
 )
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, pipelines
-from onward.recipe.preprocessing.single import Single
+from onward.recipe.preprocessing.pipeline import Pipeline, Raw, Single, by_input, pipelines
 
 __all__ = [
     "Augmentation",
-    "Entry",
+    "ModelInput",
     "Pipeline",
     "Raw",
     "Single",

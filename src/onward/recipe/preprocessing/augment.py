@@ -20,8 +20,8 @@ from onward.errors import RecipeError, UnknownNameError, list_names, near_or_fir
 from onward.model import Step
 from onward.recipe.assembly import Assembly
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, MOVES, Chance, Draws
-from onward.recipe.preprocessing.join import Entry
-from onward.recipe.preprocessing.picture import Form, dims_of
+from onward.recipe.preprocessing.join import ModelInput
+from onward.recipe.preprocessing.operations import SampleShape, dims_of
 from onward.recipe.preprocessing.pipeline import form_of, specs_of
 from onward.recipe.spec import Spec, arguments, lookup
 
@@ -47,7 +47,7 @@ class _Operation:
     options: Mapping[str, Any]
     draws: Draws
 
-    def __call__(self, x: Expr, form: Form, **settings: Any) -> Expr:
+    def __call__(self, x: Expr, form: SampleShape, **settings: Any) -> Expr:
         return self.function(Chance(x, form, draws=self.draws, **settings), **self.options)
 
 
@@ -64,7 +64,7 @@ class Augmentation:
     def __init__(
         self,
         assembly: Assembly,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, ModelInput],
         inputs: Sequence[str],
         augment: Mapping[str, Any],
         along: Sequence[str] | str | None,
@@ -85,7 +85,15 @@ class Augmentation:
         self._size: list[Expr] = []
         self._moved, self._kept = [*moving], list[str]()
         for other in moving[1:] if self._along != [] else ():
-            self._check_pair(moving[0], other)
+            first = moving[0]
+            way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
+            if self._moves_of(first) != self._moves_of(other):
+                raise RecipeError(
+                    f"`augment` moves `{first}` and `{other}` in different ways",
+                    hint=f"give both the same `flip` and `crop`, or {way_out}",
+                )
+            if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[other])):
+                raise RecipeError(f"`augment` moves `{first}` and `{other}`, which differ in size", hint=way_out)
         self.changed: dict[ir.Value, ir.Value] = {}
         """What is augmented -> what training has in its place."""
         for name in [*moving, *(name for name in inputs if name not in moving)]:
@@ -118,25 +126,16 @@ class Augmentation:
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
 
-    def _as_it_is(self, value: ir.Value) -> Entry:
+    def _as_it_is(self, value: ir.Value) -> ModelInput:
         is_augmented = value.name in self._specs
-        return Entry(value, value, form_of(value) if is_augmented else Form.of(dims_of(value.shape or ())[1:]))
+        return ModelInput(
+            value, value, form_of(value) if is_augmented else SampleShape.of(dims_of(value.shape or ())[1:])
+        )
 
     def _moves_of(self, name: str) -> list[Spec]:
         return [spec for spec in self._specs[name] if spec.name in MOVES]
 
-    def _check_pair(self, first: str, second: str) -> None:
-        """Refuse two images that may belong together, and cannot move together."""
-        way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
-        if self._moves_of(first) != self._moves_of(second):
-            raise RecipeError(
-                f"`augment` moves `{first}` and `{second}` in different ways",
-                hint=f"give both the same `flip` and `crop`, or {way_out}",
-            )
-        if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[second])):
-            raise RecipeError(f"`augment` moves `{first}` and `{second}`, which differ in size", hint=way_out)
-
-    def _augment_input(self, name: str, entry: Entry) -> ir.Value | None:
+    def _augment_input(self, name: str, entry: ModelInput) -> ir.Value | None:
         """Append what changes an input; None if nothing does."""
         x, specs = self._op(entry.point), self._specs.get(name, [])
         if specs and (entry.point.dtype is None or not entry.point.dtype.is_floating_point()):
@@ -163,7 +162,7 @@ class Augmentation:
 
     # ---- what moves along --------------------------------------------------------------------------------------------
 
-    def _move(self, x: Expr, form: Form, fill: float = 0.0) -> Expr:
+    def _move(self, x: Expr, form: SampleShape, fill: float = 0.0) -> Expr:
         """Flip and crop a batch as the image: nearest neighbor, so that classes stay classes."""
         assert self._image is not None
         op, dtype, has_channels = self._op, x.dtype, len(form.dims) == len(x.value.shape or ()) - 1
@@ -177,7 +176,7 @@ class Augmentation:
         x = x if has_channels else op.Squeeze(x, [1])
         return op.Cast(x, to=dtype) if dtype in _COMPUTED else x
 
-    def _form(self, name: str, value: ir.Value, entry: Entry | None = None) -> Form | None:
+    def _form(self, name: str, value: ir.Value, entry: ModelInput | None = None) -> SampleShape | None:
         """Return where an input or target has height and width; None if it stays. Note which it is."""
         assert self._image is not None
         if self._along is not None and name not in self._along:
@@ -207,7 +206,7 @@ class Augmentation:
         channels = {1, *(dim for dim in (self._image.form.dims[self._image.form.channels],) if dim is not None)}
         return not sizes[1] & {count * each for count in pixels for each in channels}
 
-    def _named_form(self, name: str, sizes: _Sizes | None) -> Form:
+    def _named_form(self, name: str, sizes: _Sizes | None) -> SampleShape:
         """The form of what the recipe moves though its size is another one, or is not known."""
         assert self._image is not None
         form = next(iter(_forms(sizes, self._image)), None)
@@ -286,7 +285,7 @@ def _names(dim: int | ir.SymbolicDim | None) -> set[int | str]:
     return set() if name is None else {name}
 
 
-def _sizes(value: ir.Value, entry: Entry | None = None) -> _Sizes | None:
+def _sizes(value: ir.Value, entry: ModelInput | None = None) -> _Sizes | None:
     """What is known of each axis of a batch."""
     if entry is None or entry.point is entry.value:
         return None if value.shape is None else [_names(dim) for dim in value.shape]
@@ -298,19 +297,19 @@ def _sizes(value: ir.Value, entry: Entry | None = None) -> _Sizes | None:
     return sizes
 
 
-def _forms(sizes: _Sizes | None, image: Entry) -> list[Form]:
+def _forms(sizes: _Sizes | None, image: ModelInput) -> list[SampleShape]:
     """The forms that a mask or image can have: channels, if any, as in the image, or at the other end."""
     rank = len(sizes or ())
     channels = {3: [0], 4: [image.form.channels, 2 - image.form.channels]}.get(rank, [])
-    return [Form((None, None, None), at) for at in channels]
+    return [SampleShape((None, None, None), at) for at in channels]
 
 
-def _at(sizes: _Sizes, form: Form) -> _Sizes:
+def _at(sizes: _Sizes, form: SampleShape) -> _Sizes:
     """Height and width. A mask without channels has one axis less before them."""
     return [sizes[axis - (len(sizes) == 3)] for axis in form.axes]
 
 
-def _height_and_width(image: Entry) -> _Sizes:
+def _height_and_width(image: ModelInput) -> _Sizes:
     sizes = _sizes(image.point, image)
     return [set(), set()] if sizes is None else _at(sizes, image.form)
 
@@ -321,7 +320,7 @@ def _is_same(a: _Sizes, b: _Sizes) -> bool:
 
 def shared_axes(value: ir.Value, image: ir.Value) -> tuple[int, ...] | None:
     """Return the axes of a mask that are height and width of the images of an input; None if it has none."""
-    entry, sizes = Entry(image, image, form_of(image)), _sizes(value)
+    entry, sizes = ModelInput(image, image, form_of(image)), _sizes(value)
     if sizes is None or not entry.form.is_picture:
         return None
     forms = (form for form in _forms(sizes, entry) if _is_same(_at(sizes, form), _height_and_width(entry)))

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.recipe import random
-from onward.recipe.preprocessing.picture import Picture, is_number
+from onward.recipe.preprocessing.operations import ImageBatch, is_number
 
 _LAST = np.iinfo(np.int64).min  # where a slice that goes backwards ends, so that it takes the first as well
 
@@ -55,7 +55,7 @@ class Draws:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chance(Picture):
+class Chance(ImageBatch):
     """A batch of images, or of what moves along with them, and the random numbers that change it."""
 
     draws: Draws = dataclasses.field(kw_only=True)

@@ -18,14 +18,20 @@ from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
 from onward.recipe.assembly import take_apart
-from onward.recipe.preprocessing.picture import Form, dims_of
-from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, mentions_text, pipelines
+from onward.recipe.preprocessing.operations import SampleShape, dims_of
+from onward.recipe.preprocessing.pipeline import (
+    Pipeline,
+    Raw,
+    by_input,
+    form_of,
+    mentions_text,
+    pipelines,
+    text_pipeline,
+)
 from onward.recipe.preprocessing.text import TEXT_OPSET
-from onward.recipe.preprocessing.text_inputs import text_pipeline
-from onward.recipe.preprocessing.word_pieces import ML
-from onward.standard import METADATA_IR, OLDEST_OPSET
+from onward.standard import METADATA_IR, ML_DOMAIN, OLDEST_OPSET
 from onward.transform.inline import inline
-from onward.transform.names import add_prefix
+from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.training import strip
 from onward.transform.types import fill_in_types
@@ -36,14 +42,14 @@ RAW = "/raw"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ModelInput:
     """How data come into the model by one of its inputs."""
 
     value: ir.Value
     """What the model reads."""
     point: ir.Value
     """What augmentation changes: before the values are normalized."""
-    form: Form
+    form: SampleShape
     limit: float | None = None
     resized_by: str | None = None
     """The operation after `point` that changes the height and width of images, if any."""
@@ -74,13 +80,13 @@ def opset_of(preprocess: Any) -> int:
     return TEXT_OPSET if mentions_text(preprocess) else OLDEST_OPSET
 
 
-def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:
+def put_before(model: Model, preprocess: Any) -> dict[str, ModelInput]:
     """Put preprocessing, which is opened, before a model, in place; what has become of those inputs."""
     if preprocess is None:
         return {}
     if isinstance(preprocess, Model):
         return _put_graph_before(model, preprocess)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ModelInput] = {}
     for name, pipeline in pipelines(model, preprocess).items():
         if pipeline.is_text:
             entries |= _put_graph_before(model, text_pipeline(pipeline, model, name))
@@ -92,7 +98,7 @@ def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:
 # ---- operations by name ----------------------------------------------------------------------------------------------
 
 
-def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
+def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> ModelInput:
     value = next(value for value in model.inputs if value.name == name)
     batch = next(iter(value.shape or ()), None)
     dims = pipeline.dims(form_of(value))
@@ -113,7 +119,7 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
     value.replace_all_uses_with(made.value, replace_graph_outputs=True)
     model.graph.inputs[model.graph.inputs.index(value)] = raw
     _move_before(model.graph, first)
-    return Entry(made.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
+    return ModelInput(made.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
 
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
@@ -131,13 +137,13 @@ def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
 # ---- a graph that somebody drew --------------------------------------------------------------------------------------
 
 
-def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
+def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
     first = add_prefix(convert_opset(source, model.opset), _PREFIX)
     fill_in_types(first, first.outputs)
     inputs = {value.name or "": value for value in model.inputs}
     joins = _joins(model, first)
     names = model.names()
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ModelInput] = {}
     raw = list(first.graph.inputs)
     kept = [value for value in model.graph.inputs if value.name not in joins]
     for name, output in joins.items():
@@ -146,7 +152,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
         value.name = names.fresh(f"{name}/preprocessed")
         output.name, output.type, output.shape = value.name, value.type, value.shape
         value.replace_all_uses_with(output, replace_graph_outputs=True)
-        entries[name] = Entry(output, output, form_of(value))
+        entries[name] = ModelInput(output, output, form_of(value))
     for value in raw:  # they are called as they were; the name of an input that is joined is free again
         name = (value.name or "").removeprefix(_PREFIX)
         name = free if (free := name.removesuffix(RAW)) in joins else name
@@ -155,7 +161,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
     _move_before(model.graph, first.graph)
     model.graph.inputs.extend([*raw, *kept])
     for domain, version in first.ir.opset_imports.items():
-        if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML:
+        if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML_DOMAIN:
             raise RecipeError(
                 f"the model has version {model.ir.opset_imports[domain]} of {domain}, and its preprocessing {version}"
             )
@@ -190,7 +196,7 @@ def _check_join(output: ir.Value, value: ir.Value) -> None:
             hint="let it end with a Cast",
         )
     if output.shape is not None and value.shape is not None:
-        given, wanted = (Form(dims_of(shape), 0) for shape in (output.shape, value.shape))
+        given, wanted = (SampleShape(dims_of(shape), 0) for shape in (output.shape, value.shape))
         if not wanted.fits(given.dims):
             raise RecipeError(
                 f"`{name}` of the preprocessing has the shape {given}, but `{value.name}` of the model has {wanted}"

@@ -1,18 +1,109 @@
-"""Preprocessing by name. Each operation turns a picture into another; `before` says which form it takes to get one."""
+"""Preprocessing: the operations by name, and what data are on their way to the model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.build import Builder, Expr
 from onward.errors import RecipeError
-from onward.recipe.preprocessing.picture import Form, Picture, check_picture, is_number
 from onward.recipe.preprocessing.text import tokenize
 from onward.recipe.spec import lookup
+
+Dims = tuple[int | None, ...]
+
+_CHANNELS = (1, 3, 4)
+
+
+def dims_of(shape: Iterable[Any]) -> Dims:
+    """The dimensions of a shape of onnx_ir, as far as they are numbers."""
+    return tuple(dim if isinstance(dim, int) else None for dim in shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleShape:
+    """The shape of a sample. A dimension that is not known is None."""
+
+    dims: Dims
+    channels: int
+    """The axis of channels, or of features."""
+
+    @classmethod
+    def of(cls, dims: Sequence[int | None]) -> SampleShape:
+        """Three dimensions are a picture, with the channels first or last; of others, features are last."""
+        is_first = len(dims) == 3 and (dims[0] in _CHANNELS or dims[2] not in _CHANNELS)
+        return cls(tuple(dims), 0 if is_first else max(len(dims) - 1, 0))
+
+    @property
+    def is_picture(self) -> bool:
+        return len(self.dims) == 3
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Height and width, as axes of a batch."""
+        return (2, 3) if self.channels == 0 else (1, 2)
+
+    def sized(self, height: int | None, width: int | None) -> SampleShape:
+        rest = (self.dims[self.channels],)
+        return dataclasses.replace(self, dims=(*rest, height, width) if self.channels == 0 else (height, width, *rest))
+
+    def with_channels(self, count: int | None) -> SampleShape:
+        dims = (*self.dims[: self.channels], count, *self.dims[self.channels + 1 :])
+        return dataclasses.replace(self, dims=dims)
+
+    def turned(self) -> SampleShape:
+        """With the channels at the other end."""
+        first, second, third = self.dims
+        return SampleShape((second, third, first), 2) if self.channels == 0 else SampleShape((third, first, second), 0)
+
+    def fits(self, dims: Sequence[int | None]) -> bool:
+        return len(dims) == len(self.dims) and all(
+            a is None or b is None or a == b for a, b in zip(dims, self.dims, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join("?" if dim is None else str(dim) for dim in self.dims) + "]"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageBatch:
+    """A batch of samples, in the middle of being prepared."""
+
+    x: Expr
+    form: SampleShape
+    limit: float | None = None
+    """Values go from 0 to this, as far as that is known."""
+
+    @property
+    def op(self) -> Builder:
+        return self.x.op
+
+    def check(self, name: str) -> None:
+        check_picture(name, self.form)
+
+    def changed(self, x: Expr, **others: Any) -> ImageBatch:
+        return dataclasses.replace(self, x=x, **others)
+
+
+def check_picture(name: str, form: SampleShape) -> None:
+    """Refuse what is for pictures elsewhere."""
+    if not form.is_picture:
+        raise RecipeError(
+            f"`{name}` is for pictures, and a sample has the shape {form} there",
+            hint="a picture has three dimensions: channels, height and width",
+        )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
 
 PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 """Means and standard deviations of red, green and blue, from 0 to 1, that many models were trained with."""
@@ -21,13 +112,13 @@ PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 @dataclasses.dataclass(frozen=True)
 class Operation:
     build: Callable[..., Any]
-    before: Callable[[Form], Form] = lambda form: form
+    before: Callable[[SampleShape], SampleShape] = lambda form: form
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def scale(picture: Picture, max: float = 255.0) -> Picture:
+def scale(picture: ImageBatch, max: float = 255.0) -> ImageBatch:
     """Values from 0 to `max` become 0 to 1."""
     if not is_number(max) or max <= 0:
         raise RecipeError(f"`scale` divides by `max`, which is `{max}`", hint="such as `scale:max=255`")
@@ -35,7 +126,7 @@ def scale(picture: Picture, max: float = 255.0) -> Picture:
     return picture.changed(picture.x / float(max), limit=limit)
 
 
-def normalize(picture: Picture, mean: Any = 0.0, std: Any = 1.0, preset: str | None = None) -> Picture:
+def normalize(picture: ImageBatch, mean: Any = 0.0, std: Any = 1.0, preset: str | None = None) -> ImageBatch:
     """Subtracts a mean and divides by a standard deviation: numbers, or lists with one per channel; or `imagenet`."""
     if isinstance(mean, str):
         preset = mean
@@ -52,7 +143,7 @@ def normalize(picture: Picture, mean: Any = 0.0, std: Any = 1.0, preset: str | N
     return picture.changed((picture.x - means) / stds, limit=None)
 
 
-def _per_channel(form: Form, name: str, given: Any) -> np.ndarray:
+def _per_channel(form: SampleShape, name: str, given: Any) -> np.ndarray:
     """Numbers for each channel, in a shape that goes with a batch."""
     numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not numbers or not all(is_number(number) for number in numbers):
@@ -67,17 +158,17 @@ def _per_channel(form: Form, name: str, given: Any) -> np.ndarray:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def decode(picture: Picture, format: str = "RGB") -> Picture:
+def decode(picture: ImageBatch, format: str = "RGB") -> ImageBatch:
     """The bytes of an image file as a picture: `RGB`, `BGR` or `Grayscale`. For a pipeline that stands alone."""
     count = lookup("format of pictures", format, {"RGB": 3, "BGR": 3, "Grayscale": 1})
     op = picture.op
     made = op.Unsqueeze(op.ImageDecoder(picture.x, pixel_format=format), [0])
     made = op.Cast(made, to=ir.DataType.FLOAT)
     made.value.shape = ir.Shape([1, None, None, count])
-    return Picture(made, Form((None, None, count), 2), 255.0)
+    return ImageBatch(made, SampleShape((None, None, count), 2), 255.0)
 
 
-def _of_file(form: Form) -> Form:
+def _of_file(form: SampleShape) -> SampleShape:
     raise RecipeError(
         "`decode` is for a pipeline that stands alone: pictures that are data are decoded as they are read",
         hint="leave it out here; `onward pipeline 'decode ...'` makes one that begins with it",
@@ -87,7 +178,7 @@ def _of_file(form: Form) -> Form:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def resize(picture: Picture, size: Any, keep: bool = False) -> Picture:
+def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
     """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller.
 
     `keep`: the shorter side becomes `size`, and the other what keeps the proportions.
@@ -113,7 +204,7 @@ def resize(picture: Picture, size: Any, keep: bool = False) -> Picture:
     return _with_form(picture, made, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
 
 
-def center_crop(picture: Picture, size: Any) -> Picture:
+def center_crop(picture: ImageBatch, size: Any) -> ImageBatch:
     """The middle of a picture, such as `size=28` or `size=28x32`."""
     picture.check("center_crop")
     op, wanted, axes = picture.op, size_of("center_crop", size), picture.form.axes
@@ -127,40 +218,40 @@ def center_crop(picture: Picture, size: Any) -> Picture:
     return _with_form(picture, made, picture.form.sized(*wanted))
 
 
-def to_rgb(picture: Picture) -> Picture:
+def to_rgb(picture: ImageBatch) -> ImageBatch:
     """Grey pictures get three equal channels."""
     picture.check("to_rgb")
     made = picture.op.Concat(picture.x, picture.x, picture.x, axis=picture.form.channels + 1)
     return _with_form(picture, made, picture.form.with_channels(3))
 
 
-def channels_first(picture: Picture) -> Picture:
+def channels_first(picture: ImageBatch) -> ImageBatch:
     """From height, width, channels to channels, height, width."""
     return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 3, 1, 2]), picture.form.turned())
 
 
-def channels_last(picture: Picture) -> Picture:
+def channels_last(picture: ImageBatch) -> ImageBatch:
     """From channels, height, width to height, width, channels."""
     return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 2, 3, 1]), picture.form.turned())
 
 
-def _of_any_size(name: str) -> Callable[[Form], Form]:
-    def before(form: Form) -> Form:
+def _of_any_size(name: str) -> Callable[[SampleShape], SampleShape]:
+    def before(form: SampleShape) -> SampleShape:
         check_picture(name, form)
         return form.sized(None, None)
 
     return before
 
 
-def _of_grey(form: Form) -> Form:
+def _of_grey(form: SampleShape) -> SampleShape:
     check_picture("to_rgb", form)
     if form.dims[form.channels] not in (None, 3):
         raise RecipeError(f"`to_rgb` gives three channels, and what comes next takes {form}")
     return form.with_channels(1)
 
 
-def _swap_axes(name: str, axis: int) -> Callable[[Form], Form]:
-    def before(form: Form) -> Form:
+def _swap_axes(name: str, axis: int) -> Callable[[SampleShape], SampleShape]:
+    def before(form: SampleShape) -> SampleShape:
         check_picture(name, form)
         if form.channels != axis:
             raise RecipeError(f"`{name}` does not give {form}, which comes next", hint="leave it out")
@@ -199,7 +290,7 @@ def size_of(name: str, given: Any) -> tuple[int, int]:
     return height, width
 
 
-def _with_form(picture: Picture, x: Any, form: Form) -> Picture:
+def _with_form(picture: ImageBatch, x: Any, form: SampleShape) -> ImageBatch:
     batch = next(iter(picture.x.value.shape or ()), None)
     x.value.shape = ir.Shape([batch, *form.dims])
     return picture.changed(x, form=form)

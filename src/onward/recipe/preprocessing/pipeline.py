@@ -13,9 +13,21 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.recipe.preprocessing.operations import OPERATIONS, SIZES, size_of
-from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
+from onward.recipe.preprocessing.operations import (
+    OPERATIONS,
+    SIZES,
+    Dims,
+    ImageBatch,
+    SampleShape,
+    dims_of,
+    is_number,
+    size_of,
+)
+from onward.recipe.preprocessing.text import Tokens, checked_length, tokenize
+from onward.recipe.preprocessing.word_pieces import ML_OPSET
 from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
+from onward.runtime.sessions import open_session
+from onward.standard import COMMON_OPSET, IR_VERSION, ML_DOMAIN, OLDEST_OPSET
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
@@ -103,7 +115,7 @@ class Pipeline:
         """All that is known, as it could have been given."""
         return [*([self.raw.spec()] if self.raw is not None else []), *self.specs]
 
-    def form(self, model: Form) -> Form:
+    def form(self, model: SampleShape) -> SampleShape:
         """The form of the data from which the operations make what the model takes."""
         for spec in reversed(self.specs):
             if spec.options.get("keep"):
@@ -114,7 +126,7 @@ class Pipeline:
             model = OPERATIONS[spec.name].before(model)
         return model
 
-    def dims(self, model: Form) -> Dims:
+    def dims(self, model: SampleShape) -> Dims:
         """The shape of a sample: as it was said, or as it follows."""
         implied = self.form(model)
         if self.raw is None or self.raw.dims is None:
@@ -123,18 +135,18 @@ class Pipeline:
         if implied.fits(given) or (_lacks_channel(given, implied) and implied.dims[implied.channels] in (None, 1)):
             return given
         raise RecipeError(
-            f"samples of the shape {Form(given, 0)} are not what `{self}` takes, which is {implied}",
+            f"samples of the shape {SampleShape(given, 0)} are not what `{self}` takes, which is {implied}",
             hint=_way_out(given, implied),
         )
 
-    def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[Picture, Expr]:
+    def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[ImageBatch, Expr]:
         """Append the operations: the picture that augmentation is for, and what the model reads."""
         target = form_of(model)
         implied, dims = self.form(target), self.dims(target)
         picture, point = self.through(self.start(op, raw, dims, implied))
         return point, fitted(picture, model, str(self))
 
-    def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: Form) -> Picture:
+    def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: SampleShape) -> ImageBatch:
         """The data as a picture: numbers, with an axis for channels."""
         x = op(raw)
         if _lacks_channel(dims, implied):
@@ -146,11 +158,11 @@ class Pipeline:
             limit = 255.0
         if raw.dtype is not ir.DataType.FLOAT:
             x = op.Cast(x, to=ir.DataType.FLOAT)
-        return Picture(x, Form(dims, implied.channels), limit)
+        return ImageBatch(x, SampleShape(dims, implied.channels), limit)
 
-    def through(self, picture: Picture) -> tuple[Picture, Picture]:
+    def through(self, picture: ImageBatch) -> tuple[ImageBatch, ImageBatch]:
         """Append the operations: what comes out, and the picture that augmentation is for."""
-        point: Picture | None = None
+        point: ImageBatch | None = None
         for spec in self.specs:
             if spec.name == "normalize" and point is None:
                 point = picture
@@ -161,21 +173,28 @@ class Pipeline:
         return " ".join(str(spec) for spec in self.specs)
 
 
-def fitted(picture: Picture, model: ir.Value, operations: str) -> Expr:
+def fitted(picture: ImageBatch, model: ir.Value, operations: str) -> Expr:
     """A picture as an input of a model takes it."""
     if not (target := form_of(model)).fits(picture.form.dims):
         raise RecipeError(
             f"`{operations}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
             hint="let it end with a `resize` to that size",
         )
-    return _in_type(picture.x, model)
+    x = picture.x
+    wanted = model.dtype or ir.DataType.FLOAT
+    if wanted.is_integer():
+        limits = np.iinfo(wanted.numpy())
+        x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
+    if wanted is not ir.DataType.FLOAT:
+        x = x.op.Cast(x, to=wanted)
+    return x
 
 
-def form_of(value: ir.Value) -> Form:
+def form_of(value: ir.Value) -> SampleShape:
     """The form of the samples in a batch."""
     if value.shape is None or not len(value.shape):
         raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
-    return Form.of(dims_of(value.shape)[1:])
+    return SampleShape.of(dims_of(value.shape)[1:])
 
 
 def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTIONS) -> list[Spec]:
@@ -250,7 +269,7 @@ def _picture_of(model: Model) -> str:
     return found[0]
 
 
-def _lacks_channel(dims: Dims, form: Form) -> bool:
+def _lacks_channel(dims: Dims, form: SampleShape) -> bool:
     """Whether these are grey pictures without an axis for their only channel."""
     if not form.is_picture or len(dims) != 2:
         return False
@@ -258,7 +277,7 @@ def _lacks_channel(dims: Dims, form: Form) -> bool:
     return all(a is None or b is None or a == b for a, b in zip(dims, sizes, strict=True))
 
 
-def _way_out(given: Dims, implied: Form) -> str:
+def _way_out(given: Dims, implied: SampleShape) -> str:
     if len(given) == 3 and implied.is_picture:
         if implied.turned().fits(given):
             return f"`{'channels_first' if implied.channels == 0 else 'channels_last'}` moves the channels"
@@ -267,12 +286,110 @@ def _way_out(given: Dims, implied: Form) -> str:
     return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
 
 
-def _in_type(x: Expr, model: ir.Value) -> Expr:
-    """In the type that the model takes: whole numbers are rounded, and stay in the range of their type."""
-    wanted = model.dtype or ir.DataType.FLOAT
-    if wanted.is_integer():
-        limits = np.iinfo(wanted.numpy())
-        x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
-    if wanted is not ir.DataType.FLOAT:
-        x = x.op.Cast(x, to=wanted)
-    return x
+# ---- text as a model of its own --------------------------------------------------------------------------------------
+
+
+TEXT_INPUT = "text"
+"""What the input for text is called."""
+_USUAL = {"input_ids": "ids", "attention_mask": "mask"}
+
+
+def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "input_ids") -> Model:
+    """From `text`, strings [N], to the inputs of a model: that of this `name`, and those with a mask or with zeros."""
+    inputs = {value.name or "": value for value in model.inputs} if model is not None else {}
+    options = dict(pipeline.specs[0].options)
+    roles = dict(_USUAL)
+    if model is not None:
+        roles = {name: "ids", **{other: ROLES[other] for other in inputs if other in ROLES and other != name}}
+        options.setdefault("length", _length(inputs[name]))
+    raw = _raw(options)
+    graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET, ML_DOMAIN: ML_OPSET})
+    op = Builder(graph, opset=COMMON_OPSET)
+    op.names.fresh(TEXT_INPUT)
+    tokens = tokenize(op(raw), **options)
+    for output, role in roles.items():
+        made = _as_input(_part(tokens, role), inputs.get(output)).named(output).value
+        made.shape = ir.Shape(["N", options["length"]])
+        graph.outputs.append(made)
+    return Model(ir.Model(graph, ir_version=IR_VERSION))
+
+
+def _raw(options: Mapping[str, Any]) -> ir.Value:
+    """Strings; where bytes are wanted, these: what they are, no operator tells of a string."""
+    if options.get("by") != "bytes":
+        return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
+    shape = ir.Shape(["N", checked_length(options.get("length"))])
+    return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.UINT8), shape=shape)
+
+
+def _part(tokens: Tokens, role: str) -> Expr:
+    if role == "zeros":
+        return tokens.ids.op.filled_like(tokens.ids.value, 0)
+    return tokens.ids.op.Identity(tokens.ids if role == "ids" else tokens.mask)
+
+
+def _as_input(x: Expr, wanted: ir.Value | None) -> Expr:
+    if wanted is None or wanted.dtype in (None, ir.DataType.INT64):
+        return x
+    cast: Expr = x.op.Cast(x, to=wanted.dtype)
+    return cast
+
+
+def _length(value: ir.Value) -> int | None:
+    """The length that an input has, or None."""
+    if value.shape is None or len(value.shape) != 2:
+        shape = "a shape that is not known" if value.shape is None else f"the shape {value.shape}"
+        raise RecipeError(f"the numbers of text are a matrix, and `{value.name}` has {shape}")
+    length = value.shape[1]
+    return length if isinstance(length, int) else None
+
+
+# ---- pictures of different sizes -------------------------------------------------------------------------------------
+
+# The graph of a training model takes batches, so that what fixes the size must have happened before. It is still in the
+# graph, which gets pictures of that size already and leaves them as they are: resizing to the same size changes no bit.
+
+
+_MOVES = ("channels_first", "channels_last", "to_rgb")
+"""What can be undone: after it, a picture is what it was, in another order."""
+
+
+class Single:
+    """Brings bytes of a picture to the size that a pipeline makes of it, as numbers that are not rounded."""
+
+    def __init__(self, specs: tuple[Spec, ...], form: SampleShape):
+        self._specs, self._form = specs, form
+        raw = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape([1, *form.dims]))
+        graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": OLDEST_OPSET})
+        op = Builder(graph, opset=OLDEST_OPSET)
+        picture = ImageBatch(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
+        for spec in specs:
+            picture = OPERATIONS[spec.name].build(picture, **spec.options)
+        made = picture.x.named("y").value
+        made.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
+        graph.outputs.append(made)
+        # Other pictures wait for other cores.
+        self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, form: SampleShape) -> Single | None:
+        """For pictures of such a form; None where the size is not fixed, or only after values were changed."""
+        at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in SIZES), None)
+        if at is None or not form.is_picture or not all(spec.name in _MOVES for spec in pipeline.specs[:at]):
+            return None
+        return cls(pipeline.specs[: at + 1], form)
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """The height and width that a picture must have."""
+        last = self._specs[-1]
+        return size_of("center_crop", last.options["size"]) if last.name == "center_crop" else (1, 1)
+
+    def __call__(self, picture: np.ndarray) -> np.ndarray:
+        made = self._session.run(None, {"x": picture[None]})[0][0]
+        if any(spec.name == "to_rgb" for spec in self._specs):  # all three are alike
+            made = np.take(made, [0], axis=self._made.channels)
+        return np.ascontiguousarray(np.moveaxis(made, self._made.channels, self._form.channels))
+
+    def __str__(self) -> str:
+        return str(self._specs[-1])

@@ -15,12 +15,11 @@ from onward.model.core import string, strings, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.recipe.preprocessing.join import RAW, with_preprocessing
-from onward.recipe.preprocessing.picture import Form, Picture
-from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted
-from onward.recipe.preprocessing.text_inputs import text_pipeline
+from onward.recipe.preprocessing.operations import ImageBatch, SampleShape
+from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted, text_pipeline
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.extract import extract
-from onward.transform.names import rename
+from onward.transform.merge import rename
 from onward.transform.training import strip
 
 _JOINED = "/preprocessed"
@@ -52,7 +51,7 @@ def _pictures(pipe: Pipeline, target: ir.Value | None) -> Model:
     graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
     op.names.fresh(raw.name or "")
-    start = Picture(op(raw), Form((None,), 0)) if is_file else pipe.start(op, raw, dims, Form.of(dims))
+    start = ImageBatch(op(raw), SampleShape((None,), 0)) if is_file else pipe.start(op, raw, dims, SampleShape.of(dims))
     picture, _ = pipe.through(start)
     made = fitted(picture, target, str(pipe)) if target is not None else picture.x
     made = (op.Identity(made) if made.value is raw else made).named((target and target.name) or "image")

@@ -16,8 +16,9 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
+from onward.standard import ML_DOMAIN
 
-ML, ML_OPSET = "ai.onnx.ml", 3
+ML_OPSET = 3
 """Where LabelEncoder is, which looks things up."""
 _BLOCK = 16
 """Characters of words that are looked at together, if there are words as long as that."""
@@ -40,7 +41,7 @@ class Pieces:
 
 def look_up(words: Expr, known: Mapping[str, int], other: int) -> Expr:
     numbers: Expr = words.op.node(
-        ML,
+        ML_DOMAIN,
         "LabelEncoder",
         words,
         keys_strings=list(known),
@@ -168,7 +169,7 @@ class _Tree:
         count = len(self.alphabet) + 1
         where = op.Where(op.Less(node, np.int64(0)), np.int64(-1), node * count + character)
         there: Expr = op.node(
-            ML,
+            ML_DOMAIN,
             "LabelEncoder",
             where,
             keys_int64s=[node * count + number for node, number in self.edges],

@@ -6,6 +6,6 @@ state where they are observed or learned. `strip`, and what a run writes, hold t
 """
 
 from onward.recipe.quantize.add import add
-from onward.recipe.quantize.calibrate import calibrate, has_ranges, needs_calibration
+from onward.recipe.quantize.ranges import calibrate, has_ranges, needs_calibration
 
 __all__ = ["add", "calibrate", "has_ranges", "needs_calibration"]

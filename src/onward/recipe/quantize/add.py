@@ -1,4 +1,4 @@
-"""Fake quantisation, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
+"""Fake quantization, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from onward.build import Names
 from onward.constants import add_initializer, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import check_signatures
-from onward.model.state import with_tags
+from onward.model.checks import check_signatures
+from onward.model.state import with_metadata, with_tags
 from onward.recipe.constants import expose
 from onward.recipe.exporter_notes import restore
 from onward.recipe.head import refuse_training
 from onward.recipe.lora.adapters import adapters
-from onward.recipe.quantize.fold import fold_normalizations
-from onward.recipe.quantize.places import MOVES, Place, places
 from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
-from onward.recipe.quantize.settings import Settings, middle, settings_of
-from onward.recipe.quantize.take_over import take_over
-from onward.standard import METADATA_IR, OLDEST_OPSET
+from onward.recipe.quantize.settings import MOVES, QuantizedNode, QuantizeSettings, middle, quantized_nodes, settings_of
+from onward.standard import METADATA_IR, OLDEST_OPSET, is_standard
 from onward.transform.opset import convert_opset, of_one_opset
-from onward.transform.quantised import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY
+from onward.transform.quantized import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, can_be_trained, open_bias_up
 from onward.transform.types import fill_in_types
 
 
@@ -48,7 +45,7 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
     restore(changed)
     if any(node.op_type == "DequantizeLinear" for node in changed.graph):
-        take_over(changed, settings)
+        reopen(changed, settings)
         return changed
     fold_normalizations(changed)
     _Insertion(changed, settings).run()
@@ -56,7 +53,7 @@ def add(model: Source, given: str | Mapping[str, Any]) -> Model:
 
 
 class _Insertion:
-    def __init__(self, model: Model, settings: Settings):
+    def __init__(self, model: Model, settings: QuantizeSettings):
         self._model, self._graph, self._settings = model, model.graph, settings
         self._names: Names = model.names()
         self._parameters: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
@@ -65,13 +62,13 @@ class _Insertion:
         """A value -> the same, rounded."""
 
     def run(self) -> None:
-        found = places(self._graph, self._settings)
+        found = quantized_nodes(self._graph, self._settings)
         read = [place.node.inputs[i] for place in found for i in place.inputs]
         fill_in_types(self._model, [v for v in (*read, *(place.node.outputs[0] for place in found)) if v is not None])
         for place in found:
             self._quantise(place)
 
-    def _quantise(self, place: Place) -> None:
+    def _quantise(self, place: QuantizedNode) -> None:
         node = place.node
         if self._settings.activations is not None:
             for i in place.inputs:
@@ -132,7 +129,12 @@ class _Insertion:
         rounded = quantise.outputs[0]
         floating = ir.DataType.FLOAT
         back = self._node("DequantizeLinear", value, [rounded, scale, zero], floating, f"{value.name}/dequantized")
-        self._insert_behind(value, [quantise, back])
+        nodes = [quantise, back]
+        producer = value.producer()
+        if producer is not None:
+            self._graph.insert_after(producer, nodes)
+        else:
+            self._graph.insert_before(self._graph[0], nodes)
         self._parameters[back.outputs[0]] = scale, zero
         return back.outputs[0]
 
@@ -141,20 +143,20 @@ class _Insertion:
         scale = tag_scale(ir.Tensor(np.ones((), np.float32)), self._settings)
         return self._store(f"{name}/scale", scale), self._store(f"{name}/zero", zero)
 
-    def _insert_behind(self, value: ir.Value, nodes: list[ir.Node]) -> None:
-        producer = value.producer()
-        if producer is not None:
-            self._graph.insert_after(producer, nodes)
-        else:
-            self._graph.insert_before(self._graph[0], nodes)
-
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def _quantise_weight(self, place: Place, weight: ir.Value) -> None:
+    def _quantise_weight(self, place: QuantizedNode, weight: ir.Value) -> None:
         if weight in self._pairs:
             rounded = self._pairs[weight]
         else:
-            weight = self._stored_weight(weight)
+            stored = expose(self._graph, weight)
+            assert stored.const_value is not None
+            if stored.const_value.dtype != ir.DataType.FLOAT:
+                raise UnsupportedError(
+                    f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
+                    hint="keep it out with `keep`, or convert the model to float32 first",
+                )
+            weight = stored
             rounded = self._pairs[weight] = self._weight_pair(weight, place.axis)
         index, reader = 1, place.node
         while (value := reader.inputs[index]) is not None and value is not weight and value is not rounded:
@@ -163,16 +165,6 @@ class _Insertion:
                 return
             reader, index = step, 0
         reader.replace_input_with(index, rounded)
-
-    def _stored_weight(self, weight: ir.Value) -> ir.Value:
-        stored = expose(self._graph, weight)
-        assert stored.const_value is not None
-        if stored.const_value.dtype != ir.DataType.FLOAT:
-            raise UnsupportedError(
-                f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
-                hint="keep it out with `keep`, or convert the model to float32 first",
-            )
-        return stored
 
     def _weight_pair(self, weight: ir.Value, axis: int) -> ir.Value:
         dtype, name = self._settings.weights, weight.name or ""
@@ -195,7 +187,7 @@ class _Insertion:
         self._graph.insert_before(self._graph[0], [quantise, back])
         return back.outputs[0]
 
-    def _mark_bias(self, place: Place) -> None:
+    def _mark_bias(self, place: QuantizedNode) -> None:
         """Say that a bias is to be stored as integers of 32 bits, which is how integer products take it."""
         node, settings = place.node, self._settings
         whole = settings.weights in EXACT and settings.activations in EXACT and not settings.block
@@ -243,3 +235,142 @@ class _Insertion:
 
 def _is_float(value: ir.Value) -> bool:
     return value.dtype == ir.DataType.FLOAT
+
+
+# ---- normalizations behind convolutions ------------------------------------------------------------------------------
+
+
+_OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1}
+
+
+def fold_normalizations(model: Model) -> None:
+    """Fold each, by its running statistics, into the convolution that only it reads, in place."""
+    for node in [node for node in model.graph if node.op_type == "BatchNormalization" and is_standard(node)]:
+        x = node.inputs[0]
+        layer = x.producer() if x is not None else None
+        if layer is not None and x is not None and _can_be_folded(layer, node, x):
+            graph = model.graph
+            scale, shift, mean, variance = (_numbers(value) for value in node.inputs[1:5])
+            factor = scale / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
+            weight = layer.inputs[1]
+            assert weight is not None
+            shape = [1] * len(constant_tensor(weight).shape)  # type: ignore[union-attr]
+            shape[_OUTPUT_AXIS[layer.op_type]] = -1
+            _put(expose(graph, weight), _numbers(weight) * factor.reshape(shape))
+            bias = layer.inputs[2] if len(layer.inputs) > 2 else None
+            if bias is not None:
+                _put(expose(graph, bias), (_numbers(bias) - mean) * factor + shift)
+            else:
+                name = node.inputs[2].name if node.inputs[2] is not None else None
+                fresh = model.names().fresh(f"{name or layer.name}/folded")
+                added = add_initializer(graph, fresh, (shift - mean * factor).astype(np.float32))
+                layer.resize_inputs(3)
+                layer.replace_input_with(2, added)
+            _take_place(graph, layer, node)
+
+
+def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
+    if layer.op_type not in _OUTPUT_AXIS or layer.graph is not node.graph or len(between.uses()) > 1:
+        return False
+    if layer.op_type == "ConvTranspose" and layer.attributes.get_int("group", 1) > 1:
+        return False  # a slice of its weight serves several channels
+    weight, bias = layer.inputs[1], layer.inputs[2] if len(layer.inputs) > 2 else None
+    stored = [constant_tensor(value) for value in (*layer.inputs[1:], *node.inputs[1:])]
+    extra = any(output.uses() for output in node.outputs[1:])
+    return (
+        weight is not None
+        and [use.node for use in weight.uses() if use.node.op_type != "Shape"] == [layer]
+        and (bias is None or len(bias.uses()) == 1)
+        and not extra
+        and not between.is_graph_output()
+        and not node.attributes.get_int("training_mode", 0)
+        and all(tensor is not None and tensor.dtype == ir.DataType.FLOAT for tensor in stored)
+    )
+
+
+def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
+    """Let a layer give what the normalization behind it gave, which goes with all that only it has read."""
+    old, new = node.outputs[0], layer.outputs[0]
+    name, type_, dims = old.name, old.type, old.shape
+    read = [value for value in node.inputs[1:] if value is not None]
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    new.name, new.type, new.shape = name, type_, dims
+    for value in read:
+        if not value.uses() and value.is_initializer() and value not in graph.inputs:
+            graph.initializers.pop(value.name or "")
+
+
+def _numbers(value: ir.Value | None) -> np.ndarray:
+    tensor = constant_tensor(value)
+    assert tensor is not None
+    wide: np.ndarray = tensor.numpy().astype(np.float64)
+    return wide
+
+
+def _put(value: ir.Value, numbers: np.ndarray) -> None:
+    old = value.const_value
+    assert old is not None
+    value.const_value = with_metadata(ir.Tensor(numbers.astype(np.float32)), dict(old.metadata_props), like=old)
+
+
+# ---- models that are quantized already -------------------------------------------------------------------------------
+
+
+_SETTINGS = ("ranges", "percentile", "momentum", "calibrate")
+"""Settings that such a model can be given: the others are what it is."""
+
+
+def reopen(model: Model, settings: QuantizeSettings) -> None:
+    """Open up what is rounded already: biases too, and scales where they are to change."""
+    own = [name for name in settings.named if name not in _SETTINGS]
+    if own:
+        raise RecipeError(
+            f"the model is quantised already, so `{own[0]}` of `quantize` has no effect",
+            hint=f"of a quantised model one can say {', '.join(_SETTINGS)}; others are for floating-point models",
+        )
+    for node in list(model.graph):
+        if node.op_type in ("Conv", "Gemm"):
+            open_bias_up(model.graph, node)
+        elif node.op_type == "DequantizeLinear":
+            _open_weight(model.graph, node, settings)
+    if settings.ranges == "fixed":
+        return
+    activations = [n for n in model.graph if n.op_type == "QuantizeLinear" and STORED_KEY not in n.metadata_props]
+    for node in {node.inputs[1]: node for node in reversed(activations)}.values():  # the first of those with one range
+        # Refuse ranges that have no place in the file for what training finds.
+        scale, zero = (*node.inputs[1:], None)[:2]
+        stored = all(value is not None and value.is_initializer() for value in (scale, zero))
+        if not stored or any(len(constant_tensor(value).shape) for value in (scale, zero)):  # type: ignore[union-attr]
+            raise UnsupportedError(
+                f"the range of `{node.inputs[0].name}` cannot change: it is not a scale and a zero point "  # type: ignore[union-attr]
+                "that are initializers, one number each",
+                hint="take `ranges=fixed`",
+            )
+        _observe(node, settings)
+
+
+def _open_weight(graph: ir.Graph, node: ir.Node, settings: QuantizeSettings) -> None:
+    stored = constant_tensor(node.inputs[0])
+    if stored is None or not can_be_trained(node, stored):
+        return
+    expose(graph, node.outputs[0])
+    rounding = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if rounding is not None and _is_symmetric(rounding):
+        _observe(rounding, settings)
+
+
+def _observe(node: ir.Node, settings: QuantizeSettings) -> None:
+    node.metadata_props[RANGE_KEY] = described(settings, known=True)
+    x, scale, zero = node.inputs
+    assert scale is not None and scale.const_value is not None and zero is not None and zero.const_value is not None
+    is_weight = STORED_KEY in node.metadata_props
+    scale.const_value = tag_scale(scale.const_value, settings, x.name if is_weight and x is not None else None)
+    if not is_weight:
+        zero.const_value = with_tags(zero.const_value, role="statistics")
+
+
+def _is_symmetric(rounding: ir.Node) -> bool:
+    """Whether the zero points of a weight are in the middle: then its scale can follow its numbers."""
+    zero = constant_tensor(rounding.inputs[2])
+    return zero is not None and bool((zero.numpy().astype(np.int64) == middle(zero.dtype)).all())

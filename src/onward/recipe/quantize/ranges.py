@@ -1,10 +1,11 @@
-"""Ranges that are rounded to: what the file says about them, and the scales and zero points that they lead to."""
+"""Ranges to round to, and the scales and zero points that follow: stored, observed, learned, calibrated."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,23 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import constant_tensor
+from onward.errors import DataError, UnsupportedError
+from onward.model import Model
 from onward.model.state import with_tags
-from onward.recipe.quantize.settings import Settings, levels, most_symmetric
-from onward.transform.quantised import RANGE_KEY, STORED_KEY
+from onward.recipe.assembly import Assembly, moving_average, stop_gradient
+from onward.recipe.initialize import bind_initial_value
+from onward.recipe.optimizers.definition import ConfiguredOptimizer
+from onward.recipe.optimizers.groups import OptimizerGroup
+from onward.recipe.quantize.settings import QuantizeSettings, levels, most_symmetric
+from onward.runtime.sessions import explain_failures, open_session
+from onward.transform.quantized import RANGE_KEY, STORED_KEY
+from onward.transform.training import keep_only, without_steps
 
 LEAST_SCALE = float(np.finfo(np.float32).eps)
 """Scales are not smaller than that, as in PyTorch."""
 
 
-def described(settings: Settings, known: bool = False) -> str:
+def described(settings: QuantizeSettings, known: bool = False) -> str:
     """What the metadata of a QuantizeLinear says about its range, which may be known already."""
     facts: dict[str, Any] = {"ranges": settings.ranges}
     if settings.ranges == "moving":
@@ -34,7 +43,7 @@ def described(settings: Settings, known: bool = False) -> str:
     return json.dumps(facts)
 
 
-def tag_scale(tensor: ir.TensorProtocol, settings: Settings, weight: str | None = None) -> ir.TensorProtocol:
+def tag_scale(tensor: ir.TensorProtocol, settings: QuantizeSettings, weight: str | None = None) -> ir.TensorProtocol:
     """A scale, with what it is in training."""
     role = "parameter" if settings.ranges == "lsq" else "statistics"
     return with_tags(tensor, role=role, param=weight, slot="scale")
@@ -130,3 +139,272 @@ def symmetric_scale(array: np.ndarray, dtype: ir.DataType, axis: int, block: int
         largest = size.max(axis=tuple(i for i in range(array.ndim) if i != axis))
     scale: np.ndarray = np.maximum(largest / np.float32(most_symmetric(dtype)), np.float32(LEAST_SCALE))
     return scale.astype(np.float32)
+
+
+# ---- observed in training --------------------------------------------------------------------------------------------
+
+# The inference graph reads scales and zero points that are state. A step measures the range of what is to be rounded,
+# without a gradient, and rounds with what follows from it; the state gets that. The first batch takes its own range
+# unless ranges were calibrated.
+
+
+BATCHES = "quantize/batches"
+"""The state that counts batches whose ranges were measured."""
+
+
+def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
+    """Add a QuantizeLinear in training mode: with the scale that its range in this batch leads to."""
+    found = Rounding(node, json.loads(node.metadata_props[RANGE_KEY]))
+    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+    x, scale, zero = (op(new.get(value, value)) for value in (found.x, found.scale, found.zero))
+    is_first = op.Equal(_count(assembly, found), np.int64(0))
+    low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), found.facts.get("percentile"))
+    if found.facts["ranges"] == "moving":
+        decay = op.constant(np.float64(found.facts["momentum"]))
+        averages = []
+        for name, number, known in zip(found.limits, (low, high), _known_range(found), strict=True):
+            start = ir.Tensor(np.asarray(known, np.float32))
+            state = assembly.state(name, start, functools.partial(_constant, start), role="statistics")
+            old = op(state.value)
+            average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
+            averages.append(average)
+            assembly.update(assembly.values[name].name or "", average)
+        low, high = averages[0], averages[1]
+        scale, zero = parameters_of(op, low, high, found.dtype)
+    else:
+        first_scale, first_zero = parameters_of(op, low, high, found.dtype)
+        scale, zero = op.Where(is_first, first_scale, scale), _where_integer(op, is_first, first_zero, zero)
+    rounded = op.QuantizeLinear(x, scale, zero).named(f"train/{node.outputs[0].name}").like(node.outputs[0])
+    new[node.outputs[0]] = rounded.value
+    new[found.scale], new[found.zero] = scale.like(found.scale).value, zero.like(found.zero).value
+
+
+def _count(assembly: Assembly, found: Rounding) -> Expr:
+    if BATCHES not in assembly.values:
+        zero = np.asarray(int(found.is_known), np.int64)
+        count = assembly.state(BATCHES, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
+        assembly.update(BATCHES, count + 1)
+    return assembly.op(assembly.values[BATCHES])
+
+
+def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, Expr]:
+    """The least and largest number, or those beyond which only the rest of so many percent are."""
+    if percentile is None:
+        return op.ReduceMin(x, keepdims=0), op.ReduceMax(x, keepdims=0)
+    flat = op.Reshape(x, np.asarray([-1], np.int64))
+    last = op.Cast(op.Size(x) - 1, to=ir.DataType.DOUBLE)
+    below = op.Cast(op.Floor(last * (percentile / 100)), to=ir.DataType.INT64)
+    count = op.Reshape(op.Size(x) - below, np.asarray([1], np.int64))
+    high, _ = op.TopK(flat, count, outputs=2, largest=1)
+    low, _ = op.TopK(flat, count, outputs=2, largest=0)
+    return op.ReduceMax(low, keepdims=0), op.ReduceMin(high, keepdims=0)
+
+
+def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
+    return op.constant(tensor)
+
+
+def _known_range(found: Rounding) -> tuple[float, float]:
+    """The range that the scale in the file stands for."""
+    scale, zero = (constant_tensor(value) for value in (found.scale, found.zero))
+    if not found.is_known or scale is None or zero is None:
+        return 0.0, 0.0
+    low, high = (level - float(zero.numpy().astype(np.float32)) for level in levels(found.dtype))
+    return low * float(scale.numpy()), high * float(scale.numpy())
+
+
+def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:
+    """Where of types that not every runtime chooses from: through integers of 32 bits."""
+    wide = [op.Cast(expr, to=ir.DataType.INT32) for expr in (a, b)]
+    chosen: Expr = op.Cast(op.Where(condition, *wide), to=b.dtype)
+    return chosen
+
+
+# ---- scales of weights, and learned scales ---------------------------------------------------------------------------
+
+
+def learned_scales(model: Model, parameters: Sequence[ir.Value]) -> list[ir.Value]:
+    """The scales that are parameters: those of activations, and of weights that are trained."""
+    found = [one for one in roundings(model.graph) if one.is_learned]
+    return [one.scale for one in found if not one.is_weight or one.x in parameters]
+
+
+def bind_learned(assembly: Assembly, scales: Sequence[ir.Value], init: str | Mapping[str, Any]) -> None:
+    """Make learned scales state, with what they are reset to."""
+    for one in roundings(assembly.model.graph):
+        if one.scale in scales and one.is_learned:
+            _bind_initial_scale(assembly, one, init)
+
+
+def groups_of_scales(
+    scales: Sequence[ir.Value], model: Model, like: OptimizerGroup, start: int
+) -> list[OptimizerGroup]:
+    """Groups for learned scales, one for each type: without decay, and at a rate that suits them.
+
+    Optimizers that divide by the size of gradients move a scale as far as a weight, whatever its size. At the rate
+    divided by the largest level, the end of the range, which is the scale times that, moves so far.
+    """
+    optimizer = like.optimizer
+    if not isinstance(optimizer, ConfiguredOptimizer):
+        raise UnsupportedError(
+            "learned scales have settings of their own, and an optimizer that is a graph has none",
+            hint="take `ranges=moving`, or an optimizer by name",
+        )
+    by_level: dict[float, list[ir.Value]] = {}
+    for one in roundings(model.graph):
+        if one.scale in scales:
+            by_level.setdefault(levels(one.dtype)[1], []).append(one.scale)
+    made = []
+    for i, (level, members) in enumerate(by_level.items()):
+        rate = optimizer.values["lr"] / (level if optimizer.kind.is_scale_free else 1)
+        decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.values else {}
+        own = dataclasses.replace(optimizer, values={**optimizer.values, "lr": rate, **decay})
+        made.append(OptimizerGroup(f"group{start + i}", own, members))
+    return made
+
+
+def scale_gradients(
+    assembly: Assembly, gradients: dict[ir.Value, Expr], trained: Mapping[ir.Value, ir.Value]
+) -> dict[ir.Value, Expr]:
+    """Gradients of learned scales, over the root of how many numbers they are sums of, times the largest level."""
+    changed = dict(gradients)
+    for one in roundings(assembly.model.graph):
+        if one.scale in changed and one.is_learned:
+            op = assembly.op.scoped(f"{one.scale.name}/grad")
+            numbers = op.Cast(op.Size(trained.get(one.x, one.x)), to=ir.DataType.FLOAT)
+            factor = 1.0 / op.Sqrt(numbers * levels(one.dtype)[1])
+            changed[one.scale] = (op(changed[one.scale].value) * factor).like(one.scale)
+    return changed
+
+
+def follow(assembly: Assembly, trained: Mapping[ir.Value, ir.Value], init: str | Mapping[str, Any]) -> None:
+    """Bind the scales of weights to what the new weights need, and keep learned ones above nothing."""
+    updated = assembly.step.update
+    for one in list(roundings(assembly.model.graph)):
+        if one.is_learned and one.scale.name in updated:
+            _keep_positive(assembly, one, trained)
+        elif one.is_weight and one.x.name in updated:
+            by_name = {value.name: value for value in assembly.step.algorithm.outputs}
+            new = assembly.op(by_name[updated[one.x.name or ""]])
+            assembly.update(one.scale.name or "", _symmetric_scale(assembly.op.scoped(one.scale.name or ""), one, new))
+            _bind_initial_scale(assembly, one, init)
+
+
+def _bind_initial_scale(assembly: Assembly, one: Rounding, init: str | Mapping[str, Any]) -> None:
+    """What the scale of a weight is reset to: that in the file, or what the weight needs where that is drawn anew."""
+    if init == "file" or not one.is_weight:
+        bind_initial_value(assembly, one.scale, "file")
+    else:
+        assembly.reset(one.scale, lambda op: _symmetric_scale(op, one, assembly.initial_value(one.x)))
+
+
+def _keep_positive(assembly: Assembly, one: Rounding, trained: Mapping[ir.Value, ir.Value]) -> None:
+    name = one.scale.name or ""
+    op = assembly.op.scoped(name)
+
+    def change(new: Expr) -> Expr:
+        above: Expr = op.Max(op(new.value), LEAST_SCALE)
+        if one.is_weight or one.scale not in trained:
+            return above
+        is_first = op.Equal(assembly.op(assembly.values[BATCHES]), np.int64(0))
+        chosen: Expr = op.Where(is_first, op(trained[one.scale]), above)
+        return chosen
+
+    assembly.amend(name, change)
+
+
+def _symmetric_scale(op: Builder, one: Rounding, weight: Expr) -> Expr:
+    """As `symmetric_scale`, in a graph: the largest numbers, of all, of a channel or of a block."""
+    weight, shape = op(weight.value), _static(one.x)
+    axis, block = one.node.attributes.get_int("axis", 1), one.node.attributes.get_int("block_size", 0)
+    size, kept = op.Abs(weight), _static(one.scale)
+    if block:
+        missing = -shape[axis] % block
+        pads = [0] * (2 * len(shape))
+        pads[len(shape) + axis] = missing
+        whole = op.Pad(size, np.asarray(pads, np.int64)) if missing else size
+        parts = [*shape[:axis], -1, block, *shape[axis + 1 :]]
+        size, axes = op.Reshape(whole, np.asarray(parts, np.int64)), [axis + 1]
+    else:
+        own = axis % len(shape)
+        axes = [i for i in range(len(shape)) if i != own] if kept == (shape[own],) else []
+    largest = op.ReduceMax(size, np.asarray(axes, np.int64) if axes else None, keepdims=0)
+    scale = op.Max(largest / most_symmetric(one.dtype), LEAST_SCALE)
+    result: Expr = op.Reshape(scale, np.asarray(kept, np.int64)).like(one.scale)
+    return result
+
+
+def _static(value: ir.Value) -> tuple[int, ...]:
+    tensor = constant_tensor(value)
+    assert tensor is not None
+    return tuple(tensor.shape.numpy())
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def has_ranges(model: Model) -> bool:
+    """Whether training observes or learns ranges of activations."""
+    return bool(_of_activations(model.graph))
+
+
+def needs_calibration(model: Model) -> int:
+    """How many batches a training model is to be calibrated on; 0 if it was, or has no ranges of activations."""
+    asked = [one.facts.get("calibrate", 0) for one in _of_activations(model.graph)]
+    if not asked or BATCHES not in model.step().algorithm.initializers:
+        return 0
+    return max(asked) if int(model.array(BATCHES)) == 0 else 0
+
+
+def calibrate(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """State that a training model can begin with: ranges of activations over batches, while nothing but weights is
+    rounded, and the scales and zero points that follow from them."""
+    found = list(_of_activations(model.graph))
+    measured = _measure(model, batches)
+    state: dict[str, np.ndarray] = {}
+    for one, (low, high) in zip(found, measured, strict=True):
+        scale, zero = parameters_as_numbers(low, high, one.dtype)
+        state |= {one.scale.name or "": scale, one.zero.name or "": zero}
+        if one.facts["ranges"] == "moving":
+            state |= {name: np.asarray(x, np.float32) for name, x in zip(one.limits, (low, high), strict=True)}
+    state[BATCHES] = np.asarray(1, np.int64)
+    return state
+
+
+def _of_activations(graph: ir.Graph) -> list[Rounding]:
+    return [one for one in roundings(graph) if not one.is_weight]
+
+
+def _measure(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> list[tuple[float, float]]:
+    session = open_session(_measuring(model))
+    wanted = [value.name for value in session.get_inputs()]
+    rows = []
+    for batch in batches:
+        with explain_failures(DataError, "could not compute anything from this batch"):
+            rows.append(session.run(None, {name: batch[name] for name in wanted}))
+    if not rows:
+        raise DataError("there are no data to calibrate on", hint="`quantize=int8:calibrate=0` begins without")
+    ends = np.asarray(rows, np.float64).reshape(len(rows), -1, 2)
+    averaged = any(one.facts.get("percentile") for one in _of_activations(model.graph))
+    low, high = (ends.mean(0) if averaged else np.stack([ends[..., 0].min(0), ends[..., 1].max(0)], -1)).T
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+
+
+def _measuring(model: Model) -> Model:
+    """The inference graph, in which activations are not rounded, with the ends of their ranges as outputs."""
+    plain = without_steps(model)
+    graph = plain.graph
+    found = _of_activations(graph)
+    sources = [one.x for one in found]
+    scales = {one.scale for one in found}
+    for node in [node for node in graph if node.op_type == "QuantizeLinear" and node.inputs[1] in scales]:
+        x = node.inputs[0]
+        assert x is not None
+        for use in list(node.outputs[0].uses()):
+            if use.node.op_type == "DequantizeLinear":
+                use.node.outputs[0].replace_all_uses_with(x, replace_graph_outputs=True)
+                sources = [x if source is use.node.outputs[0] else source for source in sources]
+    op = Builder(graph, opset=plain.opset, names=plain.names(), functions=plain.functions, scope="range")
+    ends = [batch_range(op, op(x), one.facts.get("percentile")) for one, x in zip(found, sources, strict=True)]
+    keep_only(plain, [end.value for both in ends for end in both])
+    return plain

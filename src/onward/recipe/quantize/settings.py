@@ -1,16 +1,20 @@
-"""What is asked for: `int8`, or `int8:weights=int4,block=32,keep=first+last,ranges=lsq`."""
+"""Settings of quantization, such as `int8:weights=int4,block=32,ranges=lsq`, and the nodes that they select."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import onnx_ir as ir
 
 from onward.arguments import fitting
-from onward.errors import RecipeError, UnsupportedError
+from onward.constants import constant_tensor
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError
+from onward.recipe.layers import Layer, layers, listing
 from onward.recipe.spec import Spec, check_options, lookup, parse
+from onward.recipe.trainable import matching
+from onward.standard import is_standard
 
 Ranges = Literal["moving", "lsq", "fixed"]
 
@@ -46,7 +50,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class QuantizeSettings:
     """What is rounded to what, and where scales come from."""
 
     weights: ir.DataType
@@ -73,7 +77,7 @@ class Settings:
         return 19 if any(dtype in _FLOATS.values() for dtype in types) else 13
 
 
-def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
+def settings_of(given: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
     """The settings that were asked for, checked."""
     spec = parse(given)
     options = {**_DEFAULTS, **spec.options}
@@ -94,7 +98,7 @@ def settings_of(given: str | Mapping[str, Any] | Spec) -> Settings:
     operators = _words("operators", options["operators"])
     for name in operators:
         lookup("operator to quantise", name, dict.fromkeys((*WEIGHTED, *PLAIN)))
-    return Settings(
+    return QuantizeSettings(
         weights,
         activations,
         _number("block", options["block"], 2, 2**20, whole=True),
@@ -147,3 +151,100 @@ def middle(dtype: ir.DataType) -> int:
 def most_symmetric(dtype: ir.DataType) -> float:
     """The largest distance from that on both sides: 127 for integers of 8 bits."""
     return levels(dtype)[1] - middle(dtype)
+
+
+# ---- where a graph is quantized --------------------------------------------------------------------------------------
+
+
+MOVES = frozenset(("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
+"""Operators that hand on what they read: its scale serves their results, too."""
+_ACTIVATIONS = ("Relu", "Clip")
+"""Operators that runtimes make part of the product before them."""
+_ON_THE_WAY = ("Identity", "Transpose")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedNode:
+    """A node that is to compute with integers."""
+
+    node: ir.Node
+    names: tuple[str, ...]
+    """What a person may call it."""
+    weight: ir.Value | None = None
+    """As it is stored."""
+    axis: int = 0
+    """Of the weight, along which outputs are."""
+
+    @property
+    def inputs(self) -> list[int]:
+        """Which of its inputs are activations."""
+        if self.weight is not None:
+            return [0]
+        return [i for i, value in enumerate(self.node.inputs) if value is not None and constant_tensor(value) is None]
+
+    @property
+    def rounds_result(self) -> bool:
+        """Whether it makes integers, so that its result has a scale; matrix products can make floats, too."""
+        return self.node.op_type not in ("Gemm", "MatMul")
+
+    @property
+    def result(self) -> ir.Value:
+        """What it makes, after an activation that only this goes into."""
+        value = self.node.outputs[0]
+        uses = tuple(value.uses())
+        while (
+            len(uses) == 1 and not value.is_graph_output() and uses[0].node.op_type in _ACTIVATIONS and uses[0].idx == 0
+        ):
+            value = uses[0].node.outputs[0]
+            uses = tuple(value.uses())
+        return value
+
+
+def quantized_nodes(graph: ir.Graph, settings: QuantizeSettings) -> list[QuantizedNode]:
+    """The nodes that settings name, in order."""
+    known = {layer.node: layer for layer in layers(graph)}
+    possible = {*WEIGHTED, *settings.operators}
+    nodes = (node for node in graph if is_standard(node) and node.op_type in possible)
+    found = [place for node in nodes if (place := _quantized_node(node, known))]
+    weighted = [place for place in found if place.weight is not None]
+    kept: list[QuantizedNode] = []
+    for word in settings.keep:
+        if word in (FIRST, LAST):
+            kept += weighted[:1] if word == FIRST else weighted[-1:]
+        else:
+            kept += _matching((word,), found)
+    wanted = found if settings.targets == ("*",) else _matching(settings.targets, found)
+    chosen = [place for place in found if place in wanted and place not in kept]
+    chosen = [place for place in chosen if place.node.op_type in settings.operators]
+    if not chosen:
+        raise UnknownNameError(
+            "nothing is left to quantise: no node is named that is one of " + ", ".join(settings.operators),
+            hint=listing(known.values()),
+        )
+    return chosen
+
+
+def _matching(patterns: Sequence[str], found: Iterable[QuantizedNode]) -> list[QuantizedNode]:
+    found = list(found)
+    for pattern in patterns:
+        if not any(matching([pattern], place.names) for place in found):
+            names = ", ".join(dict.fromkeys(place.names[0] for place in found))
+            raise UnknownNameError(f"`{pattern}` matches nothing that can be quantised", hint=f"there are {names}")
+    return [place for place in found if matching(patterns, place.names)]
+
+
+def _quantized_node(node: ir.Node, known: dict[ir.Node, Layer]) -> QuantizedNode | None:
+    own = tuple(name for name in (node.name, node.outputs[0].name if node.outputs else None) if name)
+    if (layer := known.get(node)) is not None:
+        if any(step.op_type not in _ON_THE_WAY for step in layer.path):
+            return None
+        return QuantizedNode(node, layer.names, layer.weight, 0 if layer.units_first else len(layer.shape) - 1)
+    if node.op_type == "ConvTranspose":
+        weight = node.inputs[1]
+        stored = constant_tensor(weight) is not None
+        return QuantizedNode(node, (*own, weight.name or ""), weight, 1) if stored and weight is not None else None
+    if node.op_type in WEIGHTED and (
+        node.op_type != "MatMul" or any(constant_tensor(v) is not None for v in node.inputs)
+    ):
+        return None
+    return QuantizedNode(node, own) if own else None

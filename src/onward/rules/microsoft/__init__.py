@@ -4,6 +4,6 @@ Their documentation is `ContribOperators.md` in its repository. Attributes have 
 not know these operators; what an operator does only on some devices, or in place, is refused.
 """
 
-from onward.rules.microsoft import activation, attention, image, matrix, normalization, others, quantized
+from onward.rules.microsoft import activation, attention, domain, image, matrix, quantized
 
-__all__ = ["activation", "attention", "image", "matrix", "normalization", "others", "quantized"]
+__all__ = ["activation", "attention", "domain", "image", "matrix", "quantized"]

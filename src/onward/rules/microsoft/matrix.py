@@ -11,7 +11,8 @@ from onward.rules.registry import gradient
 @rewrite("FusedMatMul", "TransposeMatMul")
 def fused_matmul(op, a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0, node):
     a, b = _move_batch_axis(op, a, transA, transBatchA, node), _move_batch_axis(op, b, transB, transBatchB, node)
-    return _scale(op.MatMul(a, b), alpha)
+    x = op.MatMul(a, b)
+    return x if alpha == 1 else x * alpha
 
 
 @rewrite("FusedMatMulActivation")
@@ -131,10 +132,6 @@ def _swap_last(op, x):
     if rank(x) is None:
         return op.Einsum(x, equation="...ij->...ji")
     return op.Transpose(x, perm=[*range(rank(x) - 2), rank(x) - 1, rank(x) - 2])
-
-
-def _scale(x, factor):
-    return x if factor == 1 else x * factor
 
 
 def _unpack_bits(op, packed, bits, node):

@@ -9,8 +9,7 @@ from typing import IO
 import numpy as np
 
 from onward.errors import DataError, Error
-from onward.model.storage.headers import npy_header, safetensors_header
-from onward.model.storage.zip_members import BAD_ZIP, members_of, stored_range
+from onward.model.storage.containers import BAD_ZIP, members_of, npy_header, safetensors_header, stored_range
 from onward.training.data.dataset import Columns
 from onward.training.data.files import DataFile, FileRows, rows_of
 

@@ -19,8 +19,8 @@ from typing import IO, ClassVar
 import numpy as np
 
 from onward.errors import DataError
+from onward.model.storage.containers import Stored
 from onward.model.storage.files import NotRegularError, PathLike, reason, regular
-from onward.model.storage.headers import Stored
 
 
 def check_file(path: PathLike) -> int:

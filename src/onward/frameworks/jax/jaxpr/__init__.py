@@ -23,7 +23,7 @@ from onward.frameworks.jax.jaxpr.emitter import Emitter, data_of, declare_value
 from onward.frameworks.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.model import Model
 from onward.standard import COMMON_OPSET
-from onward.transform.unused import remove_unused
+from onward.transform.training import remove_unused
 
 __all__ = ["export"]
 

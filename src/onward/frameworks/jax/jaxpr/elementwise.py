@@ -22,7 +22,7 @@ from onward.frameworks.formulas.elementwise import (
 )
 from onward.frameworks.formulas.graph_building import cast, constant_of, dtype_of, same_operator
 from onward.frameworks.jax.jaxpr.values import where, widely
-from onward.recipe.stop_gradient import stop_gradient
+from onward.recipe.assembly import stop_gradient
 
 primitives = Operators()
 

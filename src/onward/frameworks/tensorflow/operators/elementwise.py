@@ -19,7 +19,7 @@ from onward.frameworks.formulas.elementwise import (
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
 from onward.frameworks.tensorflow.graph import Refused, dtype_of
-from onward.recipe.stop_gradient import stop_gradient
+from onward.recipe.assembly import stop_gradient
 
 operators = Operators()
 

@@ -1,9 +1,9 @@
-"""What a rule may ask: about the whole file (`Subject`), and about one graph in its surroundings (`Scope`)."""
+"""What a rule may ask: about the whole file (`CheckedModel`), and about one graph in its surroundings (`Scope`)."""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +19,14 @@ from onnx import (
     StringStringEntryProto,
     TensorProto,
     TrainingInfoProto,
+    ValueInfoProto,
 )
 
-from onward.checker.findings import bare
-from onward.checker.view.graphs import Graph, Node, Site, attribute, walk
-from onward.checker.view.shapes import TensorType, declared_types
+from onward.checker.codes import bare
+from onward.checker.graphs import GraphIndex, NodeView, Site, TensorType, attribute, count, declared_types, walk
 from onward.errors import near
+from onward.model import TRAINING_DOMAIN
+from onward.model.protos import bodies
 from onward.standard import domain_of, schema_domain
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload
@@ -46,7 +48,7 @@ class Budget:
             raise OverBudget
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A node anywhere in the model, and the operator sets that it is written in."""
 
     site: Site
@@ -67,13 +69,13 @@ class Call(NamedTuple):
 class Gradient:
     """A Gradient node and the attributes that say what it differentiates."""
 
-    node: Node
+    node: NodeView
     xs: tuple[str, ...]
     zs: tuple[str, ...]
     y: str
 
     @classmethod
-    def of(cls, node: Node) -> Gradient:
+    def of(cls, node: NodeView) -> Gradient:
         def texts(name: str) -> tuple[str, ...]:
             found = attribute(node.proto, name)
             return tuple(text.decode("utf-8", "replace") for text in found.strings) if found else ()
@@ -90,7 +92,9 @@ class Gradient:
 class Scope:
     """One graph that is executed, in its surroundings: the inference graph, an algorithm on it, an initialization."""
 
-    def __init__(self, subject: Subject, own: Graph, *, outer: Graph | None = None, step: int | None = None):
+    def __init__(
+        self, subject: CheckedModel, own: GraphIndex, *, outer: GraphIndex | None = None, step: int | None = None
+    ):
         self.subject, self.own, self.outer, self.step = subject, own, outer, step
         self.parts = (own,) if outer is None else (outer, own)
         around = [subject.inference.types] if outer is not None else []
@@ -112,7 +116,7 @@ class Scope:
         """The place of a binding: `training_info[0].update_binding["w"]`."""
         return f'training_info[{self.step}].{field}["{bare(key)}"]'
 
-    def producer(self, name: str) -> tuple[Node, int] | None:
+    def producer(self, name: str) -> tuple[NodeView, int] | None:
         return self.own.producers.get(name) or (self.outer.producers.get(name) if self.outer else None)
 
     def initializer(self, name: str) -> TensorProto | None:
@@ -125,7 +129,7 @@ class Scope:
     def defines(self, name: str) -> bool:
         return any(part.defines(name) for part in self.parts)
 
-    def read_by(self, name: str) -> list[Node]:
+    def read_by(self, name: str) -> list[NodeView]:
         return [node for part in self.parts for node in part.readers.get(name, ())]
 
     def near(self, name: str) -> str | None:
@@ -162,7 +166,7 @@ def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
     return pairs
 
 
-class Subject:
+class CheckedModel:
     """The file as a whole."""
 
     def __init__(self, proto: ModelProto, base_dir: Path | None):
@@ -172,14 +176,14 @@ class Subject:
             self.functions.setdefault((function.domain, function.name, function.overload), function)
         self.opsets = versions(proto.opset_import)
         self._hints = Budget(20_000)
-        graph = Graph(proto.graph, "graph")
+        graph = GraphIndex(proto.graph, "graph")
         self.inference = Scope(self, graph)
         self.steps: list[Scope] = []
         self.initializations: list[Scope] = []
         for i, entry in enumerate(proto.training_info):
-            algorithm = Graph(entry.algorithm, f"training_info[{i}].algorithm")
+            algorithm = GraphIndex(entry.algorithm, f"training_info[{i}].algorithm")
             self.steps.append(Scope(self, algorithm, outer=graph, step=i))
-            initialization = Graph(entry.initialization, f"training_info[{i}].initialization")
+            initialization = GraphIndex(entry.initialization, f"training_info[{i}].initialization")
             self.initializations.append(Scope(self, initialization, step=i))
 
     @property
@@ -195,12 +199,12 @@ class Subject:
         return {key for step in self.steps for key in step.updates}
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[FunctionCall]:
         """Every node of the model, those in functions included."""
-        calls = [Call(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
+        calls = [FunctionCall(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
         for function in self.proto.functions:
             opsets = versions(function.opset_import)
-            calls += [Call(site, opsets, function) for site in walk(function.node, function_place(function))]
+            calls += [FunctionCall(site, opsets, function) for site in walk(function.node, function_place(function))]
         return calls
 
     @cached_property
@@ -222,3 +226,135 @@ class Subject:
             self._hints.spend(len(candidates) + 1)
             return near(name, candidates) if len(name) <= 100 else None
         return None
+
+
+# ---- combined graphs -------------------------------------------------------------------------------------------------
+
+
+# A graph, or an inference graph and the algorithm on it, as a model of its own for onnx.checker and shape inference.
+#
+# Weights stay behind: a large initializer becomes an input of the same name, type and shape, which is all that those
+# two look at. So the size of a model costs nothing here, and data that lies in other files is not opened.
+
+_SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
+
+
+def model_of(scope: Scope) -> ModelProto:
+    source = scope.subject.proto
+    model = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, functions=source.functions)
+    model.graph.name = scope.own.proto.name or "graph"
+    for part in scope.parts:
+        graph = model.graph
+        graph.node.extend(part.proto.node)
+        graph.input.extend(part.proto.input)
+        graph.output.extend(part.proto.output)
+        graph.value_info.extend(part.proto.value_info)
+        for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
+            name = sparse.values.name
+            graph.sparse_initializer.add().CopyFrom(sparse)
+            graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
+            if name not in part.inputs:
+                graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
+        for tensor in part.proto.initializer:
+            if _is_small(tensor):
+                graph.initializer.append(tensor)
+            elif tensor.name not in part.inputs:
+                graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
+    if TRAINING_DOMAIN in versions(model.opset_import):
+        _type_gradients(model.graph.node)
+    return model
+
+
+def _is_small(tensor: TensorProto) -> bool:
+    return tensor.data_location != TensorProto.EXTERNAL and count(tensor.dims) <= _SMALL
+
+
+def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfoProto:
+    value = ValueInfoProto(name=name)
+    tensor = value.type.tensor_type
+    tensor.elem_type = elem
+    if dims is not None:
+        tensor.shape.SetInParent()
+        for dim in dims:
+            added = tensor.shape.dim.add()
+            if dim is not None:
+                added.dim_value = dim
+    return value
+
+
+def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
+    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there.
+
+    So others read copies of the inputs in its place, also in nested graphs.
+    """
+    given = list(nodes)
+    del nodes[:]
+    for node in given:
+        for body in bodies(node):
+            _type_gradients(body.node)
+        copies = []
+        if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+            for i, (x, result) in enumerate(zip(node.input, node.output, strict=False)):
+                if x and result:
+                    copies.append(NodeProto(op_type="Identity", input=[x], output=[result]))
+                    node.output[i] = f"onward:gradient:{result}"
+        nodes.extend([node, *copies])
+
+
+# ---- what depends on what --------------------------------------------------------------------------------------------
+
+
+Inputs = Callable[[NodeView, int], Iterable[str]]
+
+
+def all_inputs(node: NodeView, output: int) -> Iterable[str]:
+    return node.behind(output)
+
+
+def upstream(
+    scope: Scope,
+    starts: Iterable[str],
+    *,
+    stop: Collection[str] = (),
+    inputs: Inputs = all_inputs,
+    passes: Callable[[str], bool] = lambda name: True,
+    until: Callable[[str], bool] = lambda name: False,
+    through_time: bool = False,
+) -> dict[str, None]:
+    """The names from which `starts` are computed, themselves included, nearest first.
+
+    stop: names that count as given. inputs: which inputs of a node to follow. passes: which values to follow.
+    until: what ends the search. through_time: a variable is also computed from what replaced it in the last run.
+    """
+    seen = dict.fromkeys(starts)
+    expanded: set[object] = set()
+    todo = deque(seen)
+    while todo:
+        name = todo.popleft()
+        if until(name):
+            break
+        if name in stop or not passes(name):
+            continue
+        reads: Iterable[str] = ()
+        if producer := scope.producer(name):
+            node, output = producer
+            # The outputs of a node have the same inputs, except those of an optimizer.
+            origin = node if node.tuples is None else producer
+            if origin not in expanded:
+                expanded.add(origin)
+                reads = inputs(node, output)
+                if node.is_training("Gradient"):  # which reads its y, though only by name
+                    reads = (*reads, *filter(None, [Gradient.of(node).y]))
+        elif through_time and name in scope.updates:
+            reads = (scope.updates[name],)
+        scope.budget.spend(1)
+        for read in reads:
+            if read not in seen:
+                seen[read] = None
+                todo.append(read)
+    return seen
+
+
+def leaves(scope: Scope, names: Iterable[str]) -> list[str]:
+    """Those that no node computes: inputs, initializers, and names that are not there at all."""
+    return [name for name in names if scope.producer(name) is None]

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import ast
 import json
+import lzma
 import math
+import os
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from onward.model.storage.files import PathLike, regular
 
 LONGEST = 100 << 20
 """Bytes of a header. More is no header."""
@@ -85,7 +92,17 @@ def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str
     length = int.from_bytes(read(0, 8), "little")
     if length > min(size - 8, LONGEST):
         raise ValueError("its header would end beyond the file")
-    return _tensors(read(8, length), 8 + length, size)
+    start = 8 + length
+    try:
+        header = json.loads(read(8, length), object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    header.pop("__metadata__", None)
+    found = {name: _tensor(name, entry, start, size) for name, entry in header.items()}
+    _refuse_overlaps(found)
+    return found
 
 
 def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
@@ -93,20 +110,6 @@ def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
-
-
-def _tensors(text: bytes, start: int, end: int) -> dict[str, Stored]:
-    """The tensors that a header names, whose bytes lie between `start` and `end` of the file."""
-    try:
-        header = json.loads(text, object_pairs_hook=_without_doubles)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is no table")
-    header.pop("__metadata__", None)
-    found = {name: _tensor(name, entry, start, end) for name, entry in header.items()}
-    _refuse_overlaps(found)
-    return found
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,3 +153,93 @@ def _check_shape(stored: Stored) -> Stored:
     if stored.dtype.itemsize * math.prod(dim for dim in dims if dim) >= 2**63:
         raise ValueError(f"its shape {list(dims)} is larger than any file")
     return stored
+
+
+# ---- files in a zip file ---------------------------------------------------------------------------------------------
+
+
+LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""What stands before a member, but for its name and what else is said there: a mark, and how long these are."""
+ZIPPED = b"PK\x03\x04"
+BAD_ZIP = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, OverflowError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+"""What is raised for zip files that are damaged, or of a kind that is not read."""
+
+
+def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.ZipInfo]:
+    """The files of an archive, by their names without an ending."""
+    found: dict[str, zipfile.ZipInfo] = {}
+    for info in archive.infolist():
+        if not info.filename:
+            raise ValueError("a file in it has no name")
+        name = info.filename.removesuffix(ending)
+        if name in found:  # readers differ in which one they take
+            raise ValueError(f"`{name}` is in it twice")
+        found[name] = info
+    return found
+
+
+def stored_range(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, int]:
+    """Where the bytes of a member begin in the file, and how many they are: they lie there as they are."""
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise ValueError(f"`{info.filename}`, which unpacks to {info.file_size} bytes, is compressed or encrypted")
+    file = archive.fp
+    assert file is not None
+    file.seek(info.header_offset)
+    magic, name, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+    if magic != ZIPPED:
+        raise ValueError(f"`{info.filename}` is not where the zip file says")
+    start = info.header_offset + LOCAL_HEADER.size + int(name) + int(extra)
+    if start + info.file_size > file.seek(0, os.SEEK_END):
+        raise ValueError(f"`{info.filename}` lies outside of the file")
+    return start, info.file_size
+
+
+def read_stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    """Return the bytes of a member that is not compressed, and of at most so many bytes."""
+    _, size = stored_range(archive, info)
+    if size > most:
+        raise ValueError(f"`{info.filename}` is larger than any of a checkpoint")
+    return archive.read(info)  # which verifies the checksum
+
+
+# ---- npz -------------------------------------------------------------------------------------------------------------
+
+
+_LONGEST_HEADER = 1 << 20
+_LARGEST = 1 << 30
+"""Bytes of an array. A packed file of 1 MB can hold one of 1 GB, and these are read into memory."""
+
+
+def read_npz(path: PathLike) -> dict[str, np.ndarray]:
+    """All arrays of a file, which is small. What is wrong with it is said by a ValueError or an OSError."""
+    regular(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name: _array(name, archive, info) for name, info in members_of(archive, ".npy").items()}
+    except (OSError, ValueError):
+        raise
+    except BAD_ZIP as error:
+        raise ValueError(str(error) or "it is not whole") from error
+
+
+def _array(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    try:
+        with archive.open(info) as packed:
+            start = packed.read(_LONGEST_HEADER)
+            stored = npy_header(start)
+            if stored.dtype.hasobject:
+                raise ValueError("it holds Python objects, which are not loaded")
+            if stored.size > _LARGEST:
+                raise ValueError("it is larger than 1 GB")
+            end = stored.offset + stored.size
+            data = start + packed.read(max(end - len(start), 0))  # and no more, which may be very much
+        if end > len(data):
+            raise ValueError("it is cut off")
+    except ValueError as error:
+        raise ValueError(f"array `{name}`: {error}") from None
+    flat = np.frombuffer(data, stored.dtype, stored.size // stored.dtype.itemsize, stored.offset)
+    order: Literal["F", "C"] = "F" if stored.is_fortran else "C"
+    return flat.reshape(stored.shape, order=order).astype(stored.dtype.newbyteorder("="), order="C")

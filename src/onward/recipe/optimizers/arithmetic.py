@@ -1,4 +1,4 @@
-"""The small parts that optimizers are composed of, as expressions.
+"""Arithmetic of optimizers, as expressions: exact in every type, or rounded to 16 bits as PyTorch rounds.
 
 Numbers (learning rate, decay rates, bias corrections) are float64 scalars in all arithmetic among themselves, and are
 rounded to a tensor's type once, where they meet it: what frameworks do with Python floats, and exact in every type.
@@ -125,3 +125,58 @@ def newton_schulz(x: Expr, a: Expr, b: Expr, c: Expr, eps: Expr, *, steps: int, 
         polynomial = gram @ (scaled(b, op.EyeLike(gram)) + scaled(c, gram))
         y = scaled(a, y) + polynomial @ y
     return op.Transpose(y, perm=[1, 0]) if tall else y
+
+
+# ---- 16 bits, rounded as PyTorch rounds ------------------------------------------------------------------------------
+
+
+def single(x: Expr) -> Expr:
+    return x.op.Cast(x, to=ir.DataType.FLOAT)
+
+
+def rounded(x: Expr, like: Expr) -> Expr:
+    return x.op.CastLike(x, like)
+
+
+def fused_multiply_add(a: Expr, b: Expr, c: Expr) -> Expr:
+    """a·b + c, rounded to float32 once: in float64 the product of two float32 is exact."""
+    return single(double(a) * double(b) + double(c))
+
+
+def mul(x: Expr, number: Expr) -> Expr:
+    return rounded(single(x) * single(number), x)
+
+
+def div(x: Expr, number: Expr) -> Expr:
+    return rounded(single(x) / single(number), x)
+
+
+def add(x: Expr, number: Number) -> Expr:
+    return rounded(single(x) + single(typed(number, x)), x)
+
+
+def add_scaled(x: Expr, y: Expr, alpha: Number) -> Expr:
+    return rounded(single(x) + single(y) * single(typed(alpha, x)), x)
+
+
+def lerp(old: Expr, new: Expr, weight: Expr) -> Expr:
+    return rounded(between(single(old), single(new), single(weight)), old)
+
+
+def between(old: Expr, new: Expr, weight: Expr) -> Expr:
+    """old + weight·(new − old), from whichever of the two is nearer."""
+    near = weight < 0.5
+    factor, base = old.op.Where(near, weight, weight - 1.0), old.op.Where(near, old, new)
+    return fused_multiply_add(factor, new - old, base)
+
+
+def addcmul(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
+    return rounded(fused_multiply_add(single(value) * single(a), single(b), single(x)), x)
+
+
+def addcdiv(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
+    return rounded(single(x) + single(value) * single(a) / single(b), x)
+
+
+def sqrt(x: Expr) -> Expr:
+    return rounded(x.op.Sqrt(single(x)), x)

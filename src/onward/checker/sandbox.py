@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.checker.view import worker
+from onward.checker import worker
 
 SECONDS, SECONDS_PER_MEGABYTE = 20.0, 5.0
 

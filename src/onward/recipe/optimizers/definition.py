@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
+from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN
-from onward.recipe.optimizers.sixteen_bit import HALVES, in_half
-from onward.recipe.optimizers.updates import SCALAR_SLOTS
-from onward.recipe.ranges import NOT_NEGATIVE, OF_OPTIMIZERS
-from onward.recipe.spec import check_options
+from onward.recipe.optimizers.arithmetic import (
+    add_scaled,
+    coupled_decay,
+    declared_scalar,
+    decoupled_decay,
+    mul,
+    single,
+)
+from onward.recipe.spec import NOT_NEGATIVE, OF_OPTIMIZERS, check_options
 
 Settings = SimpleNamespace
 """Every number and choice of a configured optimizer, as attributes."""
@@ -34,12 +42,107 @@ class Slot:
     initial: float = 0.0
 
 
-class Call(NamedTuple):
+SCALAR_SLOTS = {"mu_product"}
+"""Slots that are one float64 number, whatever the parameter."""
+
+
+class Update:
+    """An optimizer's update as functions that differ in what is done about weight decay."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        name: str | None = None,
+        doc: str | None = None,
+        coupled_decay: Callable[[Expr, Expr, Expr], Expr] = coupled_decay,
+        decoupled_decay: Callable[[Expr, Expr, Expr], Expr] = decoupled_decay,
+    ):
+        self._body = body
+        self._doc = inspect.cleandoc(body.__doc__ or "") if doc is None else doc
+        self._coupled_decay = coupled_decay
+        self._decoupled_decay = decoupled_decay
+        self.name = name or "".join(part.capitalize() for part in body.__name__.split("_"))
+        self.in_16_bits: dict[bool, Update] = {}
+        """The update as PyTorch rounds it for parameters of 16 bits, if known; the key: in its fused kernel."""
+
+    @functools.cached_property
+    def plain(self) -> Function:
+        """No weight decay beside what the signature names."""
+        return self._function("", "", lambda x, g, lr, weight_decay: (x, g))
+
+    @functools.cached_property
+    def coupled(self) -> Function:
+        """An L2 penalty: the decay is part of the gradient."""
+        doc = "\n\nBefore that, weight decay as an L2 penalty: g ← g + λ·x."
+        return self._function("L2", doc, lambda x, g, lr, weight_decay: (x, self._coupled_decay(x, g, weight_decay)))
+
+    @functools.cached_property
+    def decoupled(self) -> Function:
+        """The decay acts on the weights alone."""
+        doc = "\n\nBefore that, decoupled weight decay: x ← x·(1 − lr·λ)."
+        return self._function("W", doc, lambda x, g, lr, weight_decay: (self._decoupled_decay(x, lr, weight_decay), g))
+
+    def half(self, body: Callable[..., Any]) -> Update:
+        """Decorate the same formula for 16 bits, each operation rounded."""
+        return self._narrow(
+            False,
+            body,
+            "Half",
+            "each operation rounds, as PyTorch's does",
+            lambda x, g, rate: add_scaled(g, x, rate),
+            lambda x, lr, rate: mul(x, 1.0 - lr * rate),
+        )
+
+    def fused(self, body: Callable[..., Any]) -> Update:
+        """Decorate the same formula for 16 bits, computed in float32 and rounded where it is stored."""
+        return self._narrow(
+            True,
+            body,
+            "Fused",
+            "in float32, and what is stored is rounded",
+            lambda x, g, rate: single(g) + single(x) * single(rate),
+            lambda x, lr, rate: single(x) * single(1.0 - lr * rate),
+        )
+
+    def _narrow(self, fused: bool, body: Callable[..., Any], suffix: str, remark: str, *decays: Any) -> Update:
+        doc = f"{self._doc}\n\nFor 16 bits: {remark}."
+        self.in_16_bits[fused] = Update(body, self.name + suffix, doc, *decays)
+        return self.in_16_bits[fused]
+
+    def _function(self, suffix: str, doc: str, decay: Callable[..., tuple[Expr, Expr]]) -> Function:
+        signature = inspect.signature(self._body, eval_str=True)
+        parameters = list(signature.parameters.values())
+        if suffix:
+            last = 1 + max(i for i, p in enumerate(parameters) if p.kind is not p.KEYWORD_ONLY)
+            parameters.insert(last, inspect.Parameter("weight_decay", inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        names = [p.name for p in parameters[1:] if p.kind is not p.KEYWORD_ONLY]
+        slots = names[2 : names.index("lr")]
+
+        def body(op: Builder, *inputs: Expr, **attributes: Any) -> Any:
+            values = dict(zip(names, inputs, strict=True))
+            for name in (*SCALAR_SLOTS.intersection(slots), *names[names.index("lr") :]):
+                declared_scalar(values[name], ir.DataType.INT64 if name == "t" else ir.DataType.DOUBLE)
+            if suffix:
+                values["x"], values["g"] = decay(values["x"], values["g"], values["lr"], values.pop("weight_decay"))
+            return self._body(op, **values, **attributes)
+
+        body.__doc__ = self._doc + doc
+        body.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return Function(body, ["x_new", *(f"{slot}_new" for slot in slots)], self.name + suffix)
+
+
+class UpdateCall(NamedTuple):
     """The function that updates a parameter, its attributes, and the slots whose shape is not the parameter's."""
 
-    function: Function
+    update: Update
+    decay: Literal["plain", "coupled", "decoupled"] = "plain"
     attributes: Mapping[str, Any] = {}
     shapes: Mapping[str, Shape] = {}
+
+    @property
+    def function(self) -> Function:
+        function: Function = getattr(self.update, self.decay)
+        return function
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -76,8 +179,8 @@ class Optimizer:
     summary: str
     hyper: Mapping[str, float]
     """The numbers and their defaults, `lr` first."""
-    choose: Callable[[Settings, Shape | None], Call]
-    """The function for a parameter of a shape, or for any."""
+    update: Callable[[Settings, Shape | None], Update | UpdateCall]
+    """The update of a parameter of a shape, or of any, if weight decay is that of `choose`; else a call."""
     variants: Mapping[str, Mapping[str, float]]
     """The frameworks whose arithmetic is known, the default first, with the defaults that are not those of `hyper`."""
     options: Mapping[str, tuple[Any, ...] | int] = field(default_factory=dict)
@@ -85,12 +188,27 @@ class Optimizer:
     standard: Callable[[Settings], Standard | None] | None = None
     initial: Mapping[str, str | float] = field(default_factory=dict)
     """What slots start as: a number, or the hyper-parameter that says it. All others start as zero."""
+    is_scale_free: bool = True
+    """False if its steps are as long as gradients are; others divide that out."""
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...] | int]:
         """All choices; `standard` says whether the standard's operator may stand for the function."""
         common = {"variant": tuple(self.variants), "maximize": (False, True)}
         return {**self.options, **common, **({"standard": (True, False)} if self.standard else {})}
+
+    def choose(self, s: Settings, shape: Shape | None) -> UpdateCall:
+        """Return the function for a parameter of a shape, or for any.
+
+        Keras decouples every weight decay; the others make it part of the gradient (default).
+        """
+        update = self.update(s, shape)
+        if isinstance(update, UpdateCall):
+            return update
+        if not s.weight_decay:
+            return UpdateCall(update)
+        is_decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
+        return UpdateCall(update, "decoupled" if is_decoupled else "coupled")
 
     def configure(self, **settings: Any) -> ConfiguredOptimizer:
         """An optimizer with these settings, numbers and choices alike, and defaults for the rest."""
@@ -189,13 +307,13 @@ class ConfiguredOptimizer:
         results = {name: after.like(before.value) for (name, before), after in zip(old.items(), new, strict=True)}
         return results.pop("x"), results
 
-    def _call(self, parameter: ir.Value) -> Call:
+    def _call(self, parameter: ir.Value) -> UpdateCall:
         call = self.kind.choose(self.settings, _static_shape(parameter))
         if parameter.dtype not in HALVES:
             return call
         fused = self.options.get("fused", False)
         if self.options["variant"] == "torch":
-            return call._replace(function=in_half(call.function, fused) or call.function)
+            return call._replace(update=call.update.in_16_bits.get(fused, call.update))
         if fused:
             raise RecipeError("`fused` says how PyTorch rounds 16 bits", hint="leave it out, or choose `variant=torch`")
         return call
