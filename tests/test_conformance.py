@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformity import DEPENDS, kinds, listed, outcome
 from conftest import needs, onnx_node_tests
+from onward import engines
 from onward.engines import ENGINES, framework
 from onward.engines.catalogue import UNWRITTEN, lacking
 from onward.engines.framework_engine import framework_class
@@ -48,6 +50,17 @@ def test_a_case_passes_or_is_listed(name: str, engine: str) -> None:
 
 def test_families_are_those_of_the_tables() -> None:
     assert tuple(FAMILIES) == framework.FAMILIES
+
+
+def test_tables_have_the_same_files() -> None:
+    """Only text and files are numpy's alone; it takes control flow and sequences from the shared rows, as all may."""
+    folder = Path(framework.__file__).parent
+    files = {engine: {path.stem for path in (folder / engine).glob("*.py")} for engine in ENGINES}
+    common = {"__init__", "types", *(family for family in FAMILIES if family not in ("control", "sequence", "host"))}
+    assert files["numpy"] == common | {"host"}
+    for engine in engines.FRAMEWORKS:
+        assert common | {"control"} <= files[engine]
+        assert files[engine].isdisjoint({"sequence", "host"})
 
 
 @pytest.mark.parametrize("engine", [*FRAMEWORKS, "shared"])

@@ -125,7 +125,7 @@ def test_options_name_what_there_is():
 
 def test_mistakes_of_our_own_look_like_mistakes(monkeypatch):
     """And say in which node; what the framework refuses is said as such."""
-    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.engines.numpy.activation"})
+    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.engines.numpy.elementwise"})
     monkeypatch.setitem(Numpy.operators, "Relu", row)
     with pytest.raises(KeyError, match="no such row") as caught:
         function(digits_mlp(8))({"image": GOOD["image"]})

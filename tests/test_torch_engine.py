@@ -233,7 +233,7 @@ def test_what_depends_on_values_is_not_recorded():
 def test_statistics_are_those_of_pytorch(momentum):
     import torch
 
-    from onward.engines.torch.normalization import batch_normalization_at_once
+    from onward.engines.torch.layers import batch_normalization_at_once
 
     layer = torch.nn.BatchNorm2d(3, momentum=1 - momentum)
     x, mean, variance = torch.randn(5, 3, 4, 4) * 3 + 1, torch.zeros(3), torch.ones(3)

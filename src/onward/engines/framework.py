@@ -56,11 +56,7 @@ class Operators(dict[str, Function]):
         self[name] = function
 
 
-FAMILIES = (
-    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
-    "normalization", "attention", "recurrent", "loss", "quantization", "spectral", "sampling", "text", "classical",
-    "control", "sequence",
-)  # fmt: skip
+FAMILIES = ("elementwise", "algebra", "movement", "spatial", "layers", "control", "sequence", "host")
 """The files of a table, in the order in which all have them."""
 
 

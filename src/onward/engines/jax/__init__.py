@@ -18,10 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Framework, Function, Operators, table
-from onward.engines.jax.attention import derivatives
-from onward.engines.jax.values import known_array
-from onward.engines.shared.compilation import Compiled, Report
-from onward.engines.shared.precision import with_products_in
+from onward.engines.jax.layers import derivatives
+from onward.engines.jax.types import known_array
+from onward.engines.shared.compilation import Compiled, Report, with_products_in
 from onward.errors import UnknownNameError, UnsupportedError
 
 _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

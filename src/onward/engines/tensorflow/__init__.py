@@ -11,9 +11,8 @@ import numpy as np
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.engines.framework import Framework, Function, table
-from onward.engines.shared.compilation import Compiled, Report
-from onward.engines.shared.precision import with_products_in
-from onward.engines.tensorflow.tensors import TYPES, Functions, to_numpy
+from onward.engines.shared.compilation import Compiled, Report, with_products_in
+from onward.engines.tensorflow.types import TYPES, Functions, to_numpy
 from onward.errors import DataError, UnknownNameError
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}

@@ -29,7 +29,7 @@ from onward.engines.framework_engine import FetchedResults, if_finite, interpret
 from onward.engines.group import Group, copies_of, join_group
 from onward.engines.torch import Torch
 from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
-from onward.engines.torch.normalization import batch_normalization_at_once
+from onward.engines.torch.layers import batch_normalization_at_once
 from onward.engines.torch.stages import Forward, make_stages, run_stages
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of

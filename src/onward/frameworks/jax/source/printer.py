@@ -393,7 +393,7 @@ class _Recorder:
             if isinstance(given, Value) and not at_once and not bodies:
                 is_array = given in self.arrays
                 if i in on_host and not is_array:
-                    given = self._made(Step(printer.own.define("onward.engines.jax.values", "known_array"), [given]))
+                    given = self._made(Step(printer.own.define("onward.engines.jax.types", "known_array"), [given]))
                 elif i not in on_host and is_array and library is None and not _is_number(given):
                     given = self._made(Step("jnp.asarray", [given]))
             arguments.append(given)

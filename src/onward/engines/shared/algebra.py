@@ -1,6 +1,8 @@
-"""Reductions, and what runs along an axis."""
+"""Reductions and Fourier transforms."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.shared.arrays import xp
@@ -79,3 +81,18 @@ def both_ways(function):
 
 
 operators(CumSum=running(both_ways(xp.cumsum), 0), CumProd=running(both_ways(xp.cumprod), 1))
+
+
+# ---- Fourier transforms: a complex number is two real ones, on a last axis -------------------------------------------
+
+
+@operators.define("DFT")
+def dft(x, length=None, axis=None, *, inverse, onesided):
+    place = (-2 if axis is None else axis.item()) % x.ndim
+    count = None if length is None else length.item()
+    exact = x.astype(np.promote_types(x.dtype, np.float32))
+    values = exact[..., 0] if x.shape[-1] == 1 else exact[..., 0] + 1j * exact[..., 1]
+    if inverse and onesided:
+        return xp.fft.irfft(values, count, place)[..., None].astype(x.dtype)
+    y = (xp.fft.ifft if inverse else xp.fft.rfft if onesided else xp.fft.fft)(values, count, place)
+    return xp.stack([y.real, y.imag], -1).astype(x.dtype)

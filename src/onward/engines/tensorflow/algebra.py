@@ -1,4 +1,4 @@
-"""Reductions, cumulative sums and products, and selection by order."""
+"""Matmuls, reductions and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -7,9 +7,39 @@ import math
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import scalar
+from onward.engines.tensorflow.types import FLOATS, SMALL, UNSIGNED, compute_as, scalar, wide
 
 operators = Operators()
+
+_INTEGERS = SMALL | UNSIGNED
+
+
+@operators.define("MatMul")
+def matmul(a, b):
+    """A vector is a row on the left side, a column on the right."""
+    left = a[None] if a.shape.rank == 1 else a
+    right = b[:, None] if b.shape.rank == 1 else b
+    product = compute_as(tf.matmul, _INTEGERS)(left, right)
+    gone = [axis for axis, x in ((-2, a), (-1, b)) if x.shape.rank == 1]
+    return tf.squeeze(product, gone) if gone else product
+
+
+@operators.define("Gemm")
+def gemm(a, b, c=None, *, alpha, beta, transA, transB):
+    product = compute_as(tf.matmul, _INTEGERS)(a, b, transpose_a=bool(transA), transpose_b=bool(transB))
+    product = product if alpha == 1 else product * tf.cast(alpha, a.dtype)
+    if c is None:
+        return product
+    return product + (c if beta == 1 else c * tf.cast(beta, c.dtype))
+
+
+operators(
+    Einsum=lambda *xs, equation: compute_as(lambda *ys: tf.einsum(equation, *ys), _INTEGERS)(*xs),
+    Det=compute_as(tf.linalg.det, FLOATS),
+)
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
 
 
 def _reduction(reduce):
@@ -129,3 +159,39 @@ def _swap_with_last(x, axis):
     order = list(range(x.shape.rank))
     order[axis], order[-1] = order[-1], order[axis]
     return tf.transpose(x, order)
+
+
+# ---- Fourier transforms ----------------------------------------------------------------------------------------------
+
+
+@operators.define("DFT")
+def dft(x, length=None, axis=None, *, inverse, onesided):
+    """Complex numbers are pairs in the last axis. A one-sided inverse transform gives real ones."""
+    place = (-2 if axis is None else axis.item()) % x.shape.rank
+    order = list(range(x.shape.rank - 1))
+    order[place], order[-1] = order[-1], order[place]
+    lines = tf.transpose(_complex(wide(x)), order)
+    real = bool(inverse and onesided)
+    size = length.item() if length is not None else 2 * (lines.shape[-1] - 1) if real else lines.shape[-1]
+    if real:
+        half = size // 2 + 1
+        result = _with_length(lines, half)
+        y = tf.signal.irfft(result, [size])[..., None]
+    else:
+        result = (tf.signal.ifft if inverse else tf.signal.fft)(_with_length(lines, size))
+        y = _pairs(result[..., : size // 2 + 1] if onesided else result)
+    return tf.cast(tf.transpose(y, [*order, x.shape.rank - 1]), x.dtype)
+
+
+def _with_length(x, size):
+    """With zeros behind the end, or cut there."""
+    missing = [(0, 0)] * (x.shape.rank - 1) + [(0, max(size - x.shape[-1], 0))]
+    return tf.pad(x[..., :size], missing)
+
+
+def _complex(x):
+    return tf.complex(x[..., 0], x[..., 1] if x.shape[-1] == 2 else tf.zeros_like(x[..., 0]))
+
+
+def _pairs(x):
+    return tf.stack([tf.math.real(x), tf.math.imag(x)], -1)

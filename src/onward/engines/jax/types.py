@@ -1,4 +1,4 @@
-"""Known values, as the files of the table need them."""
+"""Values that are known while a step is compiled."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import in_float32
+from onward.engines.numpy.types import in_float32
 from onward.engines.shared.arrays import add_bias
 from onward.engines.shared.windows import cut_off, paddings, reach
 

@@ -1,4 +1,4 @@
-"""Types of numbers: those that numpy itself does not have, and how narrow floats are computed."""
+"""Types that numpy itself lacks, and how narrow floats are computed."""
 
 from __future__ import annotations
 

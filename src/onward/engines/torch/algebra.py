@@ -1,15 +1,38 @@
-"""Reductions, and what goes along an axis."""
+"""Matmuls, reductions and Fourier transforms."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+from torch.nn import functional as F
 
 from onward.engines.framework import Operators
 from onward.engines.torch.types import in_int64
 
 operators = Operators()
+operators(MatMul=in_int64(torch.matmul))
+
+
+@operators.define("Gemm")
+@in_int64
+def gemm(a, b, c=None, *, alpha, beta, transA, transB):
+    a, b = (a.T if transA else a), (b.T if transB else b)
+    if not a.is_floating_point():
+        alpha, beta = int(alpha), int(beta)
+    if c is None:
+        return a @ b if alpha == 1 else alpha * (a @ b)
+    return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+
+
+operators(
+    Einsum=lambda *inputs, equation: torch.einsum(equation, *inputs),
+    Det=torch.linalg.det,
+)
+operators.define("onward.Linear")(lambda x, weight, bias: F.linear(x, weight.T, bias))
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
 
 
 def _reduction(function):
@@ -84,3 +107,19 @@ def top_k(x, k, *, axis, largest, sorted):
     """By sorting, since of equal elements the first counts."""
     values, indices = x.sort(dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, k.item()), indices.narrow(axis, 0, k.item())
+
+
+# ---- Fourier transforms: a complex number is two real ones, along the last axis --------------------------------------
+
+
+@operators.define("DFT")
+def dft(x, length=None, axis=None, *, inverse, onesided):
+    axis = (-2 if axis is None else axis.item()) % x.ndim
+    length = None if length is None else length.item()
+    is_real = x.shape[-1] == 1
+    if inverse and onesided:
+        return torch.fft.irfft(torch.view_as_complex(x.contiguous()), length, axis).unsqueeze(-1)
+    values = x.squeeze(-1) if is_real else torch.view_as_complex(x.contiguous())
+    if onesided:
+        return torch.view_as_real(torch.fft.rfft(values, length, axis))
+    return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, axis))

@@ -1,15 +1,44 @@
-"""Operators that make one number of many, along axes."""
+"""Matmuls and reductions."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import highest, in_float32, lowest, widen
+from onward.engines.numpy.types import highest, in_float32, lowest, widen
+from onward.engines.shared.algebra import reduction
 from onward.engines.shared.arrays import is_float
-from onward.engines.shared.reduction import reduction
 
 operators = Operators()
+
+
+@operators.define("MatMul")
+@in_float32
+def matmul(a, b):
+    return np.matmul(a, b)
+
+
+@operators.define("Gemm")
+@in_float32
+def gemm(a, b, c=None, *, alpha, beta, transA, transB):
+    y = (a.T if transA else a) @ (b.T if transB else b)
+    y = y if alpha == 1 else (alpha * y).astype(a.dtype)
+    return y if c is None else y + (c if beta == 1 else (beta * c).astype(a.dtype))
+
+
+@operators.define("Einsum")
+@in_float32
+def einsum(first, *others, equation):
+    return np.einsum(equation, first, *others, optimize=True)
+
+
+@operators.define("Det")
+@in_float32
+def det(x):
+    return np.linalg.det(x)
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
 
 
 def _log_sum_exp(x, axis, keepdims):
