@@ -14,7 +14,7 @@ import pytest
 from conftest import needs
 from framework_training import assert_trains_alike, equal_layers, trained
 from onward.engines import start
-from onward.engines.odd_batches import OddBatches
+from onward.engines.framework_engine import OddBatches
 
 
 def batch(rows, width=4):

@@ -15,7 +15,7 @@ from conftest import needs, onnx_node_tests
 from onward import engines
 from onward.engines import ENGINES, framework
 from onward.engines.catalogue import UNWRITTEN, lacking
-from onward.engines.framework_engine import framework_class
+from onward.engines.framework import framework_class
 from operator_families import FAMILIES
 from representatives import by_mode, by_operators, first_of_each
 

@@ -16,7 +16,7 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp
-from onward.engines import endless_loops, function, start
+from onward.engines import failures, function, start
 from onward.engines.numpy import Numpy
 from onward.errors import DataError, Error, InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
@@ -182,7 +182,7 @@ def test_a_loop_that_never_ends_is_refused(name):
 
 
 def test_a_loop_ends_when_memory_does(monkeypatch):
-    monkeypatch.setattr(endless_loops, "_memory", lambda: 1 << 22)
+    monkeypatch.setattr(failures, "_memory", lambda: 1 << 22)
     with pytest.raises(OutOfMemoryError, match="a Loop has collected more than fits"):
         function(with_a_loop(2**63 - 1, "Identity (more)"))(FEED)
 

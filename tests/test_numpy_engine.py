@@ -14,7 +14,7 @@ from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
 from onward.engines import function, start
-from onward.engines.expression import express
+from onward.engines.calls import express
 from onward.engines.framework_engine import Interpreted
 from onward.engines.numpy import Numpy
 from onward.errors import UnknownNameError, UnsupportedError

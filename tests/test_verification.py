@@ -18,7 +18,7 @@ from onward.agreement.noise import noise_in
 from onward.agreement.steps import Step, compare_steps
 from onward.agreement.tolerance import Comparison
 from onward.engines import start
-from onward.engines.framework_engine import framework_class
+from onward.engines.framework import framework_class
 from onward.errors import InvalidModelError, MismatchError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")]

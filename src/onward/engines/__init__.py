@@ -14,8 +14,8 @@ from typing import Any
 
 from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
-from onward.engines.endless_loops import refuse_endless_loops
 from onward.engines.engine import Engine, check_options, fitting_inputs
+from onward.engines.failures import refuse_endless_loops
 from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps

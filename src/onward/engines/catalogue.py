@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from onnx import defs
 
 from onward.engines import ENGINES, is_installed
-from onward.engines.framework import Framework
-from onward.engines.framework_engine import framework_class
-from onward.engines.host import ONLY_ON_HOST
+from onward.engines.framework import ONLY_ON_HOST, Framework, framework_class
 from onward.kernels import library
 from onward.rules.registry import BODIES, RULES, Rewrite
 from onward.standard import NEWEST_INTERPRETED

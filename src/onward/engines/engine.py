@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.endless_loops import refuse_endless_loops
+from onward.engines.failures import refuse_endless_loops
 from onward.engines.group import Alone, Group
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.failures import is_ours
-from onward.engines.framework import Framework, NotOnHost
-from onward.engines.host import HOST_INPUTS, counts_far
+from onward.engines.framework import HOST_INPUTS, Framework, NotOnHost, counts_far
 from onward.engines.plan import Call, Differentiation, Fused, Plan
 from onward.errors import Error, UnsupportedError
 

@@ -13,9 +13,8 @@ import onnx_ir as ir
 
 from onward.constants import is_relu6
 from onward.engines.calls import Form, array_of, newest_form
-from onward.engines.framework import Function, keywords
+from onward.engines.framework import ONLY_ON_HOST, Function, keywords
 from onward.engines.fusion import Match, matches
-from onward.engines.host import ONLY_ON_HOST
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.analysis.blocks import cut_into_parts
-from onward.engines.fusion import matches
-from onward.engines.fusion.attention import Attention
+from onward.engines.fusion import Attention, matches
 from onward.errors import ArgumentError
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_engine, lower_for_framework

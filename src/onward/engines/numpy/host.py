@@ -12,7 +12,7 @@ from onnx import defs
 
 from onward.engines.framework import Function, Operators
 
-# ---- operators of the reference implementation ------------------------------------------------------------------
+# ---- operators of the reference implementation -----------------------------------------------------------------------
 
 
 def from_reference(name: str) -> Function:

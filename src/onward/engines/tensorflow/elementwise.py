@@ -260,7 +260,7 @@ operators(
 )
 
 
-# ---- quantization -----------------------------------------------------------------------------------------------
+# ---- quantization ----------------------------------------------------------------------------------------------------
 
 # Quantization, and products of quantized tensors. Rounding counts as the identity when it is differentiated.
 #

@@ -118,7 +118,7 @@ def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
     return x.shape[first:].as_list()
 
 
-# ---- sizes ------------------------------------------------------------------------------------------------------
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 # Sizes of tensors: numbers as far as they are known, and scalar tensors where only a run knows them.
 #

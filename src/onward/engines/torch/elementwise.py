@@ -175,7 +175,7 @@ operators(
 )
 
 
-# ---- quantization -----------------------------------------------------------------------------------------------
+# ---- quantization ----------------------------------------------------------------------------------------------------
 
 # Quantisation. Rounding counts as the identity when it is differentiated, saturation as Clip.
 #

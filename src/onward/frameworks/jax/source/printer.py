@@ -14,8 +14,8 @@ from onnx import defs
 
 from onward.build import Names
 from onward.engines.failures import is_ours
+from onward.engines.framework import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.framework_engine import make_plan
-from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
 from onward.engines.shared import sequence

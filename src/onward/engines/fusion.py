@@ -1,21 +1,75 @@
-"""Attention that an exporter has written out: found in the graph, and handed to the framework's own, where it is that.
+"""Nodes that amount to one operator which the framework computes faster, or more exactly, than one by one.
 
-    MatMul(Softmax(MatMul(q * scale, kᵀ * scale) + mask), v)
-
-What the numbers are (whether the mask is causal, whether reshapes swap two axes) is known only when the shapes are.
+They are found when a graph is planned, and looked at again when they are reached: then the shapes are known, and all
+that follows from them. Where the nodes turn out to be something else, they are executed as they stand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Framework
-from onward.engines.fusion.match import Following, Match, readers
+from onward.standard import is_standard
+
+
+@dataclasses.dataclass(frozen=True)
+class Match(ABC):
+    """Nodes that amount to one operator of a framework."""
+
+    nodes: Sequence[ir.Node]
+    """The last one has the output."""
+
+    @property
+    def output(self) -> ir.Value:
+        return self.nodes[-1].outputs[0]
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[ir.Value]:
+        """What it has to know."""
+
+    @abstractmethod
+    def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
+        """The output by the operator; NotImplemented where, by the numbers, the nodes are something else."""
+
+
+class Following:
+    """Goes from node to node against the flow, as long as nobody else reads what is computed there."""
+
+    def __init__(self, among: Container[ir.Node], kept: Container[ir.Value]):
+        self._among = among
+        self._kept = kept
+        self.nodes: list[ir.Node] = []
+        """The nodes of the match so far."""
+
+    def inside(self, value: ir.Value | None) -> ir.Node | None:
+        """The node that computes a value which is not kept for others."""
+        node = value.producer() if value is not None else None
+        if node is None or node not in self._among or value in self._kept or not is_standard(node):
+            return None
+        return node
+
+    def only(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
+        """The same, if it is one of some operators, and has a single reader."""
+        node = self.inside(value)
+        return node if node is not None and node.op_type in operators and len(readers(node)) == 1 else None
+
+
+def readers(node: ir.Node) -> set[ir.Node]:
+    return {reader for output in node.outputs for reader, _ in output.uses()}
+
+
+# ---- attention that an exporter has written out ----------------------------------------------------------------------
+
+# MatMul(Softmax(MatMul(q * scale, kᵀ * scale) + mask), v)
+#
+# What the numbers are (whether the mask is causal, whether reshapes swap two axes) is known only when the shapes are.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,3 +225,65 @@ def _is_causal(mask: np.ndarray, queries: int, keys: int) -> bool:
 
 def _always_attends(mask: Any) -> bool:
     return isinstance(mask, np.ndarray) and bool(np.isfinite(mask).any(-1).all())
+
+
+# ---- a matmul and a bias, which exporters write as two or three nodes ------------------------------------------------
+
+# Add(MatMul(x, Transpose(w)), bias) as one operator rounds once.
+
+LINEAR = "onward.Linear"
+"""The row of a table: `(x, weight, bias)`, with the weight as it is in the product."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Match):
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value
+    transposed: bool
+    """Whether the weight is transposed before the product."""
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        return [self.x, self.weight, self.bias]
+
+    def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
+        x, weight, bias = (values[value] for value in self.inputs)
+        tensors = not any(isinstance(value, np.ndarray) for value in (x, weight, bias))
+        if not tensors or len(weight.shape) != 2 or len(bias.shape) != 1 or len(x.shape) < 2:
+            return NotImplemented
+        turned = framework.operators["Transpose"](weight, perm=[1, 0]) if self.transposed else weight
+        if turned.shape[1] != bias.shape[0]:
+            return NotImplemented
+        return framework.operators[LINEAR](x, turned, bias)
+
+
+def linear(last: ir.Node, among: Container[ir.Node], kept: Container[ir.Value]) -> Linear | None:
+    """The product that a node adds a bias to."""
+    if last.op_type != "Add":
+        return None
+    follow = Following(among, kept)
+    for product, bias in (last.inputs, last.inputs[::-1]):
+        node = follow.only(product, "MatMul")
+        x, weight = node.inputs if node is not None else (None, None)
+        if node is None or bias is None or x is None or weight is None:
+            continue
+        transpose = follow.only(weight, "Transpose")
+        if transpose is None or transpose.inputs[0] is None:
+            return Linear([node, last], x, weight, bias, False)
+        if list(transpose.attributes["perm"].as_ints()) == [1, 0]:
+            return Linear([transpose, node, last], x, transpose.inputs[0], bias, True)
+    return None
+
+
+_PATTERNS = {"Attention": attention, LINEAR: linear}
+
+
+def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Container[str]) -> Iterator[Match]:
+    """What amounts to one of the operators, among some nodes; what is `kept` is read by others."""
+    left = set(nodes)
+    for operator, pattern in _PATTERNS.items():
+        for node in nodes if operator in operators else ():
+            if node in left and (match := pattern(node, left, kept)) is not None:
+                left -= set(match.nodes)
+                yield match
