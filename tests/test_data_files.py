@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from conftest import needs
 from models import digits_mlp
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.errors import DataError
 from onward.training.api import resume, train
 from onward.training.data import Batches, Stream, files, open_data, split

@@ -16,7 +16,7 @@ import onward
 import parallel_models
 import parallel_runs
 from conftest import needs
-from onward.engines.deepspeed_config import settle, with_batch_size
+from onward.engines.distributed.deepspeed_config import settle, with_batch_size
 
 # ---- its configuration file ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 
 import mesh_steps
 import onward
-from onward.engines.layout import Layout
+from onward.engines.distributed.layout import Layout
 from onward.planning.annotate import annotate
 
 SCRIPT = Path(mesh_steps.__file__)

@@ -18,7 +18,7 @@ import pytest
 import onward
 import parallel_models
 from conftest import needs
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.model.state import all_states
 from parallel_runs import compare, curve, start_training, torch_options, train
 from thread_group import run_together

@@ -13,7 +13,7 @@ import pytest
 
 import onward
 from onward.engines.engine import Engine, Part
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.errors import InvalidModelError
 from onward.model.state import all_states
 from onward.model.storage import verify_checksums

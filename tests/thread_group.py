@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 
 _T = TypeVar("_T")
 

@@ -77,7 +77,7 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
 
         return start_together(load(source), step, **options)
     if engine == "jax" and options.get("mesh") is not None:
-        from onward.engines.jax.on_mesh import OnMesh
+        from onward.engines.distributed.jax_mesh import OnMesh
 
         return OnMesh.on(engine, load(source), step, **options)
     from onward.engines.framework_engine import Interpreted

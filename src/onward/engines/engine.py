@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.failures import refuse_endless_loops
-from onward.engines.group import Alone, Group
+from onward.engines.distributed import Alone, Group
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnxruntime as ort
 
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.lowering.segments import Exchange, cut
 from onward.model import Model
 

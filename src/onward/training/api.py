@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from onward.arguments import Range, checked
-from onward.engines.group import Group, is_restarted, join_group
+from onward.engines.distributed import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, Error, RecipeError, list_names
 from onward.inspect.optimizer import rate_now

@@ -14,8 +14,8 @@ from onward import engines
 from onward.arguments import Range, fitting, from_text
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
-from onward.engines.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
-from onward.engines.group import Group, current_group
+from onward.engines.distributed.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
+from onward.engines.distributed import Group, current_group
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
 from onward.options import ENGINE, Parallel, RecipeOptions, RunOptions, TrainOptions, options_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from onward.engines import Engine
-from onward.engines.group import Portion
+from onward.engines.distributed import Portion
 from onward.errors import UnsupportedError
 from onward.recipe.measures import OF_LOSS, Measures
 from onward.recipe.metrics import Metric

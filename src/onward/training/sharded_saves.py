@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward.engines import Engine
 from onward.engines.engine import Part
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.errors import TrainingError, WriteError
 from onward.model import Model
 from onward.model.storage.checksums import Ranges

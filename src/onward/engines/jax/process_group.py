@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 
 _ROOM = 1024
 """Bytes that go in one message; what is longer takes another."""
@@ -80,7 +80,7 @@ def _connect(device: str) -> None:
 
 def _meeting_point(rank: int) -> str:
     """Where processes of torchrun find each other: at a port that is free, which the first one tells the others."""
-    from onward.engines.torch_group import open_store
+    from onward.engines.distributed.torch_group import open_store
 
     store, _, _ = open_store()
     if rank == 0:

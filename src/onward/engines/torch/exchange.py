@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
-from onward.engines.group import join_group
+from onward.engines.distributed import join_group
 from onward.engines.torch import Torch
 
 

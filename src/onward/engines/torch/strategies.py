@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from onward.engines.group import join_group
-from onward.engines.layout import MODEL
-from onward.engines.torch.parallel import TorchParallel
+from onward.engines.distributed import join_group
+from onward.engines.distributed.layout import MODEL
+from onward.engines.distributed.torch_parallel import TorchParallel
 from onward.errors import ArgumentError
 from onward.lowering.rounds import Steps
 from onward.model import Model
@@ -22,17 +22,17 @@ def start_together(model: Model, step: Steps = None, *, strategy: str | None = N
             hint='take `strategy="tensor"` (`--strategy tensor`), or leave `mesh` and `shard` out',
         )
     if strategy == "deepspeed":
-        from onward.engines.torch.deepspeed import TorchDeepSpeed
+        from onward.engines.distributed.torch_deepspeed import TorchDeepSpeed
 
         return TorchDeepSpeed(model, step, strategy=strategy, **options)
     if join_group(options.get("device", "cpu")).size == 1:
         return TorchParallel(model, step, strategy="ddp", **options)
     if strategy == "tensor":
-        from onward.engines.torch.tensor_parallel import TensorParallel
+        from onward.engines.distributed.torch_tensor_parallel import TensorParallel
 
         return TensorParallel(model, step, strategy=strategy, mesh=mesh or MODEL, shard=shard, **options)
     if strategy == "pipeline":
-        from onward.engines.torch.pipeline import Pipeline
+        from onward.engines.distributed.torch_pipeline import Pipeline
 
         return Pipeline(model, step, strategy=strategy, micro_batches=micro_batches, **options)
     return TorchParallel(model, step, strategy=strategy, **options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.engines.group import Alone, Group
+from onward.engines.distributed import Alone, Group
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column, to_array
 from onward.training.data.samples import parts_by_name

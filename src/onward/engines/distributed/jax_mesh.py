@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from onward.engines.engine import Arrays, check_options
 from onward.engines.framework import Framework, Function
 from onward.engines.framework_engine import Interpreted
-from onward.engines.group import Portion, join_group
+from onward.engines.distributed import Portion, join_group
 from onward.engines.jax import Jax
-from onward.engines.layout import FSDP, Layout, Spec
+from onward.engines.distributed.layout import FSDP, Layout, Spec
 from onward.engines.shared.compilation import Compiled
 from onward.errors import UnsupportedError
 from onward.lowering.rounds import Steps, as_one_step, input_of_run

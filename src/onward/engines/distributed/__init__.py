@@ -135,7 +135,7 @@ def _connect_by_torch(device: str) -> Group:
     is_connected = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if not is_connected and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
-    from onward.engines.torch_group import TorchGroup
+    from onward.engines.distributed.torch_group import TorchGroup
 
     return TorchGroup(device)
 

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from onward.engines.engine import Arrays, Engine, Part
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import FetchedResults, if_finite, interpreter
-from onward.engines.group import Group, copies_of, join_group
+from onward.engines.distributed import Group, copies_of, join_group
 from onward.engines.torch import Torch
 from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
 from onward.engines.torch.layers import batch_normalization_at_once
-from onward.engines.torch.stages import Forward, make_stages, run_stages
+from onward.engines.distributed.torch_forward import Forward, make_stages, run_stages
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.overlap import leave_last_sums, split_off_first_sums

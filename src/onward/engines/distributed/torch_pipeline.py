@@ -21,11 +21,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from onward.engines.framework_engine import interpreter
-from onward.engines.group import copies_of
+from onward.engines.distributed import copies_of
 from onward.engines.interpreter import Interpreter
-from onward.engines.torch.parallel import Tensors, TorchParallel, hold_as_initializers
-from onward.engines.torch.stages import Forward, Stage, make_stages
-from onward.engines.torch.tensor_parallel import gather_samples, refuse_fixed_batches
+from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
+from onward.engines.distributed.torch_forward import Forward, Stage, make_stages
+from onward.engines.distributed.torch_tensor_parallel import gather_samples, refuse_fixed_batches
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
 from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches, extract

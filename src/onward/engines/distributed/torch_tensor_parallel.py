@@ -20,13 +20,13 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from onward.engines.group import copies_of
-from onward.engines.layout import DATA, FSDP, MODEL, Layout, Rules
+from onward.engines.distributed import copies_of
+from onward.engines.distributed.layout import DATA, FSDP, MODEL, Layout, Rules
 from onward.engines.torch import Torch
 from onward.engines.torch.divided import Division
 from onward.engines.torch.exchange import Together
-from onward.engines.torch.parallel import Tensors, TorchParallel
-from onward.engines.torch.stages import Forward
+from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
+from onward.engines.distributed.torch_forward import Forward
 from onward.errors import UnsupportedError
 from onward.lowering.rounds import Steps
 from onward.lowering.step import Manner

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from onward.engines.group import Group
+from onward.engines.distributed import Group
 from onward.errors import TrainingError, first_line
 
 
