@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from onward.engines.distributed.torch_tensor_parallel import ELEMENTWISE, Division
 from onward.engines.framework import keywords
 from onward.engines.torch import Torch
-from onward.engines.torch.divided import ELEMENTWISE, Division
 from processes import meet
 
 USUAL = {

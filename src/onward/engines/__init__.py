@@ -73,7 +73,7 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
         check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(load(source), step, **options)
     if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
-        from onward.engines.torch.strategies import start_together
+        from onward.engines.distributed.torch_parallel import start_together
 
         return start_together(load(source), step, **options)
     if engine == "jax" and options.get("mesh") is not None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.engines.distributed import Alone, ProcessGroup
 from onward.engines.failures import refuse_endless_loops
-from onward.engines.distributed import Alone, Group
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
@@ -24,8 +24,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some numbers of a tensor, in a row."""
+class StateShard:
+    """A shard of a tensor of the state: numbers in a row."""
 
     start: int
     """Which of its numbers is the first of them."""
@@ -65,7 +65,7 @@ class Engine(ABC):
         """Told when a step is compiled, which takes a while."""
         self.rows: int | None = None
         """How many rows a whole batch of the training has, if it is known: a step is not compiled for smaller ones."""
-        self.group: Group = Alone()
+        self.group: ProcessGroup = Alone()
         """The processes that train together."""
         self.is_sharded = False
         """Whether this process has only a part of the state, so that all must take part when it is asked for."""
@@ -166,7 +166,7 @@ class Engine(ABC):
         """The training model as it is now, to be written within. None in a process that only helps the first to it."""
         yield self.updated()
 
-    def parts(self) -> dict[str, Part] | None:
+    def shards(self) -> dict[str, StateShard] | None:
         """A copy of what this process has to write of the state, where several divide it: each number is in one of
         them. None where the state is whole, or is not divided into rows of numbers; then `snapshot` has it."""
         return None

@@ -99,7 +99,7 @@ class Interpreted(Engine):
         self._state: Tensors = {
             s.name: framework.hold(s.name, s.array) for s in carried_state(self._one.model, self._one.index)
         }
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _StepPart] = {}
         part = self._part("step")
         self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract.batch}
         self.loss = part.contract.loss or self.loss
@@ -163,10 +163,10 @@ class Interpreted(Engine):
         self._state = {}
         self._parts.clear()
 
-    def _part(self, name: str) -> _Part:
+    def _part(self, name: str) -> _StepPart:
         if name not in self._parts:
             lowered = lower_for_engine(self.model, self._steps, name, Manner(self._recompute, self._rules))
-            self._parts[name] = _Part(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
+            self._parts[name] = _StepPart(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
         return self._parts[name]
 
     def _runs_as_it_is(self, part: str) -> Callable[[Arrays], bool]:
@@ -205,7 +205,7 @@ def _apart(framework: Framework, value: Any) -> Any:
     return np.array(value) if isinstance(value, np.ndarray) else framework.copy(value)
 
 
-class _Part:
+class _StepPart:
     """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
 
     def __init__(self, lowered: Model, framework: Framework, compiled: bool, as_it_is: Callable[[Arrays], bool]):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-class Group(ABC):
+class ProcessGroup(ABC):
     """This process among those that train together. All call the same methods in the same order."""
 
     rank: int
@@ -30,7 +30,7 @@ class Group(ABC):
     def gather(self, value: Any) -> list[Any]:
         """What each process has to say, in their order."""
 
-    def for_thread(self) -> Group:
+    def for_thread(self) -> ProcessGroup:
         """The same processes, to whom another thread talks meanwhile. All must ask for it."""
         return self
 
@@ -84,12 +84,12 @@ class Portion(dict[str, np.ndarray]):
         """How many samples the whole batch has."""
 
 
-def copies_of(batch: object, group: Group) -> int:
+def copies_of(batch: object, group: ProcessGroup) -> int:
     """How many processes have the same samples of a batch: one, or all if it has fewer samples than there are."""
     return group.size if isinstance(batch, Portion) and batch.whole < group.size else 1
 
 
-class Alone(Group):
+class Alone(ProcessGroup):
     """One process that trains by itself."""
 
     rank, size = 0, 1
@@ -110,11 +110,11 @@ def is_restarted() -> bool:
     return RESTARTED in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-_joined: dict[str, Group] = {}
+_joined: dict[str, ProcessGroup] = {}
 """Groups that this process is in, by what connects them."""
 
 
-def join_group(device: str = "cpu", engine: str = "onnxruntime") -> Group:
+def join_group(device: str = "cpu", engine: str = "onnxruntime") -> ProcessGroup:
     """The processes that were started together with this one, by torchrun or what does as it does, Ray Train for one.
 
     JAX connects its own, and knows more ways to be started.
@@ -125,28 +125,28 @@ def join_group(device: str = "cpu", engine: str = "onnxruntime") -> Group:
     return _joined[kind]
 
 
-def current_group() -> Group:
+def current_group() -> ProcessGroup:
     """The processes that this one has joined, if any."""
     return next((group for group in _joined.values() if group.size > 1), Alone())
 
 
-def _connect_by_torch(device: str) -> Group:
+def _connect_by_torch(device: str) -> ProcessGroup:
     distributed = sys.modules.get("torch.distributed")
     is_connected = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if not is_connected and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
-    from onward.engines.distributed.torch_group import TorchGroup
+    from onward.engines.distributed.torch_group import TorchProcessGroup
 
-    return TorchGroup(device)
+    return TorchProcessGroup(device)
 
 
-def _connect_by_jax(device: str) -> Group:
+def _connect_by_jax(device: str) -> ProcessGroup:
     """Without JAX the process is alone, and the engine says what is missing."""
     jax = sys.modules.get("jax")
     has_peers = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "JAX_COORDINATOR_ADDRESS" in os.environ
     is_connected = jax is not None and jax.distributed.is_initialized()
     if not (has_peers or is_connected) or importlib.util.find_spec("jax") is None:
         return Alone()
-    from onward.engines.jax.process_group import JaxGroup
+    from onward.engines.distributed.jax_mesh import JaxProcessGroup
 
-    return JaxGroup(device)
+    return JaxProcessGroup(device)

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onward.engines.distributed.deepspeed_config import read_deepspeed_config, settle
-from onward.engines.engine import Arrays
 from onward.engines.distributed import join_group
-from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
+from onward.engines.distributed.deepspeed_config import read_deepspeed_config, settle
 from onward.engines.distributed.torch_forward import Forward
+from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
+from onward.engines.engine import Arrays
 from onward.errors import ArgumentError, TrainingError, UnsupportedError
 from onward.lowering.rounds import Steps
 from onward.model import Model

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from onward.engines.distributed import Group
+from onward.engines.distributed import ProcessGroup
 from onward.errors import TrainingError, first_line
 
 
-class TorchGroup(Group):
+class TorchProcessGroup(ProcessGroup):
     """The processes of torchrun, Ray Train or anything else that sets the variables which torch.distributed reads."""
 
     def __init__(self, device: str = "cpu"):
@@ -29,7 +29,7 @@ class TorchGroup(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._on_host = dist.new_group(backend="gloo") if "gloo" not in dist.get_backend() else None
 
-    def for_thread(self) -> TorchGroup:
+    def for_thread(self) -> TorchProcessGroup:
         other = copy.copy(self)
         other._on_host = dist.new_group(backend="gloo")
         return other

@@ -1,8 +1,8 @@
 """Training on PyTorch in several processes: its own DDP or FSDP2 around the forward pass, our update after it.
 
-The forward pass is a module (see stages.py), which PyTorch wraps as it would any other; so gradients are averaged, or
-each process keeps a shard of parameters, gradients and optimizer state and gathers one block at a time. The update is
-the graph that all engines run, on whole tensors or on shards.
+The forward pass is a module (see torch_forward.py), which PyTorch wraps as it would any other; so gradients are
+averaged, or each process keeps a shard of parameters, gradients and optimizer state and gathers one block at a time.
+The update is the graph that all engines run, on whole tensors or on shards.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.engines.engine import Arrays, Engine, Part
+from onward.engines.distributed import ProcessGroup, copies_of, join_group
+from onward.engines.distributed.layout import MODEL
+from onward.engines.distributed.torch_forward import (
+    Forward,
+    SumUnderWay,
+    Together,
+    derivative_of_common_sum,
+    make_parts,
+    run_parts,
+)
+from onward.engines.engine import Arrays, Engine, StateShard
 from onward.engines.failures import memory_of
 from onward.engines.framework_engine import FetchedResults, if_finite, interpreter
-from onward.engines.distributed import Group, copies_of, join_group
 from onward.engines.torch import Torch
-from onward.engines.torch.exchange import SumUnderWay, Together, derivative_of_common_sum
 from onward.engines.torch.layers import batch_normalization_at_once
-from onward.engines.distributed.torch_forward import Forward, make_stages, run_stages
-from onward.errors import UnsupportedError
+from onward.errors import ArgumentError, UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.overlap import leave_last_sums, split_off_first_sums
 from onward.lowering.rounds import Steps
@@ -116,7 +123,7 @@ class TorchParallel(Engine):
             new = {name: self._updating.place(results[value]) for name, value in contract.update.items()}
             return if_finite(self._updating, given[_LOSS], new, state), {n: results[n] for n in contract.metrics}
 
-        captures = self._device.type == "cuda" and exchanges  # in one piece with collectives, which was not tried
+        captures = self._device.type == "cuda" and exchanges  # in one interface with collectives, which was not tried
         return self._updating.compile(compute) if compile and not captures else compute
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
@@ -127,8 +134,8 @@ class TorchParallel(Engine):
         hold_as_initializers(forward, trained, self._carried)
         if not reads_statistics(forward, self.loss):
             self._framework.operators["BatchNormalization"] = batch_normalization_at_once
-        stages = make_stages(forward, trained, self._framework)
-        return Forward(stages, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
+        parts = make_parts(forward, trained, self._framework)
+        return Forward(parts, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
 
     def _parameter(self, name: str) -> torch.Tensor:
         """A parameter as the forward pass is to hold it, before anybody wraps that."""
@@ -278,12 +285,12 @@ class TorchParallel(Engine):
             contract = contract_of(lowered)
             held = [name for name in contract.state if name in self._trained]
             hold_as_initializers(lowered, held, self._carried)
-            self._evaluation = make_stages(lowered, held, self._framework), contract
-        stages, contract = self._evaluation
+            self._evaluation = make_parts(lowered, held, self._framework), contract
+        parts, contract = self._evaluation
         self.group.copies = copies_of(batch, self.group)
         given = self._fitting(batch, contract.batch)
         values = {name: self._framework.adopt(given[name]) for name in contract.batch}
-        results = run_stages(stages, values, self._full)
+        results = run_parts(parts, values, self._full)
         return {name: self._framework.owned(results[name]) for name in (*contract.metrics, *contract.outputs)}
 
     @contextlib.contextmanager
@@ -312,12 +319,12 @@ class TorchParallel(Engine):
 
         return self.with_state(hold)
 
-    def parts(self) -> dict[str, Part] | None:
+    def shards(self) -> dict[str, StateShard] | None:
         if not self._in_rows or any(value.dtype and value.dtype.bitwidth < 8 for value in self._carried.values()):
             return None
         starts = {name: start for name in self._carried if (start := self._start_of(name)) is not None}
         return {
-            name: Part(start, self._framework.owned(self._local(name)), math.prod(self._shape(name)))
+            name: StateShard(start, self._framework.owned(self._local(name)), math.prod(self._shape(name)))
             for name, start in starts.items()
         }
 
@@ -362,7 +369,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
-def _mesh(strategy: str, kind: str, group: Group) -> DeviceMesh | None:
+def _mesh(strategy: str, kind: str, group: ProcessGroup) -> DeviceMesh | None:
     """Over which processes tensors are sharded: none, all, or those of a machine."""
     if strategy == "ddp" or group.size == 1:
         return None
@@ -391,3 +398,32 @@ def hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[st
 
 def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+# ---- strategies by name ----------------------------------------------------------------------------------------------
+
+
+def start_together(model: Model, step: Steps = None, *, strategy: str | None = None, **options: Any) -> TorchParallel:
+    """An engine of this process, which is one of several, or alone."""
+    mesh, shard, micro_batches = (options.pop(name, None) for name in ("mesh", "shard", "micro_batches"))
+    strategy = strategy or "tensor"
+    if (mesh or shard) and strategy != "tensor":
+        raise ArgumentError(
+            f"with `{strategy}`, there is no mesh to divide tensors",
+            hint='take `strategy="tensor"` (`--strategy tensor`), or leave `mesh` and `shard` out',
+        )
+    if strategy == "deepspeed":
+        from onward.engines.distributed.torch_deepspeed import TorchDeepSpeed
+
+        return TorchDeepSpeed(model, step, strategy=strategy, **options)
+    if join_group(options.get("device", "cpu")).size == 1:
+        return TorchParallel(model, step, strategy="ddp", **options)
+    if strategy == "tensor":
+        from onward.engines.distributed.torch_tensor_parallel import TensorParallel
+
+        return TensorParallel(model, step, strategy=strategy, mesh=mesh or MODEL, shard=shard, **options)
+    if strategy == "pipeline":
+        from onward.engines.distributed.torch_pipeline import Pipeline
+
+        return Pipeline(model, step, strategy=strategy, micro_batches=micro_batches, **options)
+    return TorchParallel(model, step, strategy=strategy, **options)

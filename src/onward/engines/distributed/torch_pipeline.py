@@ -1,8 +1,8 @@
 """Pipelines on PyTorch: each process has some of the blocks that a graph repeats, and hands on what it makes of a part
 of the batch while it computes the next one.
 
-`torch.distributed.pipelining` drives that; a stage of it is a row of the stages of stages.py. To the update, a process
-has shards of all rows, of its own tensors, or of none, of others'.
+`torch.distributed.pipelining` drives that; a stage of it is several parts in a row (see torch_forward.py). To the
+update, a process has shards of all rows, of its own tensors, or of none, of others'.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from onward.engines.framework_engine import interpreter
 from onward.engines.distributed import copies_of
-from onward.engines.interpreter import Interpreter
+from onward.engines.distributed.torch_forward import ExecutablePart, Forward, make_parts
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
-from onward.engines.distributed.torch_forward import Forward, Stage, make_stages
 from onward.engines.distributed.torch_tensor_parallel import gather_samples, refuse_fixed_batches
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
 from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches, extract
@@ -63,7 +63,7 @@ class Pipeline(TorchParallel):
         self._of_whole = interpreter(whole, self._framework)
         self._types = {value.name: TYPES[value.dtype] for value in forward.outputs if value.dtype is not None}
         hold_as_initializers(forward, trained, self._carried)
-        dealt = _deal_out(make_stages(forward, trained, self._framework), self.group.size)
+        dealt = _deal_out(make_parts(forward, trained, self._framework), self.group.size)
         flow = _Flow(forward, dealt, trained)
         self._flow = flow.of(self.group.rank, self._framework)
         self._readers = {name: flow.readers(name) for name in trained}
@@ -80,7 +80,7 @@ class Pipeline(TorchParallel):
                 hint="take another strategy: `--strategy ddp`, or freeze them",
             )
         self._forward = module
-        return _Part(module, self._flow)
+        return _Stage(module, self._flow)
 
     # ---- what state is where -----------------------------------------------------------------------------------------
 
@@ -179,8 +179,8 @@ class Pipeline(TorchParallel):
             dist.broadcast(self._copy(name), self._owner(name), group=self._groups[self._readers[name]])
 
 
-class _Part(nn.Module):  # type: ignore[misc]
-    """What a process computes of a micro-batch."""
+class _Stage(nn.Module):  # type: ignore[misc]
+    """The stage of a pipeline that a process computes for each micro-batch."""
 
     def __init__(self, inner: Forward, flow: _FlowOfOne):
         super().__init__()
@@ -201,16 +201,16 @@ class _Part(nn.Module):  # type: ignore[misc]
 # ---- who computes what -----------------------------------------------------------------------------------------------
 
 
-def _deal_out(stages: Sequence[Stage], size: int) -> list[list[Stage]]:
+def _deal_out(parts: Sequence[ExecutablePart], size: int) -> list[list[ExecutablePart]]:
     """As many blocks for each process as for others, or one more. What is between goes with the block before it."""
-    blocks = [at for at, stage in enumerate(stages) if stage.piece.is_block]
+    blocks = [at for at, part in enumerate(parts) if part.interface.is_block]
     if len(blocks) < size:
         raise UnsupportedError(
             f"the graph repeats {len(blocks)} blocks, which {size} processes cannot deal out",
             hint="take fewer processes, or another strategy: `--strategy fsdp`",
         )
-    starts = [0, *(int(group[0]) for group in np.array_split(blocks, size)[1:]), len(stages)]
-    return [list(stages[start:end]) for start, end in itertools.pairwise(starts)]
+    starts = [0, *(int(group[0]) for group in np.array_split(blocks, size)[1:]), len(parts)]
+    return [list(parts[start:end]) for start, end in itertools.pairwise(starts)]
 
 
 def _most_parts(count: int, wanted: int) -> int:
@@ -232,14 +232,14 @@ class _FlowOfOne:
 class _Flow:
     """What goes from process to process."""
 
-    def __init__(self, forward: Model, dealt: Sequence[Sequence[Stage]], trained: Sequence[str]):
+    def __init__(self, forward: Model, dealt: Sequence[Sequence[ExecutablePart]], trained: Sequence[str]):
         self._forward, self._size = forward, len(dealt)
         self._values = {v.name: v for node in forward.graph for v in node.outputs}
         weights = {v for v in forward.graph.initializers.values() if v.name in trained or _is_large(v)}
-        self._reads = [{name for stage in stages for name in stage.piece.reads} for stages in dealt]
+        self._reads = [{name for part in parts for name in part.interface.reads} for parts in dealt]
         self._results = [value.name or "" for value in forward.outputs]
         self._reads[-1].update(self._results)
-        self._made = [[name for stage in stages for name in stage.piece.makes] for stages in dealt]
+        self._made = [[name for part in parts for name in part.interface.makes] for parts in dealt]
         self._beside = {
             name
             for name in {name for made in self._made for name in made}
