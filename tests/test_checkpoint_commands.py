@@ -14,7 +14,7 @@ import models
 import onward
 from commands import failed, run
 from conftest import needs
-from onward.agreement.elements import compare_elements
+from onward.agreement.tolerance import compare_elements
 
 RECORDED = Path(__file__).parent / "checkpoints"
 STEPS, MORE = 5, 4

@@ -14,9 +14,8 @@ from onnx import numpy_helper, parser
 import models
 import onward
 from conftest import needs
-from onward.agreement.noise import noise_in
 from onward.agreement.steps import Step, compare_steps
-from onward.agreement.tolerance import Comparison
+from onward.agreement.tolerance import Comparison, noise_in
 from onward.engines import start
 from onward.engines.framework import framework_class
 from onward.errors import InvalidModelError, MismatchError, OutOfMemoryError, UnknownNameError, UnsupportedError

@@ -9,8 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from onward.agreement.data import example_inputs
-from onward.agreement.gradcheck.inputs import generator
+from onward.agreement.inputs import example_inputs, generator
 from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line

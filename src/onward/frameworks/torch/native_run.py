@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.agreement.data import example_inputs
+from onward.agreement.inputs import example_inputs
 from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array

@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import onnx_ir as ir
 
-from onward.agreement.data import inputs_of_type
-from onward.agreement.divergence import Way, first_difference
-from onward.agreement.gradcheck.inputs import GIVE, Given, fit_inputs
-from onward.agreement.noise import distances_without_noise
-from onward.agreement.report import Report, Row
-from onward.agreement.tolerance import Arrays, farthest
+from onward.agreement.inputs import GIVE, Given, fit_inputs, inputs_of_type
+from onward.agreement.report import Difference, EngineReport, EngineRow
+from onward.agreement.tolerance import Arrays, distance, distances_without_noise, farthest
 from onward.arguments import Count, Range, Seed, checked
-from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
+from onward.engines import ENGINES, FRAMEWORKS, Engine, function, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
 from onward.lowering.contract import contract_of
-from onward.lowering.step import lower_for_framework
+from onward.lowering.step import Manner, lower_for_engine, lower_for_framework
 from onward.model import Model, Source, load
+from onward.model.core import values
 from onward.model.state import states
+from onward.transform.types import fill_in_types
 
 
 @checked()
@@ -37,7 +37,7 @@ def verify(
     step: int = 0,
     compile: bool = False,
     on_start: Callable[[str], None] = lambda name: None,
-) -> Report:
+) -> EngineReport:
     """Run the same steps of a training model on all engines that are installed, or on those named, and compare.
 
     PyTorch, JAX and TensorFlow run it twice: with their own derivative and with ours. The reference is the engine that
@@ -85,11 +85,11 @@ def verify(
     rows = [
         _compare(model, step, way, reference, runs, batches, limit)
         if way in runs
-        else Row(way.engine, way.derivative, "cannot", note=refusals[way].message)
+        else EngineRow(way.engine, way.derivative, "cannot", note=refusals[way].message)
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)
-    return Report(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
+    return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
 
 
 def _rules(engine: str) -> tuple[bool, ...]:
@@ -175,7 +175,7 @@ def _nearest_to_all(runs: dict[Way, _Run]) -> Way:
 
 def _compare(
     model: Model, index: int, way: Way, reference: Way, runs: dict[Way, _Run], batches: Sequence[Arrays], limit: float
-) -> Row:
+) -> EngineRow:
     run, other = runs[way], runs[reference]
     metrics = [farthest(a, b) for a, b in zip(run.metrics, other.metrics, strict=True)]
     after = [farthest(a, b) for a, b in zip(run.states[1:], other.states[1:], strict=True)]
@@ -187,7 +187,7 @@ def _compare(
     if wrong is not None:
         inputs = {**other.states[wrong], **batches[wrong]}
         difference = first_difference(model, index, way, reference, wrong + 1, inputs, limit)
-    return Row(
+    return EngineRow(
         way.engine,
         way.derivative,
         "agrees" if wrong is None else "differs",
@@ -197,3 +197,44 @@ def _compare(
         run.seconds,
         difference=difference,
     )
+
+
+# ---- the first value that two engines compute differently ------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """An engine, and whether it takes our rules for the derivative."""
+
+    engine: str
+    rules: bool
+
+    @property
+    def derivative(self) -> str:
+        return "rules" if self.rules else "own"
+
+
+def first_difference(
+    model: Model, index: int, way: Way, reference: Way, step: int, inputs: Arrays, tolerance: float
+) -> Difference | None:
+    """The first value of the step, from the same state and batch, in the order of the graph."""
+    found, expected = (_values(model, index, which, inputs) for which in (way, reference))
+    for name in found:
+        if name in expected and (far := distance(found[name], expected[name])) > tolerance:
+            magnitude, other = (float(np.abs(x[name].astype(np.float64)).max(initial=0)) for x in (found, expected))
+            return Difference(name, step, way.engine, reference.engine, magnitude, other, far)
+    return None
+
+
+def _values(model: Model, index: int, way: Way, inputs: Arrays) -> dict[str, np.ndarray]:
+    lowered = lower_for_engine(model, index, manner=Manner(differentiate=way.rules))
+    graph = lowered.graph
+    fill_in_types(lowered, values(graph))
+    graph.outputs[:] = dict.fromkeys((*_tensors(graph), *graph.outputs))
+    given = {value.name: inputs[value.name] for value in graph.inputs if value.name and value.name in inputs}
+    results = function(lowered, engine=way.engine)(given)
+    return {name: value for name, value in results.items() if isinstance(value, np.ndarray)}
+
+
+def _tensors(graph: ir.Graph) -> Iterable[ir.Value]:
+    produced = (value for node in graph for value in node.outputs if value.name)
+    return (value for value in produced if isinstance(value.type, ir.TensorType))

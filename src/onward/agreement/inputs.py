@@ -1,7 +1,8 @@
-"""The point at which gradients are checked: what the user gives, and what is made up for the rest."""
+"""Inputs at which models are run for a comparison: those that are given, and made-up ones for the rest."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.agreement.gradcheck.subject import Subject
 from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.inspect.formatting import shape as shown_shape
 from onward.inspect.values import number, port
@@ -35,11 +35,6 @@ _SIZES = (2, 8, 32, 1)
 def generator(seed: int) -> np.random.Generator:
     """Random numbers that are not those of a weight which somebody drew with the same seed."""
     return np.random.default_rng([seed, *b"onward"])
-
-
-def given_inputs(subject: Subject, given: Given) -> dict[str, np.ndarray]:
-    """What the user gives, as arrays that fit the inputs of the model; those that y does not depend on are left out."""
-    return fit_inputs(given, {value.name or "": value for value in subject.model.inputs}, subject.spare)
 
 
 def fit_inputs(given: Given, known: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
@@ -189,3 +184,19 @@ def _limit(node: ir.Node, index: int) -> int | None:
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
     size = shape[axis] if shape is not None else None
     return size if isinstance(size, int) else None
+
+
+_CANDIDATES = 4
+
+
+def example_inputs(model: Model, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Inputs of several sizes: the caller takes the first with which everything runs."""
+    smallest, *larger = itertools.islice(inputs_of_type(model, {}, seed), _CANDIDATES)
+    yield from (*larger, smallest)  # a BatchNorm of two samples gives nothing but signs
+
+
+def inputs_of_type(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """Ever other values for the inputs that are not given, in the types that the model takes."""
+    types = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
+    for arrays in candidate_inputs(model, given, seed):
+        yield {name: array.astype(types.get(name, array.dtype)) for name, array in arrays.items()}
