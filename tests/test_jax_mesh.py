@@ -18,7 +18,7 @@ import pytest
 import mesh_steps
 import onward
 from onward.engines.distributed.layout import Layout
-from onward.planning.annotate import annotate
+from onward.planning.plan import annotate
 
 SCRIPT = Path(mesh_steps.__file__)
 

@@ -62,7 +62,7 @@ def verify(
         if name not in ENGINES:
             raise UnknownNameError(f"there is no engine `{name}`", hint=near_or_first(name, ENGINES))
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
-    ways = [Way(name, rules) for name in names for rules in _rules(name)]
+    ways = [Way(name, rules) for name in names for rules in ((False, True) if name in FRAMEWORKS else (True,))]
     known = [*model.inputs, *(value for one in model.steps[step:][:1] for value in one.algorithm.inputs)]
     given = fit_inputs(inputs, {value.name or "": value for value in known})
     batches: list[Arrays] = []
@@ -90,10 +90,6 @@ def verify(
     ]
     unknown = tuple(name for name in batches[0] if name not in given)
     return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
-
-
-def _rules(engine: str) -> tuple[bool, ...]:
-    return (False, True) if engine in FRAMEWORKS else (True,)
 
 
 def _load(model: Model, step: int, way: Way, compile: bool) -> Engine:

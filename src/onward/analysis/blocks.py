@@ -101,7 +101,9 @@ class _Trunk:
                 if node.op_type not in _HANDS_ON:
                     self.nodes.append(node)
                     self._paths.append(path)
-                self._made.update(value for value in node.outputs if _may_be_float(value))
+                self._made.update(
+                    value for value in node.outputs if (value.dtype is None or value.dtype.is_floating_point())
+                )
             elif is_given:
                 given.update(node.outputs)
             elif path:
@@ -129,10 +131,6 @@ class _Trunk:
 
 def _path(value: ir.Value, parameters: set[str], behind: dict[ir.Value, str]) -> str:
     return value.name or "" if value.name in parameters else behind.get(value, "")
-
-
-def _may_be_float(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
 
 
 def _size(value: ir.Value) -> Hashable:

@@ -20,7 +20,7 @@ from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
-from onward.model import Model, Source, load
+from onward.model import Source, load
 from onward.model.signature import check_signatures
 from onward.model.walk import graphs_of
 from onward.transform.padding import write_padding
@@ -106,25 +106,20 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     defaults = {} if engine != "onnxruntime" else {value.name or "": value for value in model.graph.inputs}
     if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
         model = lower_for_engine(model, part="inference")
-    compute = _array_function(model, engine, options)
+    if engine == "onnxruntime":
+        from onward.engines import onnxruntime
+
+        check_options(engine, options, onnxruntime.array_function)
+        compute = onnxruntime.array_function(model, **options)
+    else:
+        from onward.engines.framework_engine import array_function
+
+        compute = array_function(engine, model, **options)
 
     def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:
         return compute(fitting_inputs(arrays, inputs, defaults, engine in FRAMEWORKS))
 
     return checked
-
-
-def _array_function(
-    model: Model, engine: str, options: Mapping[str, Any]
-) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    if engine == "onnxruntime":
-        from onward.engines import onnxruntime
-
-        check_options(engine, options, onnxruntime.array_function)
-        return onnxruntime.array_function(model, **options)
-    from onward.engines.framework_engine import array_function
-
-    return array_function(engine, model, **options)
 
 
 def check_engine(engine: str) -> None:

@@ -277,7 +277,11 @@ def misfit(
     if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
         return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
     expected = dtype.numpy() if dtype is not None else None
-    if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
+    if (
+        expected is not None
+        and isinstance(array, np.ndarray)
+        and not (array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US"))
+    ):
         return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
     if shape is None:
         return None
@@ -301,11 +305,6 @@ def _array(value: Any) -> Any:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable
         return value
-
-
-def _is_of(array: np.ndarray, expected: np.dtype) -> bool:
-    """Whether an array has a type; text may be of any length."""
-    return array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US")
 
 
 def _show_shape(shape: ir.Shape) -> str:

@@ -32,7 +32,7 @@ import onnx_ir as ir
 
 from onward.engines.engine import check_options
 from onward.engines.shared.arrays import function_of, register
-from onward.errors import UnsupportedError
+from onward.errors import UnknownNameError, UnsupportedError
 
 Function = Callable[..., Any]
 
@@ -119,6 +119,12 @@ class Framework(ABC):
     def devices(cls) -> list[str]:
         """What `device` may be, on this machine."""
         return ["cpu"]
+
+    @classmethod
+    def check_device(cls, device: str, called: str) -> None:
+        """Raise if this machine has no such device."""
+        if device not in cls.devices():
+            raise UnknownNameError(f"{called} has no device `{device}` here", hint=f"it has {', '.join(cls.devices())}")
 
     @abstractmethod
     def supports(self, dtype: np.dtype) -> bool:

@@ -39,28 +39,6 @@ class Match(ABC):
         """The output by the operator; NotImplemented where, by the numbers, the nodes are something else."""
 
 
-class Following:
-    """Goes from node to node against the flow, as long as nobody else reads what is computed there."""
-
-    def __init__(self, among: Container[ir.Node], kept: Container[ir.Value]):
-        self._among = among
-        self._kept = kept
-        self.nodes: list[ir.Node] = []
-        """The nodes of the match so far."""
-
-    def inside(self, value: ir.Value | None) -> ir.Node | None:
-        """The node that computes a value which is not kept for others."""
-        node = value.producer() if value is not None else None
-        if node is None or node not in self._among or value in self._kept or not is_standard(node):
-            return None
-        return node
-
-    def only(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
-        """The same, if it is one of some operators, and has a single reader."""
-        node = self.inside(value)
-        return node if node is not None and node.op_type in operators and len(readers(node)) == 1 else None
-
-
 def readers(node: ir.Node) -> set[ir.Node]:
     return {reader for output in node.outputs for reader, _ in output.uses()}
 
@@ -106,26 +84,108 @@ class Attention(Match):
             [1 / f.item() if over else f.item() for f, (_, over) in zip(factors, self.factors, strict=True)]
         )
         causal = isinstance(mask, np.ndarray) and _is_causal(mask, q.shape[2], k.shape[2])
-        if self.guarded and mask is not None and not causal and not _always_attends(mask):
+        always_attends = isinstance(mask, np.ndarray) and bool(np.isfinite(mask).any(-1).all())
+        if self.guarded and mask is not None and not causal and not always_attends:
             return NotImplemented
         placed = None if causal or mask is None else framework.place(mask)
         given = {"scale": float(scale), "is_causal": int(causal), "kv_num_heads": None, "q_num_heads": None}
         return framework.operators["Attention"](q, k, v, placed, **given)
 
 
-def attention(last: ir.Node, among: Container[ir.Node], kept: Container[ir.Value]) -> Attention | None:
-    """The attention that a node ends."""
-    return _Attention(among, kept).match(last) if last.op_type == "MatMul" else None
+def _may_be_scalar(value: ir.Value) -> bool:
+    return value.shape is None or all(size == 1 for size in value.shape)
 
 
-class _Attention(Following):
-    """Follows one product of weights and values back to queries and keys."""
+def _swaps(shape: Sequence[int], through: np.ndarray, to: np.ndarray) -> bool:
+    """Whether reshaping, transposing and reshaping is swapping the last two axes."""
+    *leading, rows, columns = shape
+    return list(through[1:]) == [rows, columns] and list(to) == [*leading, columns, rows]
+
+
+def _is_causal(mask: np.ndarray, queries: int, keys: int) -> bool:
+    if queries != keys or mask.shape[-2:] != (queries, keys) or mask.size != queries * keys:
+        return False
+    flat = mask.reshape(queries, keys)
+    below = np.tri(queries, dtype=bool)
+    return bool((flat[below] == 0).all() and (flat[~below] <= np.finfo(flat.dtype).min).all())
+
+
+# ---- a matmul and a bias, which exporters write as two or three nodes ------------------------------------------------
+
+# Add(MatMul(x, Transpose(w)), bias) as one operator rounds once.
+
+LINEAR = "onward.Linear"
+"""The row of a table: `(x, weight, bias)`, with the weight as it is in the product."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Match):
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value
+    transposed: bool
+    """Whether the weight is transposed before the product."""
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        return [self.x, self.weight, self.bias]
+
+    def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
+        x, weight, bias = (values[value] for value in self.inputs)
+        tensors = not any(isinstance(value, np.ndarray) for value in (x, weight, bias))
+        if not tensors or len(weight.shape) != 2 or len(bias.shape) != 1 or len(x.shape) < 2:
+            return NotImplemented
+        turned = framework.operators["Transpose"](weight, perm=[1, 0]) if self.transposed else weight
+        if turned.shape[1] != bias.shape[0]:
+            return NotImplemented
+        return framework.operators[LINEAR](x, turned, bias)
+
+
+# ---- finding them ----------------------------------------------------------------------------------------------------
+
+
+class _Finder:
+    """Goes from node to node against the flow, as long as nobody else reads what is computed there."""
 
     def __init__(self, among: Container[ir.Node], kept: Container[ir.Value]):
-        super().__init__(among, kept)
+        self._among = among
+        self._kept = kept
+        self.nodes: list[ir.Node] = []
+        """The nodes of the match so far."""
         self._factors: list[tuple[ir.Value, bool]] = []
 
-    def match(self, last: ir.Node) -> Attention | None:
+    def inside(self, value: ir.Value | None) -> ir.Node | None:
+        """The node that computes a value which is not kept for others."""
+        node = value.producer() if value is not None else None
+        if node is None or node not in self._among or value in self._kept or not is_standard(node):
+            return None
+        return node
+
+    def only(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
+        """The same, if it is one of some operators, and has a single reader."""
+        node = self.inside(value)
+        return node if node is not None and node.op_type in operators and len(readers(node)) == 1 else None
+
+    def linear(self, last: ir.Node) -> Linear | None:
+        """Return the matmul that a node adds a bias to."""
+        if last.op_type != "Add":
+            return None
+        for product, bias in (last.inputs, last.inputs[::-1]):
+            node = self.only(product, "MatMul")
+            x, weight = node.inputs if node is not None else (None, None)
+            if node is None or bias is None or x is None or weight is None:
+                continue
+            transpose = self.only(weight, "Transpose")
+            if transpose is None or transpose.inputs[0] is None:
+                return Linear([node, last], x, weight, bias, False)
+            if list(transpose.attributes["perm"].as_ints()) == [1, 0]:
+                return Linear([transpose, node, last], x, transpose.inputs[0], bias, True)
+        return None
+
+    def attention(self, last: ir.Node) -> Attention | None:
+        """Return the attention that a matmul of weights and values ends."""
+        if last.op_type != "MatMul":
+            return None
         weights, v = last.inputs
         self.nodes.append(last)
         softmax, guarded = self._softmax(weights)
@@ -205,78 +265,7 @@ class _Attention(Following):
         return reshape.inputs[0], [reshape.inputs[1], node.inputs[1]]
 
 
-def _may_be_scalar(value: ir.Value) -> bool:
-    return value.shape is None or all(size == 1 for size in value.shape)
-
-
-def _swaps(shape: Sequence[int], through: np.ndarray, to: np.ndarray) -> bool:
-    """Whether reshaping, transposing and reshaping is swapping the last two axes."""
-    *leading, rows, columns = shape
-    return list(through[1:]) == [rows, columns] and list(to) == [*leading, columns, rows]
-
-
-def _is_causal(mask: np.ndarray, queries: int, keys: int) -> bool:
-    if queries != keys or mask.shape[-2:] != (queries, keys) or mask.size != queries * keys:
-        return False
-    flat = mask.reshape(queries, keys)
-    below = np.tri(queries, dtype=bool)
-    return bool((flat[below] == 0).all() and (flat[~below] <= np.finfo(flat.dtype).min).all())
-
-
-def _always_attends(mask: Any) -> bool:
-    return isinstance(mask, np.ndarray) and bool(np.isfinite(mask).any(-1).all())
-
-
-# ---- a matmul and a bias, which exporters write as two or three nodes ------------------------------------------------
-
-# Add(MatMul(x, Transpose(w)), bias) as one operator rounds once.
-
-LINEAR = "onward.Linear"
-"""The row of a table: `(x, weight, bias)`, with the weight as it is in the product."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear(Match):
-    x: ir.Value
-    weight: ir.Value
-    bias: ir.Value
-    transposed: bool
-    """Whether the weight is transposed before the product."""
-
-    @property
-    def inputs(self) -> list[ir.Value]:
-        return [self.x, self.weight, self.bias]
-
-    def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
-        x, weight, bias = (values[value] for value in self.inputs)
-        tensors = not any(isinstance(value, np.ndarray) for value in (x, weight, bias))
-        if not tensors or len(weight.shape) != 2 or len(bias.shape) != 1 or len(x.shape) < 2:
-            return NotImplemented
-        turned = framework.operators["Transpose"](weight, perm=[1, 0]) if self.transposed else weight
-        if turned.shape[1] != bias.shape[0]:
-            return NotImplemented
-        return framework.operators[LINEAR](x, turned, bias)
-
-
-def linear(last: ir.Node, among: Container[ir.Node], kept: Container[ir.Value]) -> Linear | None:
-    """The product that a node adds a bias to."""
-    if last.op_type != "Add":
-        return None
-    follow = Following(among, kept)
-    for product, bias in (last.inputs, last.inputs[::-1]):
-        node = follow.only(product, "MatMul")
-        x, weight = node.inputs if node is not None else (None, None)
-        if node is None or bias is None or x is None or weight is None:
-            continue
-        transpose = follow.only(weight, "Transpose")
-        if transpose is None or transpose.inputs[0] is None:
-            return Linear([node, last], x, weight, bias, False)
-        if list(transpose.attributes["perm"].as_ints()) == [1, 0]:
-            return Linear([transpose, node, last], x, transpose.inputs[0], bias, True)
-    return None
-
-
-_PATTERNS = {"Attention": attention, LINEAR: linear}
+_PATTERNS = {"Attention": _Finder.attention, LINEAR: _Finder.linear}
 
 
 def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Container[str]) -> Iterator[Match]:
@@ -284,6 +273,6 @@ def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Cont
     left = set(nodes)
     for operator, pattern in _PATTERNS.items():
         for node in nodes if operator in operators else ():
-            if node in left and (match := pattern(node, left, kept)) is not None:
+            if node in left and (match := pattern(_Finder(left, kept), node)) is not None:
                 left -= set(match.nodes)
                 yield match

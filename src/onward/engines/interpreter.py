@@ -67,7 +67,9 @@ class Interpreter:
                 host = HOST_INPUTS.get(call.operator, ())
                 numbers = self._framework.takes_numbers.get(call.operator, ())
                 placed = (
-                    self._fetch(x) if i in host or (i in numbers and _is_number(x)) else self._place(value, x)
+                    self._fetch(x)
+                    if i in host or (i in numbers and (isinstance(x, np.ndarray) and x.ndim == 0))
+                    else self._place(value, x)
                     for i, (value, x) in enumerate(zip(call.inputs, inputs, strict=True))
                 )
                 results = call.function(*placed)
@@ -176,20 +178,12 @@ class _Body:
         self._interpreter = interpreter
         self._plan = plan
         self._captured = {value: around[value] for value in plan.captured}
-        self.types = [(_dtype(value), _sizes(value)) for value in plan.outputs]
+        self.types = [((None if value.dtype is None else value.dtype.numpy()), _sizes(value)) for value in plan.outputs]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
         self._interpreter.execute(self._plan, values)
         return [self._interpreter.typed(value, values[value]) for value in self._plan.outputs]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 0
-
-
-def _dtype(value: ir.Value) -> np.dtype | None:
-    return None if value.dtype is None else value.dtype.numpy()
 
 
 def _sizes(value: ir.Value) -> list[int | None] | None:

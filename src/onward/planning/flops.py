@@ -1,8 +1,4 @@
-"""How many floating-point operations a node takes, by the shapes of what it reads and writes.
-
-A multiplication and an addition count as two. What is not a product counts one for each element that it makes: next to
-products that is little.
-"""
+"""Sizes of values, and floating-point operations of nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +8,28 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onward.model.walk import nested_graphs
-from onward.planning.tensors import dims_of, elements
+
+
+def dims_of(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The sizes of a tensor; None if one of them is not known."""
+    shape = value.shape if value is not None else None
+    return tuple(shape.numpy()) if shape is not None and shape.is_static() else None
+
+
+def elements(value: ir.Value | None) -> int:
+    """As many numbers as a tensor has; none if that is not known."""
+    dims = dims_of(value)
+    return 0 if dims is None else math.prod(dims)
+
+
+def bytes_of(value: ir.Value) -> int:
+    return math.ceil(elements(value) * value.dtype.itemsize) if value.dtype is not None else 0
+
+
+# ---- floating-point operations ----------------------------------------------------------------------------------
+
+# A multiplication and an addition count as two. What is not a matmul counts one for each element that it makes: next to
+# matmuls that is little.
 
 
 def flops(node: ir.Node) -> int:

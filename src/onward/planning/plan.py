@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from onward.errors import ArgumentError, UnknownNameError, UnsupportedError
+from onward.errors import ArgumentError, ExternalDataError, UnknownNameError, UnsupportedError, WriteError
 from onward.inspect import describe
 from onward.inspect.formatting import quantity
-from onward.model import Model, Source
-from onward.model.serde import load_shapes
+from onward.model import Model, Source, load
+from onward.model.serde import load_references, load_shapes, stamp
 from onward.model.sharding import Sharding
+from onward.model.storage import write_file
 from onward.options import PlanOptions, RecipeOptions, options_of, taking
+from onward.planning.flops import dims_of
 from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Machines, degrees, estimate
-from onward.planning.tensors import dims_of
 from onward.planning.workload import Workload
 from onward.recipe import prepare
 from onward.transform import declare
@@ -267,3 +270,28 @@ def _facts(work: Workload, samples: int, accumulate: int, notes: Sequence[str], 
         "engine": asked.engine,
         "notes": [*notes, *([f"of {quantity(work.unknown, 'tensor')} nothing tells the size"] if work.unknown else [])],
     }
+
+
+# ---- a model file with a plan in it ----------------------------------------------------------------------------------
+
+
+def annotate(source: str | os.PathLike[str], sharding: Sharding, path: str | os.PathLike[str]) -> None:
+    """Write a copy of a model that says how it is divided; what a recipe would add to it is not in it."""
+    try:
+        model, is_whole = load(source), True
+    except ExternalDataError:
+        model, is_whole = load_references(source), False
+    there = {value.name for value in model.initializers()}
+    own = {name: axes for name, axes in sharding.tensors.items() if name in there}
+    model = model.copy()
+    dataclasses.replace(sharding, tensors=own).write_to(model)
+    stamp(model)
+    if is_whole:
+        model.save(path)
+    elif Path(path).resolve().parent == Path(source).resolve().parent:
+        write_file(path, model.to_proto().SerializeToString())
+    else:
+        raise WriteError(
+            f"the data of `{source}` are not there, so that they cannot be copied to `{Path(path).parent}`",
+            hint="write beside the model",
+        )

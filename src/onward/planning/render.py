@@ -69,12 +69,14 @@ def _table(plan: Plan) -> str:
     headings = _HEADINGS if timed else _HEADINGS[:-2]
     rows = [headings, *(_row(each, timed) for each in plan.estimates.values())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(headings))]
-    lines = ([_cell(text, width, i) for i, (text, width) in enumerate(zip(row, widths, strict=True))] for row in rows)
+    lines = (
+        [
+            (text.rjust(width) if i else text.ljust(width))
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column else text.ljust(width)
 
 
 def _row(each: Estimate, timed: bool) -> Sequence[str]:

@@ -195,7 +195,7 @@ class _Estimating:
     def _part(self, weight: Weight, size: int, divided: bool) -> int:
         """A device's part of something that belongs to a weight."""
         axes = self._axes(weight, divided)
-        parts = math.prod(math.ceil(weight.shape[a] / _count(axes[a], self._mesh)) for a in axes)
+        parts = math.prod(math.ceil(weight.shape[a] / math.prod(self._mesh[axis] for axis in axes[a])) for a in axes)
         whole = math.prod(weight.shape[a] for a in axes)
         return math.ceil(size * parts / whole) if whole else 0
 
@@ -285,10 +285,6 @@ class _Estimating:
             if (of_state := self._axes(weight, self.strategy.state)) != axes:
                 tensors.update(dict.fromkeys(weight.slots, of_state))
         return Sharding(self.name, mesh, tensors)
-
-
-def _count(axes: Sequence[str], mesh: dict[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes)
 
 
 def _step_seconds(compute: float | None, told: Sequence[Collective]) -> float | None:

@@ -18,9 +18,8 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.state import State, carried_state
 from onward.model.walk import source_of
-from onward.planning.flops import PRODUCTS, flops
+from onward.planning.flops import PRODUCTS, bytes_of, dims_of, elements, flops
 from onward.planning.schedule import Block, Kernel, Schedule, Usage
-from onward.planning.tensors import bytes_of, dims_of, elements
 from onward.transform.types import fill_in_types
 
 FUSES_ATTENTION = ("torch", "jax")

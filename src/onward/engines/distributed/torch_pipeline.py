@@ -141,13 +141,11 @@ class Pipeline(TorchParallel):
         if self._schedule is None or self._schedule[0] != key:
             stage = PipelineStage(self._module, self.group.rank, self.group.size, self._device)
             kind = Schedule1F1B if parts >= self.group.size else ScheduleGPipe
-            made = kind(stage, parts, loss_fn=lambda terms, _: terms[self._index].sum(), scale_grads=False)
+            made = kind(
+                stage, parts, loss_fn=lambda terms, _: terms[self._flow.gives.index(self.loss)].sum(), scale_grads=False
+            )
             self._schedule = key, made
         return self._schedule[1]
-
-    @property
-    def _index(self) -> int:
-        return self._flow.gives.index(self.loss)
 
     def _sum_terms(self, terms: Any) -> dict[str, torch.Tensor]:
         """Metrics of the whole batch, which the last process tells the others."""

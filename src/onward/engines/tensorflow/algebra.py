@@ -145,13 +145,9 @@ def _shift_along(x, step, axis):
 def top_k(x, k, *, axis, largest, sorted):
     """Of elements that tie the one with the lower index comes first."""
     last = _swap_with_last(x, axis)
-    order = last if largest else _reversed_order(last)
+    order = last if largest else (tf.bitwise.invert(last) if last.dtype.is_integer else -last)
     places = tf.math.top_k(order, k.item(), bool(sorted), index_type=tf.int64).indices
     return tuple(_swap_with_last(y, axis) for y in (tf.gather(last, places, batch_dims=x.shape.rank - 1), places))
-
-
-def _reversed_order(x):
-    return tf.bitwise.invert(x) if x.dtype.is_integer else -x
 
 
 def _swap_with_last(x, axis):

@@ -117,12 +117,8 @@ operators(
     Sqrt=_with_slope(tf.sqrt, lambda x, y: 0.5 / y),
     Exp=_with_slope(tf.exp, lambda x, y: y),
     Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
-    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
+    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype),
 )
-
-
-def _erf_of_integers(x):
-    return tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype)
 
 
 operators(

@@ -65,8 +65,7 @@ class Torch(Framework):
             raise UnknownNameError(
                 f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
             )
-        if device not in self.devices():
-            raise UnknownNameError(f"PyTorch has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
+        self.check_device(device, "PyTorch")
         self._device = torch.device(device)
         self._tf32 = precision == "tf32"
         self._deterministic = deterministic

@@ -56,18 +56,16 @@ def _extreme(function, sign):
     def reduce(x, axes):
         if all(x.shape[axis] for axis in axes):
             return function(x, axes, keepdim=True)
-        worst = -sign * torch.inf if x.is_floating_point() else _lowest(x.dtype) if sign > 0 else _highest(x.dtype)
+        worst = (
+            -sign * torch.inf
+            if x.is_floating_point()
+            else (0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min)
+            if sign > 0
+            else (1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+        )
         return x.new_full([1 if i in axes else size for i, size in enumerate(x.shape)], worst)
 
     return reduce
-
-
-def _lowest(dtype):
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _highest(dtype):
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _floating(function):
