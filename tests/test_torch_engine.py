@@ -209,7 +209,7 @@ def test_what_depends_on_values_is_not_recorded():
     """And what depends on sizes alone is, with its derivative."""
     import torch
 
-    from onward.engines.torch.recording import Recorded, Recording
+    from onward.engines.torch.compilation import Recorded, Recording
 
     def switch(values):
         return [values[0] * 2 if float(values[0].sum()) > 0 else -values[0]]

@@ -204,7 +204,7 @@ def without_dropout(model: Model) -> Model:
     return made
 
 
-# ---- updates of an optimizer ------------------------------------------------------------------------------------
+# ---- updates of an optimizer -----------------------------------------------------------------------------------------
 
 # The same updates of an optimizer and of what was read or traced of it, by random gradients.
 #

@@ -183,7 +183,7 @@ def _is_numeric(array: np.ndarray) -> bool:
     return array.dtype.kind in "biufcV" and not array.dtype.hasobject and array.dtype.names is None
 
 
-# ---- gradients that are rounding errors -------------------------------------------------------------------------
+# ---- gradients that are rounding errors ------------------------------------------------------------------------------
 
 # Gradients that are nothing but rounding errors, as that of a bias before a normalization is.
 #

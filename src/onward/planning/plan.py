@@ -17,9 +17,8 @@ from onward.model.serde import load_references, load_shapes, stamp
 from onward.model.sharding import Sharding
 from onward.model.storage import write_file
 from onward.options import PlanOptions, RecipeOptions, options_of, taking
-from onward.planning.flops import dims_of
 from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Machines, degrees, estimate
-from onward.planning.workload import Workload
+from onward.planning.workload import Workload, dims_of
 from onward.recipe import prepare
 from onward.transform import declare
 

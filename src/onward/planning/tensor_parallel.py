@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.constants import constant_ints
-from onward.planning.flops import bytes_of, dims_of, flops
-from onward.planning.workload import Workload
+from onward.planning.workload import Workload, bytes_of, dims_of, flops
 
 TERM = "term"
 State = int | str | None

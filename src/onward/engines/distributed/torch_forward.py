@@ -18,7 +18,7 @@ from onward.analysis.blocks import PartInterface, cut_into_parts, models_of_part
 from onward.engines.distributed import join_group
 from onward.engines.framework_engine import interpreter
 from onward.engines.torch import Torch
-from onward.engines.torch.recording import Recorded, Run
+from onward.engines.torch.compilation import Recorded, Run
 from onward.model import Model
 from onward.model.core import is_gradient
 

@@ -168,7 +168,7 @@ def _average(tensors: Collection[torch.Tensor], mesh: DeviceMesh) -> None:
             tensor.copy_(mean)
 
 
-# ---- operators on tensors of which each process has a shard -----------------------------------------------------
+# ---- operators on tensors of which each process has a shard ----------------------------------------------------------
 
 # A value is a plain tensor, which all processes have and compute alike, or a DTensor that is divided along one axis.
 # Operators that leave that axis alone are computed on the shards. For all else the shards are gathered first: always

@@ -15,7 +15,7 @@ from onward.agreement.steps import without_dropout
 from onward.analysis.blocks import Part, PartInterface, models_of_parts
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
-from onward.engines.torch.recording import Recording, kinds_of
+from onward.engines.torch.compilation import Recording, kinds_of
 from onward.engines.torch.types import CODES
 from onward.frameworks.torch.module_engine import Live
 from onward.model import Model, load
