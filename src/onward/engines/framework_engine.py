@@ -56,14 +56,7 @@ def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mappi
     execute = interpreter(inline(model), framework)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-        results = execute(
-            {
-                name: _map_arrays(
-                    lambda array: framework.tensor(array) if framework.supports(array.dtype) else array, value
-                )
-                for name, value in inputs.items()
-            }
-        )
+        results = execute({name: _map_arrays(framework.adopt, value) for name, value in inputs.items()})
         return Results({name: _map_arrays(framework.owned, value) for name, value in results.items()})
 
     return run
