@@ -37,10 +37,7 @@ def gemm(a, b, c=None, *, alpha, beta, transA, transB, aligned=False):
     return product + (c if beta == 1 else (beta * c).astype(a.dtype))
 
 
-operators(
-    Einsum=lambda *xs, equation: jnp.einsum(equation, *xs),
-    Det=jnp.linalg.det,
-)
+operators(Einsum=lambda *xs, equation: jnp.einsum(equation, *xs), Det=jnp.linalg.det)
 
 
 @operators.define("onward.Linear")

@@ -46,12 +46,7 @@ def absolute(x):
     return jnp.abs(jnp.where(x == 0, 0, x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
-operators(
-    Max=_extreme(jnp.maximum, jnp.max),
-    Min=_extreme(jnp.minimum, jnp.min),
-    Abs=absolute,
-    Erf=lax.erf,
-)
+operators(Max=_extreme(jnp.maximum, jnp.max), Min=_extreme(jnp.minimum, jnp.min), Abs=absolute, Erf=lax.erf)
 
 
 @operators.define("BitShift")

@@ -30,10 +30,7 @@ def power(x, y):
     return np.power(x, y).astype(x.dtype, copy=False)
 
 
-operators(
-    Max=lambda *xs: functools.reduce(np.maximum, xs),
-    Min=lambda *xs: functools.reduce(np.minimum, xs),
-)
+operators(Max=lambda *xs: functools.reduce(np.maximum, xs), Min=lambda *xs: functools.reduce(np.minimum, xs))
 
 
 @operators.define("Erf")
@@ -81,8 +78,7 @@ def clip(x, low=None, high=None):
 
 _SATURATING = frozenset(
     map(
-        np.dtype,
-        (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz),
+        np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz)
     )
 )
 

@@ -27,10 +27,7 @@ def from_reference(name: str) -> Function:
     parameter = inspect.Parameter
     attributes = [*defs.get_schema(name).attributes, "outputs"]
     compute.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            parameter("inputs", parameter.VAR_POSITIONAL),
-            *(parameter(key, parameter.KEYWORD_ONLY) for key in attributes),
-        ]
+        [parameter("inputs", parameter.VAR_POSITIONAL), *(parameter(key, parameter.KEYWORD_ONLY) for key in attributes)]
     )
     return compute
 
@@ -81,10 +78,7 @@ def regex_full_match(x, *, pattern):
     return np.array(matches, bool).reshape(x.shape)
 
 
-operators(
-    TfIdfVectorizer=from_reference("TfIdfVectorizer"),
-    ImageDecoder=from_reference("ImageDecoder"),
-)
+operators(TfIdfVectorizer=from_reference("TfIdfVectorizer"), ImageDecoder=from_reference("ImageDecoder"))
 
 
 # ---- classical machine learning --------------------------------------------------------------------------------------

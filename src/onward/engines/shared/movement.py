@@ -41,10 +41,7 @@ def unsqueeze(x, axes):
     return x
 
 
-operators(
-    Transpose=lambda x, *, perm=None: xp.transpose(x, perm),
-    Concat=lambda *xs, axis: xp.concatenate(xs, axis),
-)
+operators(Transpose=lambda x, *, perm=None: xp.transpose(x, perm), Concat=lambda *xs, axis: xp.concatenate(xs, axis))
 
 
 @operators.define("Split")

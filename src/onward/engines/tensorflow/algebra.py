@@ -117,9 +117,7 @@ operators(
 )
 
 
-operators(
-    CumSum=lambda x, axis, *, exclusive, reverse: tf.cumsum(x, axis.item(), bool(exclusive), bool(reverse)),
-)
+operators(CumSum=lambda x, axis, *, exclusive, reverse: tf.cumsum(x, axis.item(), bool(exclusive), bool(reverse)))
 
 
 @operators.define("CumProd")

@@ -51,9 +51,7 @@ def _sum_like(x, dx):
     return tf.reshape(tf.reduce_sum(dx, axes), tf.shape(x))
 
 
-operators(
-    Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
-)
+operators(Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b))
 
 
 @operators.define("Mod")
@@ -93,10 +91,7 @@ _POWERS = {
 """What is faster and has better derivatives, if the exponent is known."""
 
 
-operators(
-    Max=_either(tf.maximum, tf.reduce_max),
-    Min=_either(tf.minimum, tf.reduce_min),
-)
+operators(Max=_either(tf.maximum, tf.reduce_max), Min=_either(tf.minimum, tf.reduce_min))
 
 
 def _with_slope(function, slope):
@@ -162,9 +157,7 @@ def cast(x, *, to, saturate, round_mode):
     return tf.cast(x, dtype)
 
 
-operators(
-    CastLike=lambda x, like: tf.cast(x, like.dtype),
-)
+operators(CastLike=lambda x, like: tf.cast(x, like.dtype))
 
 
 @operators.define("BitCast")

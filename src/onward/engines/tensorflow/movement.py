@@ -110,9 +110,7 @@ def expand(x, shape):
     return tf.broadcast_to(x, vector([wider(a, b) for a, b in pairs]))
 
 
-operators(
-    Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, vector(elements(repeats))),
-)
+operators(Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, vector(elements(repeats))))
 
 
 @operators.define("Pad")

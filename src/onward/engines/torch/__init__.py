@@ -139,12 +139,7 @@ class Torch(Framework):
             if not y.requires_grad:  # it depends on none of them
                 return [torch.zeros_like(x) for x in xs]
             found = torch.autograd.grad(
-                y,
-                variables,
-                torch.ones_like(y),
-                create_graph=nested,
-                retain_graph=nested,
-                materialize_grads=True,
+                y, variables, torch.ones_like(y), create_graph=nested, retain_graph=nested, materialize_grads=True
             )
             if not nested:  # what follows is the update
                 torch.set_autocast_enabled(self._device.type, False)

@@ -25,10 +25,7 @@ def gemm(a, b, c=None, *, alpha, beta, transA, transB):
     return torch.addmm(c, a, b, alpha=alpha, beta=beta)
 
 
-operators(
-    Einsum=lambda *inputs, equation: torch.einsum(equation, *inputs),
-    Det=torch.linalg.det,
-)
+operators(Einsum=lambda *inputs, equation: torch.einsum(equation, *inputs), Det=torch.linalg.det)
 operators.define("onward.Linear")(lambda x, weight, bias: F.linear(x, weight.T, bias))
 
 

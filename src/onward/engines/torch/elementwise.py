@@ -15,11 +15,7 @@ from onward.engines.shared.elementwise import broadcast_parameter
 from onward.engines.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, narrow, on_numpy, widen
 
 operators = Operators()
-operators(
-    Add=by_bits(operator.add),
-    Sub=by_bits(operator.sub),
-    Mul=by_bits(operator.mul),
-)
+operators(Add=by_bits(operator.add), Sub=by_bits(operator.sub), Mul=by_bits(operator.mul))
 
 
 @operators.define("Div")
