@@ -15,9 +15,19 @@ import onnx_ir as ir
 
 from onward import engines
 from onward.agreement.inputs import generator
-from onward.agreement.tolerance import ROUNDINGS, Arrays, Comparison, Tolerance, distance, epsilon_of, largest, noise_in
+from onward.agreement.tolerance import (
+    ROUNDINGS,
+    Arrays,
+    Comparison,
+    Tolerance,
+    distance,
+    epsilon_of,
+    gradients_of,
+    largest,
+    noise_in,
+)
 from onward.engines import Engine, start
-from onward.errors import MismatchError, UnsupportedError
+from onward.errors import MismatchError
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values
@@ -74,7 +84,7 @@ def compare_steps(
     with start(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             done.append({name: batch[name] for name in running.inputs})  # some may not matter to the loss
-            gradients = _gradients(running, done[-1]) if number == 1 else {}
+            gradients = gradients_of(running, done[-1]) if number == 1 else {}
             loss, theirs = running.step(done[-1])[running.loss], step(batch)
             noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
             found = {LOSS: np.asarray(loss), **running.state()}
@@ -97,13 +107,6 @@ def compare_steps(
             _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
             shared = noise.keys() & found.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], found[n]).astype(found[n].dtype) for n in shared})
-
-
-def _gradients(running: Engine, batch: Arrays) -> Arrays:
-    try:
-        return running.gradients(batch)
-    except UnsupportedError:  # a step without a gradient of its own
-        return {}
 
 
 def _compare_gradients(

@@ -206,17 +206,18 @@ def distances_without_noise(
     for before, after, batch in zip(expected[:-1], expected[1:], batches, strict=True):
         for each in (engine, reference):
             each.load_state(before)
-        mine, theirs = (_noise(each, batch) for each in (engine, reference))
+        mine, theirs = (noise_in(gradients_of(each, batch)) for each in (engine, reference))
         both = {name: mine[name] & theirs[name] for name in mine.keys() & theirs.keys()}
         engine.step(batch)
         found.append(farthest(engine.state(), after, _followers(engine, both)))
     return found
 
 
-def _noise(engine: Engine, batch: Arrays) -> Arrays:
+def gradients_of(engine: Engine, batch: Arrays) -> Arrays:
+    """Return the gradients of a step; none if it has no gradient of its own."""
     try:
-        return noise_in(engine.gradients(batch))
-    except UnsupportedError:  # a step without a gradient of its own
+        return engine.gradients(batch)
+    except UnsupportedError:
         return {}
 
 

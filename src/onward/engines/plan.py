@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import is_relu6
+from onward.constants import is_relu6, tensor_in
 from onward.engines.calls import Form, array_of, newest_form
 from onward.engines.framework import ONLY_ON_HOST, Function, keywords
 from onward.engines.fusion import Match, matches
@@ -271,13 +271,10 @@ def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
 
 
 def _constant(node: ir.Node) -> np.ndarray:
-    name, attribute = next(iter(node.attributes.items()))
-    value = attribute.value
-    if isinstance(value, ir.TensorProtocol):
-        return array_of(value)
-    if "string" in name:
-        return np.array(value, object)
-    return np.array(value, np.float32 if "float" in name else np.int64)
+    if (tensor := tensor_in(node)) is not None:
+        return array_of(tensor)
+    (attribute,) = node.attributes.values()
+    return np.array(attribute.value, object)  # text
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------

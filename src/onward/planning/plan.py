@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onward.engines.distributed.deepspeed_config import accumulated_batches
 from onward.errors import ArgumentError, ExternalDataError, UnknownNameError, UnsupportedError, WriteError
-from onward.inspect import describe
 from onward.inspect.formatting import quantity
 from onward.model import Model, Source, load
 from onward.model.serde import load_references, load_shapes, stamp
 from onward.model.sharding import Sharding
 from onward.model.storage import write_file
 from onward.options import PlanOptions, RecipeOptions, options_of, taking
-from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Machines, degrees, estimate
+from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Estimator, Machines, degrees
 from onward.planning.workload import Workload, dims_of
 from onward.recipe import prepare
 from onward.transform import declare
@@ -105,7 +105,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
     names = list(STRATEGIES) if asked.strategy is None else [OTHER_NAMES.get(asked.strategy, asked.strategy)]
     machines = _machines(asked)
     training, notes = _training_model(load_shapes(model), {k: v for k, v in given.items() if k in _RECIPE})
-    accumulate = _batches_of_update(training, step)
+    accumulate = accumulated_batches(training, training.steps.index(training.step(step)))
     if asked.shape:
         training = declare(training, {name: _sizes(sizes) for name, sizes in asked.shape.items()})
     works = _Works(training, step, asked)
@@ -115,9 +115,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
         try:
             samples = _samples_of_device(name, machines, asked.batch_size) or works.fixed or 1
             work = works.of(samples)
-            estimates[name] = estimate(
-                name, work, machines, recompute=asked.recompute, accumulate=accumulate, samples=samples
-            )
+            estimates[name] = Estimator(name, work, machines, accumulate).estimate(asked.recompute, samples)
         except UnsupportedError as error:
             if asked.strategy is not None:
                 raise
@@ -187,12 +185,6 @@ class _Works:
     @property
     def first(self) -> Workload:
         return self._made[min(self._made)]
-
-
-def _batches_of_update(training: Model, step: int) -> int:
-    accumulation = describe(training).steps[training.steps.index(training.step(step))].accumulation
-    batches = accumulation.batches if accumulation is not None else None
-    return int(batches) if isinstance(batches, int | float) else 1
 
 
 def _training_model(model: Model, recipe: Mapping[str, Any]) -> tuple[Model, list[str]]:

@@ -126,13 +126,6 @@ class Estimate:
         return sum(each.sent for each in self.communication)
 
 
-def estimate(
-    name: str, work: Workload, machines: Machines, *, recompute: bool, accumulate: int, samples: int | None
-) -> Estimate:
-    """What a device holds and sends; `samples` are those of one pass of a device."""
-    return _Estimating(name, work, machines, accumulate).estimate(recompute, samples)
-
-
 def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     """Devices that are alike, that divide the state, and that divide products: three factors of all."""
     strategy, within = STRATEGIES[name], min(machines.per_machine, machines.devices)
@@ -147,7 +140,9 @@ def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     return rest // shard, shard, tensor
 
 
-class _Estimating:
+class Estimator:
+    """What a device holds and sends with a strategy."""
+
     def __init__(self, name: str, work: Workload, machines: Machines, accumulate: int):
         self.name, self.strategy, self.work, self.machines = name, STRATEGIES[name], work, machines
         self.replicas, self.shards, self.tensor = degrees(name, machines)
@@ -155,6 +150,7 @@ class _Estimating:
         self.division = divide(work, self.tensor) if self.tensor > 1 else Division({}, {}, 0, 0, 0)
 
     def estimate(self, recompute: bool, samples: int | None) -> Estimate:
+        """Return the estimate; `samples` are those of one pass of a device."""
         memory = self._memory(recompute)
         told = tuple(self._communication())
         flops = self._flops(recompute)

@@ -74,7 +74,7 @@ def without_batch_size(config: Mapping[str, Any]) -> Config:
 def with_batch_size(config: Mapping[str, Any], model: Model, batch_size: int, processes: int) -> Config:
     """The same for batches of that size, in all processes together: a batch that it says otherwise is refused."""
     each, odd = divmod(batch_size, processes)
-    every = _accumulated(model)
+    every = accumulated_batches(model)
     expected = {"train_micro_batch_size_per_gpu": each + bool(odd), "train_batch_size": batch_size * every}
     for key, number in expected.items():
         found = config.get(key, AUTO)
@@ -132,7 +132,7 @@ def _refuse(config: Config, refused: Mapping[str, str], known: set[str] | None, 
 
 def _check_recipe(config: Config, model: Model, processes: int) -> None:
     """Clipping and accumulation must be the training model's, if it says them, and the batch a product."""
-    every, limit = _accumulated(model), _norm_limit(model)
+    every, limit = accumulated_batches(model), _norm_limit(model)
     facts = [
         ("gradient_accumulation_steps", every, f"makes an update of {every}", "--accumulate {:g}"),
         ("gradient_clipping", limit, f"has {limit:g} as the limit of the norm of all gradients", "--clip norm:{:g}"),
@@ -161,9 +161,9 @@ def _number(config: Config, key: str, usual: float) -> float:
     return found
 
 
-def _accumulated(model: Model) -> int:
-    """Of how many batches an update is made."""
-    found = describe(model).steps[0].accumulation
+def accumulated_batches(model: Model, step: int = 0) -> int:
+    """Return how many batches an update of a step is made of."""
+    found = describe(model).steps[step].accumulation
     return int(found.batches) if found is not None and isinstance(found.batches, int | float) else 1
 
 

@@ -80,24 +80,18 @@ def with_products_in(
     made = Operators(operators)
     for name in _PRODUCTS:
         if name in operators:
-            product = _with(operators[name], lambda inputs: cast(inputs, full, few))
-            made[name] = product if promotes else _then(product, lambda results: cast(results, few, full))
+            after = (lambda results: results) if promotes else lambda results: cast(results, few, full)
+            made[name] = _between(operators[name], lambda inputs: cast(inputs, full, few), after)
     if promotes:
-        made.update({name: _with(operators[name], lambda inputs: cast(inputs, few, full)) for name in _EXACT})
+        made.update({name: _between(operators[name], lambda inputs: cast(inputs, few, full)) for name in _EXACT})
     return made
 
 
-def _with(function: Function, prepared: Callable[[Any], Any]) -> Function:
+def _between(
+    function: Function, before: Callable[[Any], Any], after: Callable[[Any], Any] = lambda results: results
+) -> Function:
     @functools.wraps(function)
     def run(*inputs: Any, **attributes: Any) -> Any:
-        return function(*prepared(inputs), **attributes)
-
-    return run
-
-
-def _then(function: Function, finished: Callable[[Any], Any]) -> Function:
-    @functools.wraps(function)
-    def run(*inputs: Any, **attributes: Any) -> Any:
-        return finished(function(*inputs, **attributes))
+        return after(function(*before(inputs), **attributes))
 
     return run

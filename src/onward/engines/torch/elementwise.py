@@ -39,19 +39,9 @@ def power(x, y):
     return torch.pow(x.double(), y).to(x.dtype)
 
 
-@operators.define("Max")
-@in_int64
-def maximum(*inputs):
-    return functools.reduce(torch.maximum, inputs)
-
-
-@operators.define("Min")
-@in_int64
-def minimum(*inputs):
-    return functools.reduce(torch.minimum, inputs)
-
-
 operators(
+    Max=in_int64(lambda *inputs: functools.reduce(torch.maximum, inputs)),
+    Min=in_int64(lambda *inputs: functools.reduce(torch.minimum, inputs)),
     Abs=lambda x: torch.abs(x) if x.dtype.is_signed else x,
     Sign=in_int64(torch.sign),
     Erf=torch.erf,

@@ -159,25 +159,26 @@ def multinomial(x, *, dtype, sample_size, seed):
     return drawn.to(TYPES[dtype])
 
 
-@operators.define("RandomNormal")
-def random_normal(*, dtype, mean, scale, seed, shape, device="cpu"):
-    drawn = torch.randn(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype])
-    return drawn * scale + mean
+def _normal(shape, dtype, seed, device, mean, scale):
+    return torch.randn(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype]) * scale + mean
 
 
-@operators.define("RandomNormalLike")
-def random_normal_like(x, *, dtype, mean, scale, seed):
-    dtype = CODES[x.dtype] if dtype is None else dtype
-    return random_normal(dtype=dtype, mean=mean, scale=scale, seed=seed, shape=x.shape, device=x.device)
-
-
-@operators.define("RandomUniform")
-def random_uniform(*, dtype, high, low, seed, shape, device="cpu"):
+def _uniform(shape, dtype, seed, device, low, high):
     drawn = torch.rand(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype])
     return drawn * (high - low) + low
 
 
-@operators.define("RandomUniformLike")
-def random_uniform_like(x, *, dtype, high, low, seed):
-    dtype = CODES[x.dtype] if dtype is None else dtype
-    return random_uniform(dtype=dtype, high=high, low=low, seed=seed, shape=x.shape, device=x.device)
+def _like(x, dtype, seed):
+    return x.shape, CODES[x.dtype] if dtype is None else dtype, seed, x.device
+
+
+operators(
+    RandomNormal=lambda *, dtype, mean, scale, seed, shape, device="cpu": _normal(
+        shape, dtype, seed, device, mean, scale
+    ),
+    RandomNormalLike=lambda x, *, dtype, mean, scale, seed: _normal(*_like(x, dtype, seed), mean=mean, scale=scale),
+    RandomUniform=lambda *, dtype, high, low, seed, shape, device="cpu": _uniform(
+        shape, dtype, seed, device, low, high
+    ),
+    RandomUniformLike=lambda x, *, dtype, high, low, seed: _uniform(*_like(x, dtype, seed), low=low, high=high),
+)
