@@ -159,11 +159,11 @@ def multinomial(x, *, dtype, sample_size, seed):
     return drawn.to(TYPES[dtype])
 
 
-def _normal(shape, dtype, seed, device, mean, scale):
+def _normal(mean, scale, shape, dtype, seed, device):
     return torch.randn(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype]) * scale + mean
 
 
-def _uniform(shape, dtype, seed, device, low, high):
+def _uniform(low, high, shape, dtype, seed, device):
     drawn = torch.rand(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype])
     return drawn * (high - low) + low
 
@@ -174,11 +174,11 @@ def _like(x, dtype, seed):
 
 operators(
     RandomNormal=lambda *, dtype, mean, scale, seed, shape, device="cpu": _normal(
-        shape, dtype, seed, device, mean, scale
+        mean, scale, shape, dtype, seed, device
     ),
-    RandomNormalLike=lambda x, *, dtype, mean, scale, seed: _normal(*_like(x, dtype, seed), mean=mean, scale=scale),
+    RandomNormalLike=lambda x, *, dtype, mean, scale, seed: _normal(mean, scale, *_like(x, dtype, seed)),
     RandomUniform=lambda *, dtype, high, low, seed, shape, device="cpu": _uniform(
-        shape, dtype, seed, device, low, high
+        low, high, shape, dtype, seed, device
     ),
-    RandomUniformLike=lambda x, *, dtype, high, low, seed: _uniform(*_like(x, dtype, seed), low=low, high=high),
+    RandomUniformLike=lambda x, *, dtype, high, low, seed: _uniform(low, high, *_like(x, dtype, seed)),
 )
