@@ -42,7 +42,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind not in "biuSUO" else array
 
 
-class Function:
+class SteppedFunction:
     """y and its gradients as a function of steps, which are added to xs and to `inputs`, which are floats."""
 
     def __init__(self, model: Model, y: str, xs: Sequence[str], inputs: Iterable[str]):
@@ -171,7 +171,7 @@ class _Slope:
 
 
 def compare(
-    function: Function, x: str, dy: np.ndarray, gradient: np.ndarray, tolerance: float, rng: np.random.Generator
+    function: SteppedFunction, x: str, dy: np.ndarray, gradient: np.ndarray, tolerance: float, rng: np.random.Generator
 ) -> GradientRow:
     """The derivative of <dy, y> along a random direction of x, whose gradient is given."""
     line = _Line(function, x, function.random_step(x, rng), dy, tolerance)
@@ -204,7 +204,7 @@ def _is_kink(line: _Line, here: _Slope, rng: np.random.Generator) -> bool:
 class _Line:
     """<dy, y> as a function of how far x has moved along a direction."""
 
-    function: Function
+    function: SteppedFunction
     x: str
     direction: np.ndarray
     dy: np.ndarray

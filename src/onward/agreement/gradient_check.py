@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import onnx_ir as ir
 
-from onward.agreement.derivatives import TOLERANCE, Arrays, Function, Runner, compare, in_float64
+from onward.agreement.derivatives import TOLERANCE, Arrays, Runner, SteppedFunction, compare, in_float64
 from onward.agreement.inputs import GIVE, Given, candidate_inputs, fit_inputs, generator
 from onward.agreement.report import Culprit, GradientReport, GradientRow, Verdict
 from onward.arguments import Count, Range, Seed, checked
@@ -67,7 +67,7 @@ def check_gradients(
     - `step`: which one, of a training model with several
     """
     what = subject(source, y, xs, step)
-    settings = Settings(directions, order, seed, tolerance)
+    settings = CheckSettings(directions, order, seed, tolerance)
     given = fit_inputs(inputs, {value.name or "": value for value in what.model.inputs}, what.spare)
     function = function_of(what)
     point = settle(function, ({**given, **rest} for rest in candidate_inputs(what.model, given, seed)))
@@ -88,7 +88,7 @@ def check_gradients(
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """A model without training whose only output is y, and what it is differentiated by."""
 
     model: Model
@@ -98,7 +98,7 @@ class Subject:
     """Inputs of the whole model that y does not depend on."""
 
 
-def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
+def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> CheckedModel:
     """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
     model = check_signatures(load(source))
     if model.steps:
@@ -123,7 +123,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
-    return Subject(lower_gradients(model), target.name or "", names, frozenset(spare))
+    return CheckedModel(lower_gradients(model), target.name or "", names, frozenset(spare))
 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:
@@ -180,19 +180,19 @@ _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "not finite", "kink", "unclear", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class CheckSettings:
     directions: int
     order: int
     seed: int
     tolerance: float | None
 
 
-def function_of(subject: Subject) -> Function:
+def function_of(subject: CheckedModel) -> SteppedFunction:
     inputs = [value.name or "" for value in subject.model.inputs if value.dtype in FLOATS]
-    return Function(in_float64(subject.model), subject.y, subject.xs, inputs)
+    return SteppedFunction(in_float64(subject.model), subject.y, subject.xs, inputs)
 
 
-def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
+def settle(function: SteppedFunction, candidates: Iterable[Arrays]) -> Arrays:
     """Put a function at the first of some points where it can be computed, at best to a finite result."""
     failure: Error | None = None
     usable: Arrays | None = None
@@ -217,7 +217,9 @@ def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
     return inputs
 
 
-def rows(subject: Subject, function: Function, inputs: Arrays, settings: Settings) -> Iterator[GradientRow]:
+def rows(
+    subject: CheckedModel, function: SteppedFunction, inputs: Arrays, settings: CheckSettings
+) -> Iterator[GradientRow]:
     """A row for each x, and each order."""
     rng = generator(settings.seed)
     yield from _rows(function, settings, rng, 1)
@@ -227,7 +229,9 @@ def rows(subject: Subject, function: Function, inputs: Arrays, settings: Setting
             yield from _rows(second, settings, rng, 2)
 
 
-def _rows(function: Function, settings: Settings, rng: np.random.Generator, order: int) -> Iterator[GradientRow]:
+def _rows(
+    function: SteppedFunction, settings: CheckSettings, rng: np.random.Generator, order: int
+) -> Iterator[GradientRow]:
     found: dict[str, list[GradientRow]] = {x: [] for x in function.xs}
     for _ in range(settings.directions):
         dy = cotangent(function.y, rng)
@@ -246,7 +250,9 @@ def cotangent(y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal(y.shape) if y.size > 1 else np.ones(y.shape)
 
 
-def _second_order(subject: Subject, function: Function, inputs: Arrays, rng: np.random.Generator) -> Function | None:
+def _second_order(
+    subject: CheckedModel, function: SteppedFunction, inputs: Arrays, rng: np.random.Generator
+) -> SteppedFunction | None:
     """The derivative of y along a direction of all xs, as a function of xs; None if it is the same everywhere."""
     made = _along(subject.model, subject)
     known = {value.name for value in values(made.graph)}
@@ -255,7 +261,7 @@ def _second_order(subject: Subject, function: Function, inputs: Arrays, rng: np.
         return None
     dy = made.graph.inputs[-1 - len(subject.xs)].name or ""
     factors = {dy: cotangent(function.y, rng), **{_direction(x): function.random_step(x, rng) for x in subject.xs}}
-    second = Function(_along(in_float64(subject.model), subject), _SECOND, xs, [*function.movable, *factors])
+    second = SteppedFunction(_along(in_float64(subject.model), subject), _SECOND, xs, [*function.movable, *factors])
     settle(second, [{**inputs, **factors}])
     return second
 
@@ -267,7 +273,7 @@ def _direction(x: str) -> str:
     return f"{x}/direction"
 
 
-def _along(model: Model, subject: Subject) -> Model:
+def _along(model: Model, subject: CheckedModel) -> Model:
     """A model that computes one number: the gradients of xs, times directions, which are inputs."""
     model = vjp(model, subject.y, subject.xs)
     graph = model.graph
@@ -287,7 +293,7 @@ def _along(model: Model, subject: Subject) -> Model:
 # ---- the operator to blame -------------------------------------------------------------------------------------------
 
 
-def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Settings) -> Culprit | None:
+def culprit(subject: CheckedModel, wrong: Iterable[str], inputs: Arrays, settings: CheckSettings) -> Culprit | None:
     """The first operator on the way back from y to what is wrong whose own derivative is wrong."""
     known = {value.name: value for value in values(subject.model.graph)}
     sources = [known[x] for x in wrong]
@@ -322,13 +328,13 @@ def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, n
     return Runner(made)(inputs)
 
 
-def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings: Settings) -> Culprit | None:
+def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings: CheckSettings) -> Culprit | None:
     """Check a node alone: each of its outputs by each of its inputs. What cannot be checked alone is not blamed."""
     for output in node.outputs:
         if output.dtype not in FLOATS or not output.name:
             continue
         with suppress(Error):
-            part = Subject(extract(model, list(inputs), [output.name]), output.name, xs)
+            part = CheckedModel(extract(model, list(inputs), [output.name]), output.name, xs)
             function = function_of(part)
             settle(function, [inputs])
             wrong = [row for row in rows(part, function, inputs, settings) if row.verdict == "wrong"]
@@ -338,10 +344,12 @@ def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings:
     return None
 
 
-def _inside(part: Subject, node: ir.Node, wrong: list[str], inputs: Arrays, settings: Settings) -> Culprit | None:
+def _inside(
+    part: CheckedModel, node: ir.Node, wrong: list[str], inputs: Arrays, settings: CheckSettings
+) -> Culprit | None:
     """Where the node calls a function of the model, the operator in there that is to blame."""
     if node.op_identifier() not in part.model.functions:
         return None
     model = inline(part.model)
     fill_in_types(model, values(model.graph))
-    return culprit(Subject(model, part.y, part.xs), wrong, inputs, settings)
+    return culprit(CheckedModel(model, part.y, part.xs), wrong, inputs, settings)

@@ -50,7 +50,7 @@ fifth in MobileNet with batches of 8, and a change switches it in some of the tr
 _INEXACT = "the conversion is not exact: please report the model that it was"
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What a step of a framework has computed: its parts by the names of the model."""
 
     loss: float
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 def compare_steps(
     model: Model,
     batches: Iterable[Arrays],
-    step: Callable[[Arrays], Step],
+    step: Callable[[Arrays], StepResult],
     *,
     framework: str,
     engine: str | None = None,

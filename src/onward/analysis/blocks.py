@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.analysis.spans import Row, Span, find_spans
+from onward.analysis.spans import OperatorRow, Span, find_spans
 from onward.constants import constant_tensor
 from onward.model import Model
 from onward.model.walk import captured_values, nested_graphs, read_by, source_of
@@ -109,7 +109,7 @@ class _Trunk:
             elif path:
                 behind.update(dict.fromkeys(node.outputs, path))
 
-    def row(self) -> Row:
+    def row(self) -> OperatorRow:
         places = {node: i for i, node in enumerate(self.nodes)}
         words = [_word(node, path) for node, path in zip(self.nodes, self._paths, strict=True)]
         readers = Counter(self._paths)
@@ -120,7 +120,7 @@ class _Trunk:
                 if source in self._made and (producer := source.producer()) in places and producer is not None:
                     last[producer] = at
         sizes = [tuple(_size(value) for value in read_by(node)) for node in self.nodes]
-        return Row(
+        return OperatorRow(
             words,
             details=list(zip(words, sizes, strict=True)),
             reads_parameters=list(map(bool, self._paths)),

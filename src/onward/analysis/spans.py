@@ -38,7 +38,7 @@ Words = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """Operators in their order."""
 
     words: Sequence[Hashable]
@@ -59,7 +59,7 @@ class Span(NamedTuple):
     end: int
 
 
-def find_spans(row: Row) -> list[Span]:
+def find_spans(row: OperatorRow) -> list[Span]:
     """The blocks of a row, which do not overlap, in order; at least two, or none."""
     finder = _Finder(row)
     spans, by_name = finder.best(0, len(row.words))
@@ -80,7 +80,7 @@ def _gaps(spans: Sequence[Span], length: int) -> Iterator[tuple[int, int]]:
 
 
 class _Finder:
-    def __init__(self, row: Row):
+    def __init__(self, row: OperatorRow):
         numbers: dict[Hashable, int] = {}
         self._words = tuple(
             2 * numbers.setdefault(word, len(numbers)) + reads

@@ -17,7 +17,7 @@ from onward.standard import NEWEST_INTERPRETED, operator_name
 
 
 @dataclasses.dataclass
-class Form:
+class CallForm:
     """What a function is called with. An input that used to be an attribute is an array."""
 
     operator: str
@@ -25,10 +25,10 @@ class Form:
     attributes: dict[str, Any]
 
 
-def newest_form(node: ir.Node, opset: int) -> Form:
+def newest_form(node: ir.Node, opset: int) -> CallForm:
     """A node of version `opset`, brought to the newest one."""
     given = {name: _plain(value) for name, value in attributes(node, opset).items()}
-    form = Form(operator_name(node), list(node.inputs), given)
+    form = CallForm(operator_name(node), list(node.inputs), given)
     if opset < NEWEST_INTERPRETED:
         form.attributes = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | given
         for below, change in _CHANGES.get(form.operator, ()):
@@ -72,23 +72,23 @@ def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
 # ---- what changed since ----------------------------------------------------------------------------------------------
 
 
-def _axes_were_an_attribute(form: Form) -> None:
+def _axes_were_an_attribute(form: CallForm) -> None:
     axes = form.attributes.pop("axes", None)
     if axes is not None:
         form.inputs = [form.inputs[0], np.array(axes, np.int64)]
 
 
-def _axis_was_an_attribute(form: Form) -> None:
+def _axis_was_an_attribute(form: CallForm) -> None:
     axis = form.attributes.pop("axis")
     form.inputs = [*form.inputs, None, None][:2] + [np.array(axis, np.int64)]
 
 
-def _modes_had_other_names(form: Form) -> None:
+def _modes_had_other_names(form: CallForm) -> None:
     names = {"bilinear": "linear", "bicubic": "cubic"}
     form.attributes["mode"] = names.get(form.attributes["mode"], form.attributes["mode"])
 
 
-def _name_the_type(form: Form) -> None:
+def _name_the_type(form: CallForm) -> None:
     """A cast to a type that is known needs no other tensor, and so may stay on the host."""
     like = form.inputs[1]
     if isinstance(like, ir.Value) and like.dtype is not None:
@@ -96,7 +96,7 @@ def _name_the_type(form: Form) -> None:
         form.attributes["to"] = like.dtype.value
 
 
-_Change = tuple[int, Callable[[Form], None]]
+_Change = tuple[int, Callable[[CallForm], None]]
 _REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
 _CHANGES: dict[str, list[_Change]] = {
     **{f"Reduce{name}": [(18, _axes_were_an_attribute)] for name in _REDUCTIONS},

@@ -18,7 +18,7 @@ from onward.engines.failures import memory_of
 from onward.engines.framework import ONLY_ON_HOST, Framework, Function, framework_of
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
-from onward.engines.plan import Plan, plan
+from onward.engines.plan import GraphPlan, plan
 from onward.errors import OutOfMemoryError, UnsupportedError
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.rounds import Steps
@@ -40,7 +40,7 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
     return Interpreter(make_plan(model, framework), framework)
 
 
-def make_plan(model: Model, framework: Framework) -> Plan:
+def make_plan(model: Model, framework: Framework) -> GraphPlan:
     """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))

@@ -19,7 +19,7 @@ from onward.standard import is_standard
 
 
 @dataclasses.dataclass(frozen=True)
-class Match(ABC):
+class FusionMatch(ABC):
     """Nodes that amount to one operator of a framework."""
 
     nodes: Sequence[ir.Node]
@@ -51,7 +51,7 @@ def readers(node: ir.Node) -> set[ir.Node]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Match):
+class Attention(FusionMatch):
     """What attention is of."""
 
     q: ir.Value
@@ -119,7 +119,7 @@ LINEAR = "onward.Linear"
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Match):
+class Linear(FusionMatch):
     x: ir.Value
     weight: ir.Value
     bias: ir.Value
@@ -268,7 +268,7 @@ class _Finder:
 _PATTERNS = {"Attention": _Finder.attention, LINEAR: _Finder.linear}
 
 
-def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Container[str]) -> Iterator[Match]:
+def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Container[str]) -> Iterator[FusionMatch]:
     """What amounts to one of the operators, among some nodes; what is `kept` is read by others."""
     left = set(nodes)
     for operator, pattern in _PATTERNS.items():

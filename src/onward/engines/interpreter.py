@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onward.engines.failures import is_ours
 from onward.engines.framework import HOST_INPUTS, Framework, NotOnHost, counts_far
-from onward.engines.plan import Call, Differentiation, Fused, Plan
+from onward.engines.plan import Differentiation, FusedCall, GraphPlan, OperatorCall
 from onward.errors import Error, UnsupportedError
 
 Values = dict[ir.Value, Any]
@@ -24,7 +24,7 @@ Values = dict[ir.Value, Any]
 class Interpreter:
     """Executes one plain graph. Functions have been replaced by their bodies."""
 
-    def __init__(self, plan: Plan, framework: Framework):
+    def __init__(self, plan: GraphPlan, framework: Framework):
         self._plan = plan
         self._framework = framework
         self._placed: Values = {}
@@ -41,20 +41,20 @@ class Interpreter:
 
     # ---- execution ---------------------------------------------------------------------------------------------------
 
-    def execute(self, plan: Plan, values: Values) -> None:
+    def execute(self, plan: GraphPlan, values: Values) -> None:
         values.update(plan.constants)
         for item in plan.items:
             match item:
-                case Call():
+                case OperatorCall():
                     self._call(item, values)
                 case Differentiation():
                     self._differentiate(item, values)
-                case Fused():
+                case FusedCall():
                     self._fuse(item, values)
             for value in item.last_used:
                 values.pop(value, None)
 
-    def _call(self, call: Call, values: Values) -> None:
+    def _call(self, call: OperatorCall, values: Values) -> None:
         inputs = [None if value is None else values[value] for value in call.inputs]
         try:
             if call.graphs and call.function is not None:
@@ -94,7 +94,7 @@ class Interpreter:
             if value is not None:  # where there are no axes, numpy returns scalars
                 values[value] = np.asarray(result) if isinstance(result, np.generic) else result
 
-    def _fuse(self, item: Fused, values: Values) -> None:
+    def _fuse(self, item: FusedCall, values: Values) -> None:
         result = item.match.compute(self._framework, values)
         if result is NotImplemented:
             inner = {value: values[value] for value in item.plan.captured}
@@ -174,7 +174,7 @@ class Interpreter:
 class _Body:
     """A nested graph as a function of its inputs; what it captures is taken from around it."""
 
-    def __init__(self, interpreter: Interpreter, plan: Plan, around: Values):
+    def __init__(self, interpreter: Interpreter, plan: GraphPlan, around: Values):
         self._interpreter = interpreter
         self._plan = plan
         self._captured = {value: around[value] for value in plan.captured}

@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import is_relu6, tensor_in
-from onward.engines.calls import Form, array_of, newest_form
+from onward.engines.calls import CallForm, array_of, newest_form
 from onward.engines.framework import ONLY_ON_HOST, Function, keywords
-from onward.engines.fusion import Match, matches
+from onward.engines.fusion import FusionMatch, matches
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by
@@ -23,7 +23,7 @@ from onward.transform.attribute_words import check_words
 
 
 @dataclasses.dataclass
-class Call:
+class OperatorCall:
     """A node that is computed by a function of the table."""
 
     operator: str
@@ -33,7 +33,7 @@ class Call:
     """What computes it where all inputs are on the host."""
     inputs: Sequence[ir.Value | None]
     outputs: Sequence[ir.Value | None]
-    graphs: dict[str, Plan]
+    graphs: dict[str, GraphPlan]
     described: str
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Call:
 class Differentiation:
     """The nodes between the variables of a `Gradient` and its result, and the gradient itself."""
 
-    plan: Plan
+    plan: GraphPlan
     variables: Sequence[ir.Value]
     given: Sequence[ir.Value]
     """What the variables are; usually themselves."""
@@ -56,11 +56,11 @@ class Differentiation:
 
 
 @dataclasses.dataclass
-class Fused:
+class FusedCall:
     """Nodes that a framework may compute as one."""
 
-    match: Match
-    plan: Plan
+    match: FusionMatch
+    plan: GraphPlan
     """The nodes as they stand."""
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
@@ -69,11 +69,11 @@ class Fused:
         return [self.match.output]
 
 
-Item = Call | Differentiation | Fused
+Item = OperatorCall | Differentiation | FusedCall
 
 
 @dataclasses.dataclass
-class Plan:
+class GraphPlan:
     """A graph, or a part of one."""
 
     inputs: dict[str, ir.Value]
@@ -86,7 +86,7 @@ class Plan:
 
 def plan(
     graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
-) -> Plan:
+) -> GraphPlan:
     """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host.
 
     What amounts to one of the operators that are in `fuses` is handed to it.
@@ -107,7 +107,7 @@ class _Planner:
         self._variables: set[str] = set()
         """Names of what any Gradient differentiates by."""
 
-    def graph(self, graph: ir.Graph) -> Plan:
+    def graph(self, graph: ir.Graph) -> GraphPlan:
         outside, self._scope = self._scope, (*self._scope, graph)
         self._variables.update(name for node in filter(is_gradient, graph) for name in strings(node, "xs"))
         known, self._known = self._known, {**self._known, **visible([graph])}
@@ -131,7 +131,7 @@ class _Planner:
         *,
         fuses: bool = True,
         given: Container[ir.Value] = (),
-    ) -> Plan:
+    ) -> GraphPlan:
         """The plan of some nodes of the graph at hand; outputs of theirs that are given are not taken from them."""
         outputs = list(outputs)
         units: list[Item] = []
@@ -143,7 +143,7 @@ class _Planner:
         for match in matches(list(left), set(outputs), self._fuses) if fuses else ():
             for node in match.nodes:
                 del left[node]
-            units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
+            units.append(FusedCall(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
         for node in left:
             if node.op_type == "Constant" and is_standard(node):
                 constants[node.outputs[0]] = _constant(node)
@@ -156,11 +156,11 @@ class _Planner:
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
         captured.update(dict.fromkeys(value for value in outputs if value not in available))
         _mark_last_uses(items, {*outputs, *constants})
-        return Plan({}, outputs, constants, items, list(captured))
+        return GraphPlan({}, outputs, constants, items, list(captured))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> Call:
+    def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> OperatorCall:
         form = newest_form(node, self._opset)
         inputs: list[ir.Value | None] = []
         for given in form.inputs:
@@ -182,7 +182,7 @@ class _Planner:
         available = {name: value for name, value in form.attributes.items() if name not in graphs}
         available["outputs"] = len(outputs)
         available["is_relu6"] = self._is_relu6(form)
-        return Call(
+        return OperatorCall(
             form.operator,
             None if form.operator in ONLY_ON_HOST else _with(self._functions[form.operator], available),
             _with(self._host[form.operator], available) if form.operator in self._host else None,
@@ -192,7 +192,7 @@ class _Planner:
             described,
         )
 
-    def _is_relu6(self, form: Form) -> bool:
+    def _is_relu6(self, form: CallForm) -> bool:
         """True if a Clip has the constant bounds 0 and 6, not ones that are differentiated."""
         if form.operator != "Clip" or len(form.inputs) < 3:
             return False
@@ -281,11 +281,11 @@ def _constant(node: ir.Node) -> np.ndarray:
 
 
 def _read(item: Item) -> Iterator[ir.Value]:
-    if isinstance(item, Call):
+    if isinstance(item, OperatorCall):
         yield from (value for value in item.inputs if value is not None)
         for nested in item.graphs.values():
             yield from nested.captured
-    elif isinstance(item, Fused):
+    elif isinstance(item, FusedCall):
         yield from item.match.inputs
         yield from item.plan.captured
     else:

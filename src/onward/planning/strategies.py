@@ -13,8 +13,8 @@ from typing import Literal
 
 from onward.errors import UnsupportedError
 from onward.model.sharding import Axes, Sharding
-from onward.planning.tensor_parallel import Division, divide
-from onward.planning.workload import Weight, Workload
+from onward.planning.tensor_parallel import Partition, divide
+from onward.planning.workload import PlannedWeight, Workload
 
 REPLICA, SHARD, TENSOR = "replica", "shard", "tensor"
 """The axes of the mesh: devices that have the same, parts of the state, and parts of the products."""
@@ -147,7 +147,7 @@ class Estimator:
         self.name, self.strategy, self.work, self.machines = name, STRATEGIES[name], work, machines
         self.replicas, self.shards, self.tensor = degrees(name, machines)
         self.accumulate = accumulate
-        self.division = divide(work, self.tensor) if self.tensor > 1 else Division({}, {}, 0, 0, 0)
+        self.division = divide(work, self.tensor) if self.tensor > 1 else Partition({}, {}, 0, 0, 0)
 
     def estimate(self, recompute: bool, samples: int | None) -> Estimate:
         """Return the estimate; `samples` are those of one pass of a device."""
@@ -188,14 +188,14 @@ class Estimator:
             gathered=self._gathered() if strategy.parameters and self.shards > 1 else 0,
         )
 
-    def _part(self, weight: Weight, size: int, divided: bool) -> int:
+    def _part(self, weight: PlannedWeight, size: int, divided: bool) -> int:
         """A device's part of something that belongs to a weight."""
         axes = self._axes(weight, divided)
         parts = math.prod(math.ceil(weight.shape[a] / math.prod(self._mesh[axis] for axis in axes[a])) for a in axes)
         whole = math.prod(weight.shape[a] for a in axes)
         return math.ceil(size * parts / whole) if whole else 0
 
-    def _computed(self, weights: Sequence[Weight]) -> int:
+    def _computed(self, weights: Sequence[PlannedWeight]) -> int:
         """Bytes of weights that are gathered from all that divide the state, in the type of products."""
         return sum(self.work.computed_bytes(w) // self.division.parts(w.name, self.tensor) for w in weights)
 
@@ -255,7 +255,7 @@ class Estimator:
     def _mesh(self) -> dict[str, int]:
         return {REPLICA: self.replicas, SHARD: self.shards, TENSOR: self.tensor}
 
-    def _axes(self, weight: Weight, divided: bool) -> dict[int, tuple[str, ...]]:
+    def _axes(self, weight: PlannedWeight, divided: bool) -> dict[int, tuple[str, ...]]:
         axes: dict[int, tuple[str, ...]] = {}
         if (axis := self.division.weights.get(weight.name)) is not None:
             axes[axis] = (TENSOR,)

@@ -23,7 +23,7 @@ State = int | str | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Partition:
     """How the devices of a group divide a step."""
 
     weights: Mapping[str, int]
@@ -40,7 +40,7 @@ class Division:
         return devices if weight in self.weights else 1
 
 
-def divide(work: Workload, devices: int) -> Division:
+def divide(work: Workload, devices: int) -> Partition:
     """Divide the products of a step."""
     follower = _Follower(work, devices)
     for node in work.schedule.nodes:
@@ -49,7 +49,7 @@ def divide(work: Workload, devices: int) -> Division:
     states = follower.states
     shards = {value: devices for value, state in states.items() if isinstance(state, int)}
     weights = {v.name or "": s for v, s in follower.weights.items() if isinstance(s, int)}
-    return Division(weights, shards, follower.reduced, follower.gathered, follower.flops_saved)
+    return Partition(weights, shards, follower.reduced, follower.gathered, follower.flops_saved)
 
 
 class _Follower:

@@ -18,7 +18,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.state import State, carried_state
 from onward.model.walk import nested_graphs, source_of
-from onward.planning.schedule import Block, Kernel, Schedule, Usage
+from onward.planning.schedule import Kernel, LoweredBlock, MemorySchedule, Usage
 from onward.transform.types import fill_in_types
 
 FUSES_ATTENTION = ("torch", "jax")
@@ -33,7 +33,7 @@ _EXACT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class PlannedWeight:
     """A tensor of the state that is read in the forward pass, and all that training adds to it, in bytes."""
 
     name: str
@@ -60,7 +60,7 @@ class Workload:
         fill_in_types(lowered, values(self.graph))
         if engine in FUSES_ATTENTION:
             kernels, scores = _attention(lower_for_framework(model, step, "gradients"), self.graph)
-            self.schedule = Schedule(
+            self.schedule = MemorySchedule(
                 self.graph,
                 self.contract,
                 kernels,
@@ -68,7 +68,7 @@ class Workload:
                 _ends_cross_entropy,
             )
         else:
-            self.schedule = Schedule(self.graph, self.contract)
+            self.schedule = MemorySchedule(self.graph, self.contract)
         tensors = (v for v in self.schedule.tensors() if _is_float(v) and not (v.shape and len(v.shape) < 2))
         self.unknown = sum(dims_of(v) is None for v in tensors)
         """How many have a size that nothing tells, lists aside."""
@@ -78,12 +78,12 @@ class Workload:
         self.batch = sum(map(bytes_of, (v for v in self.graph.inputs if v.name in self.contract.batch)))
 
     @property
-    def outside(self) -> list[Weight]:
+    def outside(self) -> list[PlannedWeight]:
         """Weights that belong to no block."""
         inside = {name for block in self.blocks for name in block.weights}
         return [weight for weight in self.weights.values() if weight.name not in inside]
 
-    def weights_of(self, block: Block) -> list[Weight]:
+    def weights_of(self, block: LoweredBlock) -> list[PlannedWeight]:
         return [self.weights[name] for name in block.weights if name in self.weights]
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Workload:
         sizes = self._sizes
         return self.schedule.usage(lambda v: sizes[v] // shards.get(v, 1), self.blocks if recompute else ())
 
-    def computed_bytes(self, weight: Weight) -> int:
+    def computed_bytes(self, weight: PlannedWeight) -> int:
         """What a weight takes in the type that it is computed with."""
         if self.precision is None or weight.name not in self._in_products:
             return weight.bytes
@@ -129,7 +129,7 @@ class Workload:
         return made if self.precision is None else {**made, **_sizes_in_half(self.schedule)}
 
 
-def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
+def _sizes_in_half(schedule: MemorySchedule) -> dict[ir.Value, int]:
     """Sizes with products in 16 bits: results stay so until something needs more, as `torch.autocast` has it."""
     width: dict[ir.Value, int] = {}
     backward = set(schedule.backward)
@@ -205,7 +205,7 @@ def _scores_of(node: ir.Node) -> tuple[int, ...] | None:
     return q[0], heads, q[-2], k[-2]
 
 
-def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, Weight], int]:
+def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, PlannedWeight], int]:
     """What the forward pass reads of the state and of frozen weights; and the bytes of all other state."""
     gradients = {x: bytes_of(value) for value in graph.outputs if (x := contract.gradients.get(value.name or ""))}
     read = {value.name or "": value for value in graph.inputs if value.name in contract.state}
@@ -222,10 +222,10 @@ def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tup
     return {name: _weight(value, gradients.get(name, 0), added.get(name, [])) for name, value in known.items()}, other
 
 
-def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> Weight:
+def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> PlannedWeight:
     shape = dims_of(value) or ()
     slots = tuple(each.name for each in added if _stored_shape(each) == shape)
-    return Weight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
+    return PlannedWeight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
 
 
 def _stored_shape(state: State) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ def _stored_shape(state: State) -> tuple[int, ...]:
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[Block]:
+def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[LoweredBlock]:
     """The blocks of the inference graph, as they are in the forward pass of a lowered step."""
     parts = [part for part in cut_into_parts(model, weights) if part.kind is not None]
     made = {value.name: i for i, part in enumerate(parts) for node in part.nodes for value in node.outputs}
@@ -253,7 +253,7 @@ def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collec
         if (place := places[node]) is not None:
             nodes[place].append(node)
     own = [{value.name or "" for value in part.initializers} & set(weights) for part in parts]
-    return [Block(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
+    return [LoweredBlock(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
 
 
 # ---- sizes and floating-point operations -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from onward.engines.distributed import Portion, ProcessGroup, join_group
-from onward.engines.distributed.layout import FSDP, Layout, Spec
+from onward.engines.distributed.layout import FSDP, MeshLayout, Spec
 from onward.engines.engine import Arrays, check_options
 from onward.engines.framework import Framework, Function
 from onward.engines.framework_engine import Interpreted
@@ -38,7 +38,7 @@ class JaxOnMesh(Jax):
 
     only_compiled = True
 
-    def __init__(self, layout: Layout, device: str = "cpu", **options: Any):
+    def __init__(self, layout: MeshLayout, device: str = "cpu", **options: Any):
         super().__init__(device, **options)
         self.layout = layout
         devices = _devices(device, layout.mesh)
@@ -136,7 +136,7 @@ class OnMesh(Interpreted):
         join_group(device, "jax")  # before anybody asks which devices there are
         one = as_one_step(model, step)
         devices = len(jax.devices(device)) if device in Jax.devices() else 1  # what is not there, JAX refuses next
-        return JaxOnMesh(Layout(one.model, one.index, mesh, devices, rules), **options)
+        return JaxOnMesh(MeshLayout(one.model, one.index, mesh, devices, rules), **options)
 
     def held_bytes(self) -> int:
         """What a device holds of parameters and other state."""

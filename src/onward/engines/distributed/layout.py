@@ -29,7 +29,7 @@ Rules = Mapping[str, str | Sequence[str | None]]
 """Pattern of names -> an axis of the mesh, or none, for each axis of the tensor."""
 
 
-class Layout:
+class MeshLayout:
     """Where the tensors of a training model are, on a mesh of so many devices."""
 
     def __init__(self, model: Model, step: int, mesh: str, devices: int, rules: Rules | None = None):

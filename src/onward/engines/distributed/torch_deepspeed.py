@@ -23,7 +23,7 @@ from torch import nn
 
 from onward.engines.distributed import join_group
 from onward.engines.distributed.deepspeed_config import read_deepspeed_config, settle
-from onward.engines.distributed.torch_forward import Forward
+from onward.engines.distributed.torch_forward import ForwardModule
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
 from onward.engines.engine import Arrays
 from onward.errors import ArgumentError, TrainingError, UnsupportedError
@@ -60,7 +60,7 @@ class TorchDeepSpeed(TorchParallel):
         self._stage = self._settings["zero_optimization"].get("stage", 0)
         super().__init__(model, step, **{**options, "strategy": "fsdp" if self._stage else "ddp", "device": device})
 
-    def _wrap(self, module: Forward) -> nn.Module:
+    def _wrap(self, module: ForwardModule) -> nn.Module:
         self._forward = module
         other = next((name for name in module.places if module.parameter(name).dtype != torch.float32), None)
         if other is not None:

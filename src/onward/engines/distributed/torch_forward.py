@@ -63,7 +63,7 @@ def _executed(model: Model, framework: Torch) -> Run:
     return run_recorded
 
 
-class Forward(nn.Module):  # type: ignore[misc]
+class ForwardModule(nn.Module):  # type: ignore[misc]
     """The forward pass of a training step, down to its loss: a module of modules, one for each part."""
 
     def __init__(
@@ -181,7 +181,7 @@ def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
 sum_over_shares.register_autograd(_differentiate, setup_context=_remember)
 
 
-class Together(Torch):
+class ParallelTorch(Torch):
     """PyTorch with gradients left on, and sums over processes."""
 
     def __init__(self, device: torch.device, mesh: DeviceMesh | None, **options: Any):

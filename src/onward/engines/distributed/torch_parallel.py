@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from onward.engines.distributed import ProcessGroup, copies_of, join_group
 from onward.engines.distributed.layout import MODEL
 from onward.engines.distributed.torch_forward import (
-    Forward,
+    ForwardModule,
+    ParallelTorch,
     SumUnderWay,
-    Together,
     derivative_of_common_sum,
     make_parts,
     run_parts,
@@ -76,7 +76,7 @@ class TorchParallel(Engine):
         self.is_sharded = self._mesh is not None
         options["threads"] = options.get("threads") or self.group.threads
         self._framework = self._forward_framework(**options)
-        self._updating = Together(self._device, self._mesh, **options)
+        self._updating = ParallelTorch(self._device, self._mesh, **options)
         self._in_rows = self.is_sharded and strategy in ("fsdp", "hybrid")
         self._manner = Manner(
             differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
@@ -89,7 +89,7 @@ class TorchParallel(Engine):
         return _mesh(strategy, self._device.type, self.group)
 
     def _forward_framework(self, **options: Any) -> Torch:
-        return Together(self._device, None, **options)
+        return ParallelTorch(self._device, None, **options)
 
     def _load_parts(self, compile: bool, recompute: bool) -> None:
         update = lower_for_engine(self.model, self._steps, "apply")
@@ -126,7 +126,7 @@ class TorchParallel(Engine):
         captures = self._device.type == "cuda" and exchanges  # in one interface with collectives, which was not tried
         return self._updating.compile(compute) if compile and not captures else compute
 
-    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
+    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
         tensors = {name: self._parameter(name) for name in trained}
         first = split_off_first_sums(forward, self._contract.batch)
         self._first_sums = None if first is None else interpreter(first, self._framework)
@@ -135,13 +135,13 @@ class TorchParallel(Engine):
         if not reads_statistics(forward, self.loss):
             self._framework.operators["BatchNormalization"] = batch_normalization_at_once
         parts = make_parts(forward, trained, self._framework)
-        return Forward(parts, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
+        return ForwardModule(parts, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
 
     def _parameter(self, name: str) -> torch.Tensor:
         """A parameter as the forward pass is to hold it, before anybody wraps that."""
         return self._framework.tensor(np.array(self._whole[name]))
 
-    def _wrap(self, module: Forward) -> nn.Module:
+    def _wrap(self, module: ForwardModule) -> nn.Module:
         self._forward = module
         if self._mesh is None:
             return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.group.size > 1 else module
@@ -419,11 +419,11 @@ def start_together(model: Model, step: Steps = None, *, strategy: str | None = N
     if join_group(options.get("device", "cpu")).size == 1:
         return TorchParallel(model, step, strategy="ddp", **options)
     if strategy == "tensor":
-        from onward.engines.distributed.torch_tensor_parallel import TensorParallel
+        from onward.engines.distributed.torch_tensor_parallel import TorchTensorParallel
 
-        return TensorParallel(model, step, strategy=strategy, mesh=mesh or MODEL, shard=shard, **options)
+        return TorchTensorParallel(model, step, strategy=strategy, mesh=mesh or MODEL, shard=shard, **options)
     if strategy == "pipeline":
-        from onward.engines.distributed.torch_pipeline import Pipeline
+        from onward.engines.distributed.torch_pipeline import TorchPipeline
 
-        return Pipeline(model, step, strategy=strategy, micro_batches=micro_batches, **options)
+        return TorchPipeline(model, step, strategy=strategy, micro_batches=micro_batches, **options)
     return TorchParallel(model, step, strategy=strategy, **options)

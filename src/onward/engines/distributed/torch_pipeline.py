@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from onward.engines.distributed import copies_of
-from onward.engines.distributed.torch_forward import ExecutablePart, Forward, make_parts
+from onward.engines.distributed.torch_forward import ExecutablePart, ForwardModule, make_parts
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
 from onward.engines.distributed.torch_tensor_parallel import gather_samples, refuse_fixed_batches
 from onward.engines.framework_engine import interpreter
@@ -41,7 +41,7 @@ _LARGE = 1024
 """Numbers in a constant that is a weight."""
 
 
-class Pipeline(TorchParallel):
+class TorchPipeline(TorchParallel):
     """A step of a training model in one of several processes, which has some of its blocks."""
 
     def __init__(self, model: Model, step: Steps = None, *, micro_batches: int | None = None, **options: Any):
@@ -57,7 +57,7 @@ class Pipeline(TorchParallel):
         """As one of several processes, which a micro-batch is to the graph."""
         return Manner(differentiate=False, share=Share(0, 2, self._manner.share.batch_norm, gradients=False))
 
-    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
+    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
         known = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]
         whole = divide_into_micro_batches(forward, known, self._contract.update.values())
         self._of_whole = interpreter(whole, self._framework)
@@ -71,9 +71,9 @@ class Pipeline(TorchParallel):
             readers: dist.new_group(readers) for readers in sorted({r for r in self._readers.values() if len(r) > 1})
         }
         own = {n: self._framework.tensor(np.array(self._whole[n])) for n in trained if self._reads(n)}
-        return Forward(dealt[self.group.rank], own, self._flow.gives, recompute=recompute)
+        return ForwardModule(dealt[self.group.rank], own, self._flow.gives, recompute=recompute)
 
-    def _wrap(self, module: Forward) -> nn.Module:
+    def _wrap(self, module: ForwardModule) -> nn.Module:
         if any(not self._shape(name) for name in self._trained):
             raise UnsupportedError(
                 "a pipeline does not deal out parameters that are single numbers, and the model has some",
@@ -180,7 +180,7 @@ class Pipeline(TorchParallel):
 class _Stage(nn.Module):  # type: ignore[misc]
     """The stage of a pipeline that a process computes for each micro-batch."""
 
-    def __init__(self, inner: Forward, flow: _FlowOfOne):
+    def __init__(self, inner: ForwardModule, flow: _FlowOfOne):
         super().__init__()
         self._inner, self._flow = inner, flow
         self.common: dict[str, Any] = {}

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onward.engines.distributed import copies_of
-from onward.engines.distributed.layout import DATA, FSDP, MODEL, Layout, Rules
-from onward.engines.distributed.torch_forward import Forward, Together
+from onward.engines.distributed.layout import DATA, FSDP, MODEL, MeshLayout, Rules
+from onward.engines.distributed.torch_forward import ForwardModule, ParallelTorch
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
 from onward.engines.framework import Function, Operators
 from onward.engines.torch import Torch
@@ -33,7 +33,7 @@ from onward.lowering.step import Manner
 from onward.model import Model
 
 
-class TensorParallel(TorchParallel):
+class TorchTensorParallel(TorchParallel):
     """A step of a training model in one of several processes that divide its products."""
 
     def __init__(
@@ -44,7 +44,7 @@ class TensorParallel(TorchParallel):
         refuse_fixed_batches(self.inputs)
 
     def _make_mesh(self, strategy: str) -> DeviceMesh:
-        self._layout = Layout(self._one.model, self._one.index, self._axes, self.group.size, self._rules)
+        self._layout = MeshLayout(self._one.model, self._one.index, self._axes, self.group.size, self._rules)
         sizes = {DATA: 1, MODEL: 1} | self._layout.mesh
         if sizes.pop(FSDP, 1) > 1:
             raise UnsupportedError(
@@ -86,7 +86,7 @@ class TensorParallel(TorchParallel):
         part, axis = self._own(name, self._whole[name]), self._axis(name)
         return part if axis is None else self._division.join(part, axis)
 
-    def _wrap(self, module: Forward) -> nn.Module:
+    def _wrap(self, module: ForwardModule) -> nn.Module:
         self._forward = module
         return module
 
@@ -122,7 +122,7 @@ class TensorParallel(TorchParallel):
         return super()._gradient(parameter)
 
 
-class _Dividing(Together):
+class _Dividing(ParallelTorch):
     """PyTorch, with operators that compute on parts, which depends on the parts."""
 
     can_be_recorded = False

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onward.engines.framework import Framework, Function, Operators, table
-from onward.engines.torch.compilation import Compiled
+from onward.engines.torch.compilation import CompiledStep
 from onward.engines.torch.types import TYPES, Functions, from_array, has_type, to_array
 from onward.errors import UnknownNameError, near
 
@@ -111,7 +111,7 @@ class Torch(Framework):
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def compile(self, function: Function) -> Function:
-        return self._activated(Compiled(function, self._on_compile))
+        return self._activated(CompiledStep(function, self._on_compile))
 
     def _activated(self, function: Function) -> Function:
         def call(*parts: Any) -> Any:

@@ -37,7 +37,7 @@ Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
 Report = Callable[[str], None]
 
 
-class Compiled:
+class CompiledStep:
     """A step that is compiled when it is first called with tensors of some shapes."""
 
     def __init__(self, step: Step, report: Report | None):

@@ -17,7 +17,8 @@ from onward.engines.failures import is_ours
 from onward.engines.framework import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.framework_engine import make_plan
 from onward.engines.jax import Jax
-from onward.engines.plan import Call, Plan
+from onward.engines.plan import GraphPlan as Plan
+from onward.engines.plan import OperatorCall as Call
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.source.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
