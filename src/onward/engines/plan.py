@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import is_relu6, tensor_in
-from onward.engines.calls import CallForm, array_of, newest_form
+from onward.engines.calls import array_of, newest_form
 from onward.engines.framework import ONLY_ON_HOST, Function, keywords
 from onward.engines.fusion import FusionMatch, matches
 from onward.model.core import is_gradient, string, strings
@@ -161,9 +161,9 @@ class _Planner:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> OperatorCall:
-        form = newest_form(node, self._opset)
+        operator, newest_inputs, attributes = newest_form(node, self._opset)
         inputs: list[ir.Value | None] = []
-        for given in form.inputs:
+        for given in newest_inputs:
             if isinstance(given, np.ndarray):
                 constants[value := ir.Value()] = given
                 inputs.append(value)
@@ -177,31 +177,26 @@ class _Planner:
             if attribute.type == ir.AttributeType.GRAPH
         }
         described = f"`{node.op_type}` (node `{node.name or (node.outputs[0].name if node.outputs else '')}`)"
-        check_words(form.operator, form.attributes, described)
+        check_words(operator, attributes, described)
         outputs = [value if value.name else None for value in node.outputs]
-        available = {name: value for name, value in form.attributes.items() if name not in graphs}
+        available = {name: value for name, value in attributes.items() if name not in graphs}
         available["outputs"] = len(outputs)
-        available["is_relu6"] = self._is_relu6(form)
+        available["is_relu6"] = (
+            operator == "Clip"
+            and len(inputs) > 2
+            and is_relu6(*inputs[1:3])
+            and self._variables.isdisjoint(
+                value.name for value in inputs[1:3] if value is not None
+            )  # not differentiated
+        )
         return OperatorCall(
-            form.operator,
-            None if form.operator in ONLY_ON_HOST else _with(self._functions[form.operator], available),
-            _with(self._host[form.operator], available) if form.operator in self._host else None,
+            operator,
+            None if operator in ONLY_ON_HOST else _with(self._functions[operator], available),
+            _with(self._host[operator], available) if operator in self._host else None,
             inputs,
             outputs,
             graphs,
             described,
-        )
-
-    def _is_relu6(self, form: CallForm) -> bool:
-        """True if a Clip has the constant bounds 0 and 6, not ones that are differentiated."""
-        if form.operator != "Clip" or len(form.inputs) < 3:
-            return False
-        low, high = form.inputs[1:3]
-        return (
-            isinstance(low, ir.Value)
-            and isinstance(high, ir.Value)
-            and is_relu6(low, high)
-            and self._variables.isdisjoint({low.name, high.name})
         )
 
     # ---- derivatives -------------------------------------------------------------------------------------------------
