@@ -41,11 +41,13 @@ class Plan:
     def recommended(self) -> str | None:
         """The quickest of those that fit, by samples in a second; if times are not known, the simplest."""
         fitting = [each for each in self.estimates.values() if each.fits is not False]
-        return min(fitting, key=_seconds_of_a_sample).strategy if fitting else None
+        best = min(fitting, key=lambda each: (each.step_seconds or 0) / (each.samples or 1), default=None)
+        return best.strategy if best is not None else None
 
     def sharding(self, strategy: str | None = None) -> Sharding:
         """How tensors are divided; by the strategy that is recommended unless one is named."""
-        name = OTHER_NAMES.get(strategy or "", strategy) or self.recommended or min(self.estimates, key=self._total)
+        least = min(self.estimates, key=lambda name: self.estimates[name].memory.total)
+        name = OTHER_NAMES.get(strategy or "", strategy) or self.recommended or least
         if name not in self.estimates:
             raise UnknownNameError(f"there is no plan for `{name}`", hint=f"there are {', '.join(self.estimates)}")
         return self.estimates[name].sharding
@@ -66,13 +68,6 @@ class Plan:
         from onward.planning.render import render
 
         return render(self)
-
-    def _total(self, name: str) -> int:
-        return self.estimates[name].memory.total
-
-
-def _seconds_of_a_sample(each: Estimate) -> float:
-    return (each.step_seconds or 0) / (each.samples or 1)
 
 
 def _plain(each: Estimate) -> dict[str, Any]:

@@ -119,11 +119,6 @@ class TorchDeepSpeed(TorchParallel):
         """A row of numbers, unless it is all of a tensor."""
         return part if self.is_sharded else part.view(self._shape(name))
 
-    def _full(self, name: str) -> torch.Tensor:
-        if not self._is_split(name):
-            return self._local(name)
-        return self._gathered(name, self._local(name))
-
     def _gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """All of a tensor of which each process has a row of numbers; all processes must ask for it."""
         spans = [spans[self._follows(name) or name] for spans in self._spans]

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.engines.distributed import ProcessGroup, copies_of, join_group
+from onward.engines.distributed import copies_of, join_group
 from onward.engines.distributed.layout import MODEL
 from onward.engines.distributed.torch_forward import (
     ForwardModule,
@@ -71,7 +71,8 @@ class TorchParallel(Engine):
     ):
         super().__init__(model, step)
         self.group = join_group(device)
-        self._device = _device(device)
+        own = int(os.environ.get("LOCAL_RANK", "0")) if device == "cuda" else None
+        self._device = torch.device(device, own) if own is not None else torch.device(device)
         self._mesh = self._make_mesh(strategy)
         self.is_sharded = self._mesh is not None
         options["threads"] = options.get("threads") or self.group.threads
@@ -86,7 +87,14 @@ class TorchParallel(Engine):
         del self._whole
 
     def _make_mesh(self, strategy: str) -> DeviceMesh | None:
-        return _mesh(strategy, self._device.type, self.group)
+        """Return the processes over which tensors are sharded: none, all, or those of a machine."""
+        group, kind = self.group, self._device.type
+        if strategy == "ddp" or group.size == 1:
+            return None
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
+        if strategy == "fsdp" or here == group.size:
+            return init_device_mesh(kind, (group.size,))
+        return init_device_mesh(kind, (group.size // here, here), mesh_dim_names=("replicate", "shard"))
 
     def _forward_framework(self, **options: Any) -> Torch:
         return ParallelTorch(self._device, None, **options)
@@ -362,21 +370,6 @@ class TorchParallel(Engine):
 
     def close(self) -> None:
         self._state = {}
-
-
-def _device(name: str) -> torch.device:
-    """The device of this process: of several GPUs its own."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
-
-
-def _mesh(strategy: str, kind: str, group: ProcessGroup) -> DeviceMesh | None:
-    """Over which processes tensors are sharded: none, all, or those of a machine."""
-    if strategy == "ddp" or group.size == 1:
-        return None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
-    if strategy == "fsdp" or here == group.size:
-        return init_device_mesh(kind, (group.size,))
-    return init_device_mesh(kind, (group.size // here, here), mesh_dim_names=("replicate", "shard"))
 
 
 def _rows_of_shard(count: int, mesh: DeviceMesh) -> slice:
