@@ -81,7 +81,7 @@ class Interpreted(Engine):
         step: Steps,
         framework: Framework,
         *,
-        compiled: bool = True,
+        compile: bool = True,
         rules: bool = False,
         recompute: Choice = None,
     ):
@@ -89,7 +89,7 @@ class Interpreted(Engine):
         self._refuse_state_unless(lambda dtype: framework.supports(dtype.numpy()), framework.name)
         self._framework = framework
         self._takes_tensors = framework.name in FRAMEWORKS
-        self._compiled = compiled
+        self._compiled = compile
         self._rules = rules
         self._recompute = recompute
         self._state: Tensors = {
@@ -101,20 +101,11 @@ class Interpreted(Engine):
         self.loss = part.contract.loss or self.loss
 
     @classmethod
-    def on(
-        cls,
-        engine: str,
-        model: Model,
-        step: Steps = None,
-        *,
-        compile: bool = True,
-        rules: bool = False,
-        recompute: Choice = None,
-        **options: Any,
-    ) -> Interpreted:
-        """On the framework of that name; further options are its own."""
+    def on(cls, engine: str, model: Model, step: Steps = None, *, rules: bool = False, **options: Any) -> Interpreted:
+        """Start on the framework of that name. Options are those of this class, and of the framework."""
+        own = {name: options.pop(name) for name in ("compile", "recompute") if name in options}
         rules = rules or engine == "numpy" or rounds(model)
-        if recompute is not None and not rules:
+        if own.get("recompute") is not None and not rules:
             raise UnsupportedError(
                 "what is computed twice is decided by our rules, not by the framework's own derivative",
                 hint="do without `recompute`, or take our rules: `rules=True`",
@@ -123,7 +114,7 @@ class Interpreted(Engine):
         if engine in FRAMEWORKS:
             options = {"on_compile": lambda text: made.on_compile(text), **options}
         framework = cls.make_framework(engine, model, step, options)
-        made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
+        made = cls(model, step, framework, rules=rules, **own)
         return made
 
     @classmethod

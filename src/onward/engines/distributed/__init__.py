@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+
+from onward.errors import UnsupportedError
 
 
 class ProcessGroup(ABC):
@@ -87,6 +90,16 @@ class Portion(dict[str, np.ndarray]):
 def copies_of(batch: object, group: ProcessGroup) -> int:
     """How many processes have the same samples of a batch: one, or all if it has fewer samples than there are."""
     return group.size if isinstance(batch, Portion) and batch.whole < group.size else 1
+
+
+def refuse_fixed_batches(inputs: Mapping[str, ir.Value]) -> None:
+    """Raise if an input has a fixed batch size."""
+    fixed = [name for name, value in inputs.items() if value.shape and isinstance(value.shape[0], int)]
+    if fixed:
+        raise UnsupportedError(
+            f"`{fixed[0]}` takes batches of one size, of which processes cannot have parts",
+            hint="export the model with a batch size that may vary, or train in one process",
+        )
 
 
 class Alone(ProcessGroup):

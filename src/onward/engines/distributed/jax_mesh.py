@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from onward.engines.distributed import Portion, ProcessGroup, join_group
+from onward.engines.distributed import Portion, ProcessGroup, join_group, refuse_fixed_batches
 from onward.engines.distributed.layout import FSDP, MeshLayout, Spec
 from onward.engines.engine import Arrays, check_options
 from onward.engines.framework import Framework, Function
@@ -108,20 +108,16 @@ class OnMesh(Interpreted):
 
     _framework: JaxOnMesh
 
-    def __init__(self, model: Model, step: Steps, framework: Framework, *, compiled: bool = True, **options: Any):
-        if not compiled:
+    def __init__(self, model: Model, step: Steps, framework: Framework, *, compile: bool = True, **options: Any):
+        if not compile:
             raise UnsupportedError(
                 "on a mesh, a step is compiled as a whole", hint="leave `compile=False` (`--no-compile`) out"
             )
         super().__init__(model, step, framework, **options)
         self.group = join_group(engine="jax")
         self.is_sharded = not all(x.is_fully_addressable or x.is_fully_replicated for x in self._state.values())
-        fixed = [name for name, value in self.inputs.items() if value.shape and isinstance(value.shape[0], int)]
-        if fixed and self.group.size > 1:
-            raise UnsupportedError(
-                f"`{fixed[0]}` takes batches of one size, of which processes cannot have parts",
-                hint="export the model with a batch size that may vary, or train in one process",
-            )
+        if self.group.size > 1:
+            refuse_fixed_batches(self.inputs)
 
     @classmethod
     def make_framework(cls, engine: str, model: Model, step: Steps, options: dict[str, Any]) -> JaxOnMesh:

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from onward.engines.distributed import copies_of
+from onward.engines.distributed import copies_of, refuse_fixed_batches
 from onward.engines.distributed.torch_forward import ExecutablePart, ForwardModule, make_parts
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
-from onward.engines.distributed.torch_tensor_parallel import gather_samples, refuse_fixed_batches
+from onward.engines.distributed.torch_tensor_parallel import gather_samples
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES

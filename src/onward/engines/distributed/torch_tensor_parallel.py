@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from onward.engines.distributed import copies_of
+from onward.engines.distributed import copies_of, refuse_fixed_batches
 from onward.engines.distributed.layout import DATA, FSDP, MODEL, MeshLayout, Rules
 from onward.engines.distributed.torch_forward import ForwardModule, ParallelTorch
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
@@ -138,15 +138,6 @@ class _Dividing(ParallelTorch):
     def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
         """What a part of the graph hands on is whole."""
         return super().typed(self._division.whole(tensor), dtype)
-
-
-def refuse_fixed_batches(inputs: Mapping[str, ir.Value]) -> None:
-    fixed = [name for name, value in inputs.items() if value.shape and isinstance(value.shape[0], int)]
-    if fixed:
-        raise UnsupportedError(
-            f"`{fixed[0]}` takes batches of one size, of which processes cannot have parts",
-            hint="export the model with a batch size that may vary, or train in one process",
-        )
 
 
 def gather_samples(own: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> dict[str, Any]:
