@@ -68,7 +68,7 @@ class Interpreter:
                 numbers = self._framework.takes_numbers.get(call.operator, ())
                 placed = (
                     self._fetch(x)
-                    if i in host or (i in numbers and (isinstance(x, np.ndarray) and x.ndim == 0))
+                    if i in host or (i in numbers and isinstance(x, np.ndarray) and x.ndim == 0)
                     else self._place(value, x)
                     for i, (value, x) in enumerate(zip(call.inputs, inputs, strict=True))
                 )

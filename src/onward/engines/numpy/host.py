@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 
@@ -11,6 +10,8 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.engines.framework import Function, Operators
+
+operators = Operators()
 
 # ---- operators of the reference implementation -----------------------------------------------------------------------
 
@@ -24,20 +25,11 @@ def from_reference(name: str) -> Function:
         given = {key: value for key, value in attributes.items() if value is not None}
         return load_op("", name).eval(*inputs, n_outputs=outputs, **given)
 
-    parameter = inspect.Parameter
-    attributes = [*defs.get_schema(name).attributes, "outputs"]
-    compute.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter("inputs", parameter.VAR_POSITIONAL), *(parameter(key, parameter.KEYWORD_ONLY) for key in attributes)]
-    )
+    compute.asks_for = [*defs.get_schema(name).attributes, "outputs"]  # type: ignore[attr-defined]
     return compute
 
 
 # ---- windows, and weights of frequencies -----------------------------------------------------------------------------
-
-operators = Operators()
-
-
-operators(MelWeightMatrix=from_reference("MelWeightMatrix"))
 
 
 def _window(*coefficients):
@@ -53,6 +45,7 @@ def _window(*coefficients):
 
 
 operators(
+    MelWeightMatrix=from_reference("MelWeightMatrix"),
     HannWindow=_window(0.5, -0.5),
     HammingWindow=_window(25 / 46, -21 / 46),
     BlackmanWindow=_window(0.42, -0.5, 0.08),
