@@ -93,9 +93,8 @@ def verify(
 
 
 def _load(model: Model, step: int, way: Way, compile: bool) -> Engine:
-    if way.engine in FRAMEWORKS:
-        return start(model, step, engine=way.engine, rules=way.rules, compile=compile)
-    return start(model, step, engine=way.engine)
+    options = {"rules": way.rules, "compile": compile} if way.engine in FRAMEWORKS else {}
+    return start(model, step, engine=way.engine, **options)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onward.engines.torch.alike import Updates, split_off_updates
+from onward.engines.torch.alike import Updates, is_view, split_off_updates
 from onward.engines.torch.types import SAME_BITS
 from onward.errors import UnsupportedError, first_line
 
@@ -253,7 +253,7 @@ def _return_copies(graph: fx.GraphModule) -> None:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a node is the same numbers as."""
-    while node.target is torch.ops.aten.clone.default or _is_view(node):
+    while node.target is torch.ops.aten.clone.default or is_view(node):
         node = node.args[0]
     return node
 
@@ -268,9 +268,9 @@ def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if _is_number(graph, node) and all(source in of_numbers for source in node.all_input_nodes):
             of_numbers.add(node)
-            if node.op == "call_function" and not _is_view(node):
+            if node.op == "call_function" and not is_view(node):
                 numbers.append(node)
-    handed = [node for node in numbers if any(user not in of_numbers or _is_view(user) for user in node.users)]
+    handed = [node for node in numbers if any(user not in of_numbers or is_view(user) for user in node.users)]
     first = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -295,10 +295,6 @@ def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
     value = getattr(graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return isinstance(value, torch.Tensor) and value.numel() == 1 and not mutable
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 # ---- recordings of what a function calls -----------------------------------------------------------------------------
