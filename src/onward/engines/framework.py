@@ -104,7 +104,7 @@ class Framework(ABC):
     """What computes nodes all of whose inputs are on the host, if that is not numpy's table."""
 
     fuses: ClassVar[Sequence[str]] = ()
-    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
+    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion.py)."""
 
     compiles_operators: ClassVar[bool] = False
     """Whether operators that are executed one by one are compiled one by one: then a whole step takes less time to."""

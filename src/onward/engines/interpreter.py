@@ -1,8 +1,8 @@
 """One interpreter for all frameworks: executes a graph node by node with the operators of a table.
 
 Values are tensors of the framework or, on the host, numpy arrays. A node all of whose inputs are on the host is
-computed there: constants, and what follows from the shapes of tensors (see host.py). `Gradient` means the framework's
-own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
+computed there: constants, and what follows from the shapes of tensors (see framework.py). `Gradient` means the
+framework's own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
 """
 
 from __future__ import annotations

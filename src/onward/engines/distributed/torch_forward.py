@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -136,7 +137,16 @@ def run_parts(parts: Iterable[ExecutablePart], values: dict[str, Any], fetch: An
     return values
 
 
-# ---- sums over the processes that train together, as operators of PyTorch --------------------------------------------
+# ---- what processes that train together exchange, as operators of PyTorch --------------------------------------------
+
+
+def gather_samples(own: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> dict[str, Any]:
+    """The samples that the processes of a group have, each of them its own."""
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, own, group=group)
+    return {
+        name: np.concatenate([part[name] for part in parts]) if np.ndim(array) else array for name, array in own.items()
+    }
 
 
 class SumUnderWay:

@@ -21,9 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from onward.engines.distributed import copies_of, refuse_fixed_batches
-from onward.engines.distributed.torch_forward import ExecutablePart, ForwardModule, make_parts
+from onward.engines.distributed.torch_forward import ExecutablePart, ForwardModule, gather_samples, make_parts
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
-from onward.engines.distributed.torch_tensor_parallel import gather_samples
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES

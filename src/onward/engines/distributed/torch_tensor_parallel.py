@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onward.engines.distributed import copies_of, refuse_fixed_batches
 from onward.engines.distributed.layout import DATA, FSDP, MODEL, MeshLayout, Rules
-from onward.engines.distributed.torch_forward import ForwardModule, ParallelTorch
+from onward.engines.distributed.torch_forward import ForwardModule, ParallelTorch, gather_samples
 from onward.engines.distributed.torch_parallel import Tensors, TorchParallel
 from onward.engines.framework import Function, Operators
 from onward.engines.torch import Torch
@@ -138,15 +138,6 @@ class _Dividing(ParallelTorch):
     def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
         """What a part of the graph hands on is whole."""
         return super().typed(self._division.whole(tensor), dtype)
-
-
-def gather_samples(own: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> dict[str, Any]:
-    """The samples that the processes of a group have, each of them its own."""
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, own, group=group)
-    return {
-        name: np.concatenate([part[name] for part in parts]) if np.ndim(array) else array for name, array in own.items()
-    }
 
 
 def _average(tensors: Collection[torch.Tensor], mesh: DeviceMesh) -> None:
