@@ -80,16 +80,18 @@ def verify(
         reasons = dict.fromkeys(error.message for error in refusals.values())
         hints = dict.fromkeys(error.hint for error in refusals.values() if error.hint)
         raise UnsupportedError("no engine can run this model:\n" + "\n".join(reasons), hint="; ".join(hints) or None)
-    limit = _default_tolerance(model, step) if tolerance is None else tolerance
+    if tolerance is None:
+        parameters = [s.value.dtype for s in states(model, step) if s.role == "parameter"]
+        tolerance = 1e-9 if all(dtype is not None and dtype.bitwidth == 64 for dtype in parameters) else 1e-4
     reference = _nearest_to_all(runs)
     rows = [
-        _compare(model, step, way, reference, runs, batches, limit)
+        _compare(model, step, way, reference, runs, batches, tolerance)
         if way in runs
         else EngineRow(way.engine, way.derivative, "cannot", note=refusals[way].message)
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)
-    return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
+    return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, tolerance, unknown)
 
 
 def _load(model: Model, step: int, way: Way, compile: bool) -> Engine:
@@ -146,11 +148,6 @@ def _candidates(whole: Model, model: Model, step: int, given: Arrays, seed: int)
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
-
-
-def _default_tolerance(model: Model, step: int) -> float:
-    parameters = [s.value.dtype for s in states(model, step) if s.role == "parameter"]
-    return 1e-9 if all(dtype is not None and dtype.bitwidth == 64 for dtype in parameters) else 1e-4
 
 
 def _nearest_to_all(runs: dict[Way, _Run]) -> Way:

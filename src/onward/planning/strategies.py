@@ -153,7 +153,8 @@ class Estimator:
         """Return the estimate; `samples` are those of one pass of a device."""
         memory = self._memory(recompute)
         told = tuple(self._communication())
-        flops = self._flops(recompute)
+        whole = self.work.forward_flops + self.work.backward_flops + (self.work.flops_of_blocks if recompute else 0)
+        flops = (whole - self.division.flops_saved) * self.accumulate
         limit, rate = self.machines.memory, self.machines.flops
         compute = flops / (rate * self.machines.utilization) if rate else None
         return Estimate(
@@ -243,11 +244,6 @@ class Estimator:
         sent = size * (devices - 1) // devices * (2 if kind == "all-reduce" else 1)
         link = self.machines.link(reach)
         return Collective(kind, of, sent, devices, sent / link if link else None, along == TENSOR)
-
-    def _flops(self, recompute: bool) -> int:
-        extra = self.work.flops_of_blocks if recompute else 0
-        whole = self.work.forward_flops + self.work.backward_flops + extra
-        return (whole - self.division.flops_saved) * self.accumulate
 
     # ---- who holds what
 

@@ -99,15 +99,13 @@ class ForwardModule(nn.Module):  # type: ignore[misc]
     def blocks(self) -> list[nn.Module]:
         return [module for module in self.parts if module.part.interface.is_block]
 
-    def forward(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        values = {**given, **{name: getattr(m, key) for name, (m, key) in self.places.items() if m is self}}
+    def forward(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        values = {**inputs, **{name: getattr(m, key) for name, (m, key) in self.places.items() if m is self}}
         for module in self.parts:
-            module.part.interface.hand_over(values, module(*(_arrived(values[name]) for name in module.given)))
+            given = (values[name] for name in module.given)
+            results = module(*(x.wait() if isinstance(x, SumUnderWay) else x for x in given))
+            module.part.interface.hand_over(values, results)
         return {name: values[name] for name in self._outputs}
-
-
-def _arrived(value: Any) -> Any:
-    return value.wait() if isinstance(value, SumUnderWay) else value
 
 
 class _PartModule(nn.Module):  # type: ignore[misc]

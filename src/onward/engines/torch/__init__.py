@@ -111,12 +111,11 @@ class Torch(Framework):
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def compile(self, function: Function) -> Function:
-        return self._activated(CompiledStep(function, self._on_compile))
+        compiled = CompiledStep(function, self._on_compile)
 
-    def _activated(self, function: Function) -> Function:
         def call(*parts: Any) -> Any:
             with self.active():
-                return function(*parts)
+                return compiled(*parts)
 
         return call
 
