@@ -88,7 +88,7 @@ PROTOBUF_EDGE = {
     "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.backend": "the interface for backends that `onnx` has, and its test runner drives",
     "onward.frameworks": "exporters of other frameworks hand over ModelProto, and expect it",
-    "onward.engines.numpy.reference": "takes rare operators from the reference implementation of `onnx`",
+    "onward.engines.numpy.host": "takes rare operators from the reference implementation of `onnx`",
     "onward.lowering.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
 

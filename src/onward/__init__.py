@@ -19,7 +19,7 @@ from onward.lazy_sympy import defer_sympy
 if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     # isort: off
     from onward import backend as backend, engines as engines, rules as rules, transform as transform
-    from onward.agreement import verify as verify
+    from onward.agreement import check_gradients as check_gradients, verify as verify
     from onward.checker import Finding as Finding, check as check
     from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
     from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.differentiate import gradient as gradient, jvp as jvp, vjp as vjp
     from onward.engines.initialization import reset as reset
     from onward.errors import Error as Error
-    from onward.agreement.gradcheck import check_gradients as check_gradients
     from onward.inspect import describe as describe
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
@@ -54,7 +53,7 @@ defer_sympy()
 
 _NAMES = {
     "": ("backend", "engines", "rules", "transform"),
-    "agreement": ("verify",),
+    "agreement": ("check_gradients", "verify"),
     "checker": ("Finding", "check"),
     "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
     "checkpoint.torch_lightning": ("LightningCallback",),
@@ -66,7 +65,6 @@ _NAMES = {
     "differentiate": ("gradient", "jvp", "vjp"),
     "engines.initialization": ("reset",),
     "errors": ("Error",),
-    "agreement.gradcheck": ("check_gradients",),
     "inspect": ("describe",),
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),

@@ -14,11 +14,10 @@ from marks import needs
 from onnx import numpy_helper, parser
 
 import onward
-from onward.agreement.noise import noise_in
-from onward.agreement.steps import Step, compare_steps
-from onward.agreement.tolerance import Comparison
+from onward.agreement.steps import StepResult, compare_steps
+from onward.agreement.tolerance import Comparison, noise_in
 from onward.engines import start
-from onward.engines.framework_engine import framework_class
+from onward.engines.framework import framework_class
 from onward.errors import InvalidModelError, MismatchError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")]
@@ -217,7 +216,7 @@ def _switched_on(batch, factor=1.0):
     gradients = {"w": np.full((1, 1), gradient), "b": np.full(1, gradient), "c": np.full(1, gradient)}
     start = {"w": np.ones((1, 1), np.float32), "b": np.float32([-1.0000006]), "c": np.float32([0.25])}
     weights = {name: start[name] - np.float32(0.1) * gradients[name] * (factor if name == "c" else 1) for name in start}
-    return Step(float((0.25 - batch["target"].mean()) ** 2), gradients, weights)
+    return StepResult(float((0.25 - batch["target"].mean()) ** 2), gradients, weights)
 
 
 def test_a_unit_that_rounding_switches_is_no_mismatch():

@@ -15,7 +15,7 @@ from marks import needs
 from paths import CHECKPOINTS
 
 import onward
-from onward.agreement.elements import compare_elements
+from onward.agreement.tolerance import compare_elements
 
 STEPS, MORE = 5, 4
 

@@ -14,7 +14,7 @@ from framework_training import assert_trains_alike, equal_layers, trained
 from marks import needs
 
 from onward.engines import start
-from onward.engines.odd_batches import OddBatches
+from onward.engines.framework_engine import OddBatches
 
 
 def batch(rows, width=4):

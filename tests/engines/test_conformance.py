@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from node_tests import onnx_node_tests
 from operator_families import FAMILIES
 from representatives import by_mode, by_operators, first_of_each
 
+from onward import engines
 from onward.engines import ENGINES, framework
 from onward.engines.catalogue import UNWRITTEN, lacking
-from onward.engines.framework_engine import framework_class
+from onward.engines.framework import framework_class
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ENGINES if name != "onnxruntime"]
 NODE_TESTS = {name: (case.proto(), dict(enumerate(case.data[0][0]))) for name, case in onnx_node_tests().items()}
@@ -58,6 +60,17 @@ def test_a_case_passes_or_is_listed(name: str, engine: str) -> None:
 
 def test_families_are_those_of_the_tables() -> None:
     assert tuple(FAMILIES) == framework.FAMILIES
+
+
+def test_tables_have_the_same_files() -> None:
+    """Only text and files are numpy's alone; it takes control flow and sequences from the shared rows, as all may."""
+    folder = Path(framework.__file__).parent
+    files = {engine: {path.stem for path in (folder / engine).glob("*.py")} for engine in ENGINES}
+    common = {"__init__", "types", *(family for family in FAMILIES if family not in ("control", "sequence", "host"))}
+    assert files["numpy"] == common | {"host"}
+    for engine in engines.FRAMEWORKS:
+        assert common | {"control"} <= files[engine]
+        assert files[engine].isdisjoint({"sequence", "host"})
 
 
 @pytest.mark.parametrize("engine", [*FRAMEWORKS, "shared"])

@@ -16,7 +16,7 @@ import pytest
 from marks import needs
 
 import onward
-from onward.engines.deepspeed_config import settle, with_batch_size
+from onward.engines.distributed.deepspeed_config import settle, with_batch_size
 
 # ---- its configuration file ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from marks import needs
 from models import digits_mlp
 
 import onward
-from onward.engines import endless_loops, function, start
+from onward.engines import failures, function, start
 from onward.engines.numpy import Numpy
 from onward.errors import DataError, Error, InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
@@ -125,7 +125,7 @@ def test_options_name_what_there_is():
 
 def test_mistakes_of_our_own_look_like_mistakes(monkeypatch):
     """And say in which node; what the framework refuses is said as such."""
-    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.engines.numpy.activation"})
+    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.engines.numpy.elementwise"})
     monkeypatch.setitem(Numpy.operators, "Relu", row)
     with pytest.raises(KeyError, match="no such row") as caught:
         function(digits_mlp(8))({"image": GOOD["image"]})
@@ -182,7 +182,7 @@ def test_a_loop_that_never_ends_is_refused(name):
 
 
 def test_a_loop_ends_when_memory_does(monkeypatch):
-    monkeypatch.setattr(endless_loops, "_memory", lambda: 1 << 22)
+    monkeypatch.setattr(failures, "_memory", lambda: 1 << 22)
     with pytest.raises(OutOfMemoryError, match="a Loop has collected more than fits"):
         function(with_a_loop(2**63 - 1, "Identity (more)"))(FEED)
 

@@ -8,9 +8,9 @@ import pytest
 from marks import needs
 from onnx import numpy_helper, parser
 
-from onward.engines.framework_engine import array_function, framework_class
-from onward.engines.fusion.attention import Attention
-from onward.engines.fusion.linear import Linear
+from onward.engines.framework import framework_class
+from onward.engines.framework_engine import array_function
+from onward.engines.fusion import Attention, Linear
 from onward.model import load
 
 pytestmark = needs("torch")

@@ -20,7 +20,8 @@ from rule_tables import FAMILIES
 import onward
 from onward.differentiate.gradients import lower_gradients
 from onward.engines import function, start
-from onward.engines.framework_engine import computation, framework_of, interpreter
+from onward.engines.framework import framework_of
+from onward.engines.framework_engine import computation, interpreter
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.lowering.step import lower_for_engine
 from onward.model import load

@@ -17,8 +17,8 @@ import onnx
 import pytest
 
 import onward
-from onward.engines.layout import Layout
-from onward.planning.annotate import annotate
+from onward.engines.distributed.layout import MeshLayout
+from onward.planning.plan import annotate
 
 SCRIPT = Path(mesh_steps.__file__)
 
@@ -114,7 +114,7 @@ def test_train(tmp_path: Path) -> None:
 
 
 def test_products_are_divided_in_pairs() -> None:
-    layout = Layout(mesh_steps.training("gpt"), 0, "fsdp=2,model=2", 4)
+    layout = MeshLayout(mesh_steps.training("gpt"), 0, "fsdp=2,model=2", 4)
     columns, rows = (("fsdp",), ("model",)), (("model",), ("fsdp",))
     expected = {"q": columns, "o": rows, "fc1": columns, "fc2": rows, "fc1_bias": (("model",),), "scale": (("fsdp",),)}
     found = {name: layout.spec(f"h1_{name}", mesh_steps.SIZES[name]) for name in expected}
@@ -125,21 +125,21 @@ def test_products_are_divided_in_pairs() -> None:
 
 def test_rules_come_first() -> None:
     model = mesh_steps.training("gpt")
-    layout = Layout(model, 0, "fsdp=2,model=2", 4, {"h0_*": "-", "*_fc1": (None, "fsdp+model"), "*_q": "model"})
+    layout = MeshLayout(model, 0, "fsdp=2,model=2", 4, {"h0_*": "-", "*_fc1": (None, "fsdp+model"), "*_q": "model"})
     assert layout.spec("h0_fc1", (16, 64)) == ((), ())
     assert layout.spec("h1_fc1/exp_avg", (16, 64)) == ((), ("fsdp", "model"))
     assert layout.spec("h1_q", (16, 16)) == (("model",), ())
     with pytest.raises(onward.Error, match="matches no tensor"):
-        Layout(model, 0, "fsdp=2", 4, {"h7_*": "fsdp"})
+        MeshLayout(model, 0, "fsdp=2", 4, {"h7_*": "fsdp"})
     with pytest.raises(onward.Error, match="cannot divide equally"):
-        Layout(model, 0, "fsdp=3", 4, {"words": "fsdp"}).spec("words", (40, 16))
+        MeshLayout(model, 0, "fsdp=3", 4, {"words": "fsdp"}).spec("words", (40, 16))
 
 
 def test_the_mesh_in_a_file(tmp_path: Path) -> None:
     onnx.save(mesh_steps.gpt(2), tmp_path / "gpt.onnx")
     plan = onward.plan(tmp_path / "gpt.onnx", devices=4, loss="cross_entropy", batch_size=4, strategy="fsdp")
     annotate(tmp_path / "gpt.onnx", plan.sharding(), tmp_path / "planned.onnx")
-    layout = Layout(onward.prepare(tmp_path / "planned.onnx", loss="cross_entropy"), 0, "file", 4)
+    layout = MeshLayout(onward.prepare(tmp_path / "planned.onnx", loss="cross_entropy"), 0, "file", 4)
     assert layout.mesh == {"fsdp": 4}
     for name in ("h1_fc1", "h1_fc1/exp_avg"):
         assert ("fsdp",) in layout.spec(name, (16, 64))

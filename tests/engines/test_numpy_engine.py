@@ -16,7 +16,7 @@ from sessions import session
 
 import onward
 from onward.engines import function, start
-from onward.engines.expression import express
+from onward.engines.calls import express
 from onward.engines.framework_engine import Interpreted
 from onward.engines.numpy import Numpy
 from onward.errors import UnknownNameError, UnsupportedError

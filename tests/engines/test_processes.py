@@ -20,7 +20,7 @@ from parallel_runs import compare, curve, start_training, torch_options, train
 from thread_group import run_together
 
 import onward
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
 from onward.model.state import all_states
 
 NET = """
@@ -81,7 +81,9 @@ def twice(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
     return {**amounts(rng, n), "logits_target": rng.normal(0, 1, (n, 10)).astype(np.float32)}
 
 
-def steps(model: onward.Model, data: list[dict[str, np.ndarray]], group: Group | None) -> tuple[list[float], Any]:
+def steps(
+    model: onward.Model, data: list[dict[str, np.ndarray]], group: ProcessGroup | None
+) -> tuple[list[float], Any]:
     options = {} if group is None else {"strategy": "ddp"}
     with onward.engines.start(model, **options) as engine:
         parts = [engine.group.part(batch) for batch in data]
@@ -143,7 +145,7 @@ def test_each_process_draws_its_own_numbers(net: onnx.ModelProto, monkeypatch: p
     image = np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype(np.float32)
     same = {"image": image, "target": np.zeros((1, 10), np.float32)}
 
-    def state_and_gradient(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    def state_and_gradient(group: ProcessGroup) -> tuple[np.ndarray, np.ndarray]:
         with onward.engines.start(model, strategy="ddp", sync_batch_norm=False) as engine:
             engine.step(same)
             return engine.state()["rng"], engine.gradients(same)["w2"]

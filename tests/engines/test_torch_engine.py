@@ -212,7 +212,7 @@ def test_what_depends_on_values_is_not_recorded():
     """And what depends on sizes alone is, with its derivative."""
     import torch
 
-    from onward.engines.torch.recording import Recorded, Recording
+    from onward.engines.torch.compilation import Recorded, Recording
 
     def switch(values):
         return [values[0] * 2 if float(values[0].sum()) > 0 else -values[0]]
@@ -236,7 +236,7 @@ def test_what_depends_on_values_is_not_recorded():
 def test_statistics_are_those_of_pytorch(momentum):
     import torch
 
-    from onward.engines.torch.normalization import batch_normalization_at_once
+    from onward.engines.torch.layers import batch_normalization_at_once
 
     layer = torch.nn.BatchNorm2d(3, momentum=1 - momentum)
     x, mean, variance = torch.randn(5, 3, 4, 4) * 3 + 1, torch.zeros(3), torch.ones(3)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from processes import meet
 from torch.distributed.device_mesh import init_device_mesh
 
+from onward.engines.distributed.torch_tensor_parallel import ELEMENTWISE, Division
 from onward.engines.framework import keywords
 from onward.engines.torch import Torch
-from onward.engines.torch.divided import ELEMENTWISE, Division
 
 USUAL = {
     "alpha": 1.0, "approximate": "none", "axis": 1, "beta": 0.5, "bias": 0.0, "detect_negative": 1,

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
 
 _T = TypeVar("_T")
 
 
-class ThreadGroup(Group):
+class ThreadGroup(ProcessGroup):
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, said: list[Any]):
         self.rank, self.size = rank, size
         self._barrier, self._said = barrier, said
@@ -31,7 +31,7 @@ class ThreadGroup(Group):
         return said
 
 
-def run_together(size: int, monkeypatch: pytest.MonkeyPatch, function: Callable[[Group], _T]) -> list[_T]:
+def run_together(size: int, monkeypatch: pytest.MonkeyPatch, function: Callable[[ProcessGroup], _T]) -> list[_T]:
     """What a function returns in each of so many threads, which engines take for processes."""
     barrier, said = threading.Barrier(size), [None] * size
     current = threading.local()

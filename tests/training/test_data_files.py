@@ -16,7 +16,7 @@ from models import digits_mlp
 from runs import QUIET, RECIPE, digits, interrupted_after, state
 from thread_group import run_together
 
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
 from onward.errors import DataError
 from onward.training.api import resume, train
 from onward.training.data import Batches, Stream, files, open_data, split
@@ -25,7 +25,7 @@ from onward.training.data.order import WindowOrder
 from onward.training.evaluation import samples_in
 
 
-class Process(Group):
+class Process(ProcessGroup):
     """One of several, that says nothing to the others."""
 
     def __init__(self, rank: int, size: int):
@@ -267,7 +267,7 @@ def test_classes_are_those_of_all_files(tmp_path: Path) -> None:
 def together(count: int, open_source: Callable[[int, int], Any], start: int = 0, **options: Any) -> list[list[Any]]:
     """What each of some processes, which are threads, gets from a stream."""
 
-    def work(group: Group) -> list[Any]:
+    def work(group: ProcessGroup) -> list[Any]:
         stream = open_data(open_source(group.rank, count))
         return [
             (batch, samples_in(batch)) for batch in Batches(stream, {"x": "x"}, group=group, **options).epoch(1, start)

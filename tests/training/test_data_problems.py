@@ -25,7 +25,7 @@ from marks import needs
 from models import digits_mlp
 
 import onward
-from onward.agreement.gradcheck.inputs import fit_inputs
+from onward.agreement.inputs import fit_inputs
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
 from onward.frameworks.files import restore
 from onward.training.data import Batches, Column, dataset, match, open_data

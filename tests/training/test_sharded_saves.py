@@ -13,8 +13,8 @@ import pytest
 from thread_group import run_together
 
 import onward
-from onward.engines.engine import Engine, Part
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
+from onward.engines.engine import Engine, StateShard
 from onward.errors import InvalidModelError
 from onward.model.state import all_states
 from onward.model.storage import verify_checksums
@@ -35,17 +35,17 @@ def training() -> onward.Model:
     return onward.prepare(model, loss="mse")
 
 
-def parts_of(state: dict[str, np.ndarray], group: Group) -> dict[str, Part]:
+def parts_of(state: dict[str, np.ndarray], group: ProcessGroup) -> dict[str, StateShard]:
     """Numbers in a row, not equally many for each; numbers alone are the first process's."""
     found = {}
     for name, array in state.items():
         flat, share = array.reshape(-1), group.share(array.size)
         if array.size >= group.size or group.is_first:
-            found[name] = Part(share.start, flat[share].copy(), array.size)
+            found[name] = StateShard(share.start, flat[share].copy(), array.size)
     return found
 
 
-def begin(group: Group, model: onward.Model, run: Path, state: Callable[[Engine], dict[str, np.ndarray]]) -> Any:
+def begin(group: ProcessGroup, model: onward.Model, run: Path, state: Callable[[Engine], dict[str, np.ndarray]]) -> Any:
     with onward.engines.start(model, strategy="ddp") as engine:
         saves = ShardedSaves(Folder(run), engine)
         saves.begin(parts_of(state(engine), group), Place(step=7)).finish()

@@ -1,6 +1,17 @@
-"""Whether engines agree: the same steps on each, compared value by value."""
+"""Whether two computations agree on the same data: engines with each other, gradients with differences."""
 
-from onward.agreement.engines import verify
-from onward.agreement.report import Difference, Report, Row
+from onward.agreement.gradient_check import check_gradients
+from onward.agreement.report import Culprit, Difference, EngineReport, EngineRow, GradientReport, GradientRow, Verdict
+from onward.agreement.verification import verify
 
-__all__ = ["Difference", "Report", "Row", "verify"]
+__all__ = [
+    "Culprit",
+    "Difference",
+    "EngineReport",
+    "EngineRow",
+    "GradientReport",
+    "GradientRow",
+    "Verdict",
+    "check_gradients",
+    "verify",
+]

@@ -1,11 +1,47 @@
-"""What `verify` found."""
+"""What `verify` and `check_gradients` found."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Literal
 
-from onward.agreement.gradcheck.report import align_columns
+
+class Report(ABC):
+    """Base class of reports. `print(report)` shows all; `report.ok` is False if something is wrong."""
+
+    made_up: tuple[str, ...]
+    """Inputs that were not given."""
+
+    @property
+    @abstractmethod
+    def ok(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def heading(self) -> str: ...
+
+    @abstractmethod
+    def table(self) -> list[list[str]]:
+        """Return the rows as text, under a row of titles."""
+
+    @property
+    @abstractmethod
+    def remarks(self) -> list[str]:
+        """Lines below the table."""
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.table(), strict=True)]
+        cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in self.table())
+        return "\n".join([self.heading, *("  ".join(row).rstrip() for row in cells), *self.remarks])
+
+    @property
+    def _made_up(self) -> str:
+        return f"; made up: {', '.join(self.made_up)}" if self.made_up else ""
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +68,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class EngineRow:
     """One engine, with one way to the derivative."""
 
     engine: str
@@ -50,17 +86,23 @@ class Row:
     note: str = ""
     difference: Difference | None = None
 
+    def cells(self) -> list[str]:
+        if self.verdict == "cannot":
+            return [self.engine, self.derivative, self.verdict, "", "", "", "", ""]
+        first, last = (f"{self.losses[i]:.7g}" if self.losses else "" for i in (0, -1))
+        numbers = [f"{self.metrics:.1e}", f"{self.state:.1e}", f"{self.seconds:.2f}"]
+        return [self.engine, self.derivative, self.verdict, first, last, *numbers]
+
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """`print(report)` shows it; `report.ok` says whether all engines that can run the model agree."""
+class EngineReport(Report):
+    """The outcome of `verify`; `ok` if all engines that can run the model agree."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[EngineRow, ...]
     reference: str
     steps: int
     tolerance: float
     made_up: tuple[str, ...] = ()
-    """Inputs that were not given."""
 
     @property
     def ok(self) -> bool:
@@ -68,38 +110,112 @@ class Report:
 
     @property
     def heading(self) -> str:
-        made_up = f"; made up: {', '.join(self.made_up)}" if self.made_up else ""
-        return f"{self.steps} steps on each engine, compared with {self.reference}{made_up}"
+        return f"{self.steps} steps on each engine, compared with {self.reference}{self._made_up}"
 
     def table(self) -> list[list[str]]:
-        """The rows as text, under a row of titles."""
         titles = ["engine", "derivative", "verdict", "first loss", "last loss", "metrics", "state", "seconds"]
-        return [titles, *(_cells(row) for row in self.rows)]
+        return [titles, *(row.cells() for row in self.rows)]
 
     @property
     def remarks(self) -> list[str]:
-        """What to say below the table."""
         notes = [f"{row.engine} ({row.derivative}): {row.note}" for row in self.rows if row.note]
         return notes + [str(row.difference) for row in self.rows if row.difference is not None]
-
-    def __str__(self) -> str:
-        return "\n".join([self.heading, *align_columns(self.table()), *self.remarks])
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
 
-def _cells(row: Row) -> list[str]:
-    if row.verdict == "cannot":
-        return [row.engine, row.derivative, row.verdict, "", "", "", "", ""]
-    first, last = (f"{row.losses[i]:.7g}" if row.losses else "" for i in (0, -1))
-    return [
-        row.engine,
-        row.derivative,
-        row.verdict,
-        first,
-        last,
-        f"{row.metrics:.1e}",
-        f"{row.state:.1e}",
-        f"{row.seconds:.2f}",
-    ]
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+Verdict = Literal["ok", "kink", "unclear", "wrong", "not finite"]
+"""A kink: here the derivative from one side is not that from the other, and beside it all is well.
+Unclear: the differences are too rough, mostly for rounding, to tell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRow:
+    """How one derivative along a random direction compares; of several directions, the one that compares worst."""
+
+    x: str
+    order: int
+    """1: a derivative of y; 2: a derivative of its gradient."""
+    by_gradient: float
+    by_differences: float
+    difference: float
+    """Relative to the size of the gradient."""
+    verdict: Verdict
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict not in ("wrong", "not finite")
+
+    def cells(self) -> list[str]:
+        x = self.x if self.order == 1 else f"{self.x} (order {self.order})"
+        verdict = f"{self.verdict}: {self.note}" if self.note else self.verdict
+        return [x, _number(self.by_gradient), _number(self.by_differences), f"{self.difference:.1e}", verdict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """A node whose own derivative is wrong: that of `output` by `row.x`."""
+
+    node: str
+    operator: str
+    output: str
+    row: GradientRow
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operator} (node `{self.node}`): the derivative of `{self.output}` by `{self.row.x}` is "
+            f"{_number(self.row.by_gradient)} by its rule, {_number(self.row.by_differences)} by differences"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport(Report):
+    """The outcome of `check_gradients` for all xs."""
+
+    y: str
+    rows: tuple[GradientRow, ...]
+    tolerance: float
+    seed: int
+    made_up: tuple[str, ...] = ()
+    culprit: Culprit | None = None
+    """The operator to blame, if one was found."""
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def heading(self) -> str:
+        return f"derivatives of {self.y} along random directions, in float64{self._made_up}"
+
+    def table(self) -> list[list[str]]:
+        titles = ["x", "by gradient", "by differences", "difference", "verdict"]
+        return [titles, *(row.cells() for row in self.rows)]
+
+    @property
+    def remarks(self) -> list[str]:
+        if self.culprit is not None:
+            return [f"to blame: {self.culprit}"]
+        if any(row.verdict == "wrong" for row in self.rows):
+            return ["each operator on the way is right by itself, as far as it can be checked alone"]
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, **_plain(dataclasses.asdict(self))}
+
+
+def _number(value: float) -> str:
+    return f"{value:.8g}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON, which has no infinity and no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,14 +13,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.agreement.gradcheck.inputs import generator
-from onward.agreement.noise import ROUNDINGS, noise_in
-from onward.agreement.tolerance import Arrays, Comparison, Tolerance, distance, epsilon_of, largest
+from onward import engines
+from onward.agreement.inputs import generator
+from onward.agreement.tolerance import (
+    ROUNDINGS,
+    Arrays,
+    Comparison,
+    Tolerance,
+    distance,
+    epsilon_of,
+    gradients_of,
+    largest,
+    noise_in,
+)
 from onward.engines import Engine, start
-from onward.errors import MismatchError, UnsupportedError
+from onward.errors import MismatchError
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 
 _FOLLOW_SIGNS = ("lion", "sign", "rprop")
 """Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
@@ -38,7 +50,7 @@ fifth in MobileNet with batches of 8, and a change switches it in some of the tr
 _INEXACT = "the conversion is not exact: please report the model that it was"
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What a step of a framework has computed: its parts by the names of the model."""
 
     loss: float
@@ -50,7 +62,7 @@ class Step(NamedTuple):
 def compare_steps(
     model: Model,
     batches: Iterable[Arrays],
-    step: Callable[[Arrays], Step],
+    step: Callable[[Arrays], StepResult],
     *,
     framework: str,
     engine: str | None = None,
@@ -72,7 +84,7 @@ def compare_steps(
     with start(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             done.append({name: batch[name] for name in running.inputs})  # some may not matter to the loss
-            gradients = _gradients(running, done[-1]) if number == 1 else {}
+            gradients = gradients_of(running, done[-1]) if number == 1 else {}
             loss, theirs = running.step(done[-1])[running.loss], step(batch)
             noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
             found = {LOSS: np.asarray(loss), **running.state()}
@@ -95,13 +107,6 @@ def compare_steps(
             _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
             shared = noise.keys() & found.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], found[n]).astype(found[n].dtype) for n in shared})
-
-
-def _gradients(running: Engine, batch: Arrays) -> Arrays:
-    try:
-        return running.gradients(batch)
-    except UnsupportedError:  # a step without a gradient of its own
-        return {}
 
 
 def _compare_gradients(
@@ -200,3 +205,75 @@ def without_dropout(model: Model) -> Model:
             node.graph.remove(node)
             identity.outputs[0].name = kept.name
     return made
+
+
+# ---- updates of an optimizer -----------------------------------------------------------------------------------------
+
+# The same updates of an optimizer and of what was read or traced of it, by random gradients.
+#
+# A number that was taken for a constant, and is none, shows here.
+
+_TRIALS = ((1.0, 1.0), (0.4, 1e-3), (2.5, 30.0), (1.0, 0.1))
+"""Updates: by what the learning rate is multiplied, and how large gradients are."""
+_RELATIVE = 1e-5
+"""Updates are made element by element, without sums in an order of one's own."""
+_UNSEEN = "a step depends on what a trace does not see: random numbers, or something outside of the optimizer"
+
+
+class Trial(NamedTuple):
+    """An update."""
+
+    number: int
+    """The first is 1."""
+    factor: float
+    """By what the learning rate is multiplied."""
+    gradients: Arrays
+
+
+def compare_updates(
+    ours: Callable[[Arrays, Trial], Arrays],
+    theirs: Callable[[Trial], Arrays],
+    start: Arrays,
+    parameters: Iterable[str],
+    *,
+    optimizer: str,
+    reference: str = "what was traced of it",
+    hint: str = _UNSEEN,
+    repeats: int = 1,
+) -> None:
+    """Let both make the same updates, each from the same parameters and state, or say what differs first.
+
+    `start` is what the optimizer, `theirs`, begins with: parameters, and what else is to be compared. `ours` makes an
+    update from where the optimizer was before.
+    """
+    called = "an update of `{}` by " + optimizer.replace("{", "{{").replace("}", "}}")
+    compare = Comparison(reference, hint, Tolerance(_RELATIVE), called.format)
+    before = dict(start)
+    for trial in _trials({name: before[name] for name in parameters}, repeats):
+        found, expected = ours(before, trial), theirs(trial)
+        compare(found, expected, before=before)
+        before |= expected
+
+
+def update_by(function: FunctionOptimizer, engine: str = "onnxruntime") -> Callable[[Arrays, Trial], Arrays]:
+    """Updates by the graph of an optimizer."""
+    names = [*function.parameters, *(value.name or "" for value in function.state)]
+    types = {value.name or "": value.dtype.numpy() for value in function.inputs if value.dtype is not None}
+    compute = engines.function(function.update, engine=engine)
+
+    def update(before: Arrays, trial: Trial) -> Arrays:
+        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
+        given = {**before, **gradients, RATE: function.lr * trial.factor, COUNT: trial.number}
+        found = compute({name: np.asarray(given[name], dtype) for name, dtype in types.items()})
+        return dict(zip(names, found.values(), strict=True))
+
+    return update
+
+
+def _trials(parameters: Arrays, repeats: int = 1) -> Iterator[Trial]:
+    """Updates of these parameters, whose gradients have elements of very different sizes: it matters where an ε is."""
+    rng = generator(0)
+    for number, (factor, size) in enumerate(_TRIALS * repeats, 1):
+        shapes = {name: array.shape for name, array in parameters.items()}
+        drawn = {name: rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, shape) for name, shape in shapes.items()}
+        yield Trial(number, factor, {n: np.asarray(size * x, parameters[n].dtype) for n, x in drawn.items()})

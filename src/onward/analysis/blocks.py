@@ -1,7 +1,7 @@
 """The blocks of a graph: layers of a transformer, stages of a network of residuals, whatever they are called.
 
 A graph is cut into parts that follow one another, some of which are blocks. Blocks are known by what they compute, and
-the numbers in the names of their parameters help where there are any (see segmentation.py). Those of one kind compute
+the numbers in the names of their parameters help where there are any (see spans.py). Those of one kind compute
 the same from other parameters: node by node, parameter by parameter.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from onward.analysis.segmentation import Row, Span, find_spans
+from onward.analysis.spans import OperatorRow, Span, find_spans
 from onward.constants import constant_tensor
 from onward.model import Model
 from onward.model.walk import captured_values, nested_graphs, read_by, source_of
 from onward.recipe.trainable import judge
-from onward.standard import operator_name
+from onward.standard import IR_VERSION, operator_name
 
 _SIZES = {"Shape", "Size"}
 _HANDS_ON = {"Identity", "Cast", "CastLike"}
@@ -101,13 +101,15 @@ class _Trunk:
                 if node.op_type not in _HANDS_ON:
                     self.nodes.append(node)
                     self._paths.append(path)
-                self._made.update(value for value in node.outputs if _may_be_float(value))
+                self._made.update(
+                    value for value in node.outputs if (value.dtype is None or value.dtype.is_floating_point())
+                )
             elif is_given:
                 given.update(node.outputs)
             elif path:
                 behind.update(dict.fromkeys(node.outputs, path))
 
-    def row(self) -> Row:
+    def row(self) -> OperatorRow:
         places = {node: i for i, node in enumerate(self.nodes)}
         words = [_word(node, path) for node, path in zip(self.nodes, self._paths, strict=True)]
         readers = Counter(self._paths)
@@ -118,7 +120,7 @@ class _Trunk:
                 if source in self._made and (producer := source.producer()) in places and producer is not None:
                     last[producer] = at
         sizes = [tuple(_size(value) for value in read_by(node)) for node in self.nodes]
-        return Row(
+        return OperatorRow(
             words,
             details=list(zip(words, sizes, strict=True)),
             reads_parameters=list(map(bool, self._paths)),
@@ -129,10 +131,6 @@ class _Trunk:
 
 def _path(value: ir.Value, parameters: set[str], behind: dict[ir.Value, str]) -> str:
     return value.name or "" if value.name in parameters else behind.get(value, "")
-
-
-def _may_be_float(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
 
 
 def _size(value: ir.Value) -> Hashable:
@@ -261,3 +259,64 @@ def _attribute(node: ir.Node, attribute: ir.Attr) -> Hashable:
     if isinstance(value, ir.TensorProtocol):
         return _constant(value)
     return tuple(value) if isinstance(value, list | tuple) else value
+
+
+# ---- parts as models that are executed one after another -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartInterface:
+    """What a part of a graph reads and makes, by name."""
+
+    name: str
+    is_block: bool
+    reads: list[str]
+    """In the order of the inputs of the model that computes it."""
+    makes: list[str]
+    """For others, in the order of the outputs of the model."""
+    own: list[str]
+    """What is held and no other part reads."""
+    last: list[str] = dataclasses.field(default_factory=list)
+    """What nothing reads after it."""
+
+    def hand_over(self, values: dict[str, Any], results: Iterable[Any]) -> None:
+        """Put its results among the values at hand, and let go what nothing reads any more."""
+        values.update(zip(self.makes, results, strict=True))
+        for name in self.last:
+            values.pop(name, None)
+
+
+def models_of_parts(model: Model, parts: Iterable[Part], held: Collection[str]) -> list[tuple[PartInterface, Model]]:
+    """The parts of a graph, and models that compute them, which those of one kind share.
+
+    What is held is an input of the models; other initializers they have themselves.
+    """
+    models: dict[int, Model] = {}
+    interfaces: list[tuple[PartInterface, Model]] = []
+    for part in parts:
+        given = [*part.inputs, *part.initializers]
+        constants = [value for value in given if value.is_initializer() and value.name not in held]
+        read = [value for value in given if value not in set(constants)]
+        made = [value for value in part.outputs if value.name]
+        inner = models.get(part.kind) if part.kind is not None else None
+        if inner is None:
+            inner = _model(model, part, read, made, constants)
+        if part.kind is not None:
+            models[part.kind] = inner
+        own = [value.name or "" for value in part.initializers if value.name in held]
+        names = [value.name or "" for value in read], [value.name or "" for value in made]
+        interfaces.append((PartInterface(part.name, part.kind is not None, *names, own), inner))
+    needed = {value.name or "" for value in model.outputs}
+    for interface, _ in reversed(interfaces):
+        interface.last.extend(
+            name for name in dict.fromkeys((*interface.reads, *interface.makes)) if name not in needed
+        )
+        needed.update(interface.last)
+    return interfaces
+
+
+def _model(model: Model, part: Part, read: list[ir.Value], made: list[ir.Value], constants: list[ir.Value]) -> Model:
+    imports = dict(model.ir.opset_imports)
+    view = ir.GraphView(read, made, nodes=part.nodes, initializers=constants, opset_imports=imports)
+    functions = [function.clone() for function in model.functions.values()]
+    return Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))

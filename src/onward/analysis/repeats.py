@@ -37,6 +37,10 @@ class Repeat:
     carried: dict[Any, tuple[Any, Any]]
     """By what the first block reads from before it: what it makes of that for the next, and the last of all."""
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length * self.count
+
 
 def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[Repeat]:
     """All that follow one another and do not overlap; `results` are read by others."""
@@ -44,13 +48,9 @@ def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[R
     found: list[Repeat] = []
     for prefix, starts in _number_blocks(items).items():
         repeat = next(finder.repeats(prefix, starts), None)
-        if repeat is not None and not any(_overlap(repeat, other) for other in found):
+        if repeat and all(repeat.start >= other.end or other.start >= repeat.end for other in found):
             found.append(repeat)
     return sorted(found, key=lambda repeat: repeat.start)
-
-
-def _overlap(a: Repeat, b: Repeat) -> bool:
-    return a.start < b.start + b.length * b.count and b.start < a.start + a.length * a.count
 
 
 def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:

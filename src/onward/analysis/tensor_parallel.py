@@ -43,13 +43,14 @@ class _Follower:
         elif node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
             if (found := self._weight(node.inputs[0])) is not None and not found[1]:
                 self._claim(found[0], 0)  # rows of a table, each of which one device has
-        elif node.op_type not in _ENDS and not node.op_type.startswith("Reduce") and self._reads_divided(node):
+        elif (
+            node.op_type not in _ENDS
+            and not node.op_type.startswith("Reduce")
+            and any(value in self._divided for value in node.inputs)
+        ):
             self._divided.update(node.outputs)
             for value in node.inputs:
                 self._claim_bias(value)
-
-    def _reads_divided(self, node: ir.Node) -> bool:
-        return any(value in self._divided for value in node.inputs)
 
     def _multiply(self, node: ir.Node, weight: ir.Value, turned: bool) -> None:
         columns = 0 if turned != bool(node.attributes.get_int("transB", 0)) else 1

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from onward.agreement.elements import Distance, compare_elements
+from onward.agreement.tolerance import Distance, compare_elements
 from onward.arguments import Range, checked
 from onward.checkpoint.description import COUNT, Checkpoint
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of

@@ -17,8 +17,8 @@ from onward.cli.files import working
 from onward.cli.options import floats_matching, option
 
 if TYPE_CHECKING:
-    from onward import Finding, agreement
-    from onward.agreement import gradcheck
+    from onward import Finding
+    from onward.agreement.report import Report
 
 _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yellow"), "info": ("remarks", "bold")}
 
@@ -229,7 +229,7 @@ def verify(
         raise typer.Exit(FAILED)
 
 
-def _print_report(report: gradcheck.Report | agreement.Report, style: str | None = None) -> None:
+def _print_report(report: Report, style: str | None = None) -> None:
     say(report.heading, style="bold")
     print_rows(report.table())
     for text in report.remarks:

@@ -41,7 +41,7 @@ def plan(
     place = target(model, output, "sharded", force=force) if output is not None else None
     import onward
     from onward.inspect.formatting import quantity
-    from onward.planning.annotate import annotate
+    from onward.planning.plan import annotate
 
     with working(f"planning for {model}", model):
         found = onward.plan(str(model), step=step, **select_given(PlanOptions, given))

@@ -224,7 +224,7 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
 
 def _finish(run: Run, place: Target | None, as_json: bool) -> None:
     """Write the best model and say what came out; of several processes, the first does."""
-    from onward.engines.group import current_group
+    from onward.engines.distributed import current_group
 
     end = run.log[-1]
     interrupted = end.get("reason") == "interrupted"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.distribute import way_on
-from onward.engines.group import RESTARTED, join_group
+from onward.engines.distributed import RESTARTED, join_group
 from onward.errors import TrainingError, UnsupportedError, first_line
 from onward.training.run import TRAINING
 

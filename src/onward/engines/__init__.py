@@ -14,13 +14,13 @@ from typing import Any
 
 from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
-from onward.engines.endless_loops import refuse_endless_loops
 from onward.engines.engine import Engine, check_options, fitting_inputs
+from onward.engines.failures import refuse_endless_loops
 from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
-from onward.model import Model, Source, load
+from onward.model import Source, load
 from onward.model.checks import check_signatures
 from onward.model.walk import graphs_of
 from onward.transform.padding import write_padding
@@ -73,11 +73,11 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
         check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(load(source), step, **options)
     if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
-        from onward.engines.torch.strategies import start_together
+        from onward.engines.distributed.torch_parallel import start_together
 
         return start_together(load(source), step, **options)
     if engine == "jax" and options.get("mesh") is not None:
-        from onward.engines.jax.on_mesh import OnMesh
+        from onward.engines.distributed.jax_mesh import OnMesh
 
         return OnMesh.on(engine, load(source), step, **options)
     from onward.engines.framework_engine import Interpreted
@@ -106,25 +106,20 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     defaults = {} if engine != "onnxruntime" else {value.name or "": value for value in model.graph.inputs}
     if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
         model = lower_for_engine(model, part="inference")
-    compute = _array_function(model, engine, options)
+    if engine == "onnxruntime":
+        from onward.engines import onnxruntime
+
+        check_options(engine, options, onnxruntime.array_function)
+        compute = onnxruntime.array_function(model, **options)
+    else:
+        from onward.engines.framework_engine import array_function
+
+        compute = array_function(engine, model, **options)
 
     def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:
         return compute(fitting_inputs(arrays, inputs, defaults, engine in FRAMEWORKS))
 
     return checked
-
-
-def _array_function(
-    model: Model, engine: str, options: Mapping[str, Any]
-) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    if engine == "onnxruntime":
-        from onward.engines import onnxruntime
-
-        check_options(engine, options, onnxruntime.array_function)
-        return onnxruntime.array_function(model, **options)
-    from onward.engines.framework_engine import array_function
-
-    return array_function(engine, model, **options)
 
 
 def check_engine(engine: str) -> None:

@@ -1,39 +1,44 @@
-"""A node as the call of a function: operator, inputs and attributes as the newest version of the standard has them."""
+"""Nodes as calls of functions: in the form of the newest version, and in operators that a table has."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.errors import UnsupportedError
+from onward.lowering.expand import replace_unknown
+from onward.model import TRAINING_DOMAIN, Model
 from onward.model.walk import attributes
 from onward.standard import NEWEST_INTERPRETED, operator_name
 
-
-@dataclasses.dataclass
-class Form:
-    """What a function is called with. An input that used to be an attribute is an array."""
-
-    operator: str
-    inputs: list[ir.Value | np.ndarray | None]
-    attributes: dict[str, Any]
+Inputs = list[ir.Value | np.ndarray | None]
+_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+"""Modes of `GridSample` before version 20, as they are now."""
 
 
-def newest_form(node: ir.Node, opset: int) -> Form:
-    """A node of version `opset`, brought to the newest one."""
+def newest_form(node: ir.Node, opset: int) -> tuple[str, Inputs, dict[str, Any]]:
+    """Return operator, inputs and attributes of a node of version `opset`, as the newest version has them.
+
+    An input that used to be an attribute is an array.
+    """
+    operator, inputs = operator_name(node), list[ir.Value | np.ndarray | None](node.inputs)
     given = {name: _plain(value) for name, value in attributes(node, opset).items()}
-    form = Form(operator_name(node), list(node.inputs), given)
     if opset < NEWEST_INTERPRETED:
-        form.attributes = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | given
-        for below, change in _CHANGES.get(form.operator, ()):
-            if opset < below:
-                change(form)
-    if form.operator == "CastLike":
-        _name_the_type(form)
-    return form
+        given = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | given
+    match operator:
+        case "CastLike" if isinstance(like := inputs[1], ir.Value) and like.dtype is not None:
+            # A type that is known needs no other tensor, and so may stay on the host.
+            return "Cast", inputs[:1], given | {"to": like.dtype.value}
+        case "DFT" if opset < 20:
+            inputs = [*inputs, None, None][:2] + [np.array(given.pop("axis"), np.int64)]
+        case "GridSample" if opset < 20:
+            given["mode"] = _MODES.get(given["mode"], given["mode"])
+        case _ if operator.startswith("Reduce") and opset < 18 and (axes := given.pop("axes", None)) is not None:
+            inputs = [inputs[0], np.array(axes, np.int64)]
+    return operator, inputs, given
 
 
 def has_other_meaning(node: ir.Node, opset: int) -> bool:
@@ -66,38 +71,32 @@ def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
     return np.array([text.decode() for text in tensor.numpy().ravel()], object).reshape(tensor.numpy().shape)
 
 
-# ---- what changed since ----------------------------------------------------------------------------------------------
+# ---- operators that a table lacks, expressed by those that it has ----------------------------------------------------
 
-
-def _axes_were_an_attribute(form: Form) -> None:
-    axes = form.attributes.pop("axes", None)
-    if axes is not None:
-        form.inputs = [form.inputs[0], np.array(axes, np.int64)]
-
-
-def _axis_was_an_attribute(form: Form) -> None:
-    axis = form.attributes.pop("axis")
-    form.inputs = [*form.inputs, None, None][:2] + [np.array(axis, np.int64)]
-
-
-def _modes_had_other_names(form: Form) -> None:
-    names = {"bilinear": "linear", "bicubic": "cubic"}
-    form.attributes["mode"] = names.get(form.attributes["mode"], form.attributes["mode"])
-
-
-def _name_the_type(form: Form) -> None:
-    """A cast to a type that is known needs no other tensor, and so may stay on the host."""
-    like = form.inputs[1]
-    if isinstance(like, ir.Value) and like.dtype is not None:
-        form.operator, form.inputs = "Cast", form.inputs[:1]
-        form.attributes["to"] = like.dtype.value
-
-
-_Change = tuple[int, Callable[[Form], None]]
-_REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
-_CHANGES: dict[str, list[_Change]] = {
-    **{f"Reduce{name}": [(18, _axes_were_an_attribute)] for name in _REDUCTIONS},
-    "DFT": [(20, _axis_was_an_attribute)],
-    "GridSample": [(20, _modes_had_other_names)],
+_ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
+"""What the interpreter itself does."""
+_NO_TENSORS = {
+    "ai.onnx.ml.ZipMap": "a list of maps is no tensor; cut it off, such as by `onward extract MODEL --to probabilities`"
 }
-"""Operator -> (below this version, what to change)."""
+
+
+def express(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
+    """The model in operators of the table: others are replaced by their function bodies or by rewrites."""
+
+    def unknown_nodes(model: Model) -> list[ir.Node]:
+        def is_known(node: ir.Node) -> bool:
+            name = operator_name(node)
+            return name in _ALWAYS or (name in operators and not has_other_meaning(node, model.opset))
+
+        return [node for node in model.graph.all_nodes() if not is_known(node)]
+
+    def refusal(unknown: list[ir.Node]) -> UnsupportedError:
+        reasons = {**_NO_TENSORS, **cannot}
+        names = dict.fromkeys(map(operator_name, unknown))
+        lines = [f"- `{name}`: {reasons.get(name, 'there is no such operator in the table')}" for name in names]
+        return UnsupportedError(
+            f"the engine `{engine}` lacks operators of this model:\n" + "\n".join(lines),
+            hint="`onward engines` says what each engine covers",
+        )
+
+    return replace_unknown(model, unknown_nodes, refusal)

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 from onnx import defs
 
-from onward.engines import ENGINES, is_installed
-from onward.engines.framework import Framework
-from onward.engines.framework_engine import framework_class
-from onward.engines.host import ONLY_ON_HOST
+from onward.engines import ENGINES, FRAMEWORKS, is_installed
+from onward.engines.framework import ONLY_ON_HOST, Framework, framework_class
 from onward.kernels import library
 from onward.rules.registry import BODIES, RULES, Rewrite
 from onward.standard import NEWEST_INTERPRETED
@@ -44,13 +42,13 @@ class EngineInfo:
         return f"pip install 'onward[{self.name}]'"
 
 
-_QUICK = ("onnxruntime", "numpy")
-"""Engines that are imported at once."""
-
-
 def engines(*, load: bool = True) -> list[EngineInfo]:
-    """All engines, installed or not. To see devices and operators frameworks are imported, which takes a while."""
-    return [_info(name, load or name in _QUICK) for name in ENGINES]
+    """Return all engines, installed or not. Devices and operators need an import, which takes a while for frameworks.
+
+    Args:
+        load: Import frameworks, too
+    """
+    return [_info(name, load or name not in FRAMEWORKS) for name in ENGINES]
 
 
 def devices(engine: str) -> list[str]:
@@ -70,17 +68,14 @@ def standard_operators() -> list[str]:
 
 def lacking(framework: type[Framework]) -> dict[str, str]:
     """The standard operators that a framework neither has nor can express by others, with reasons."""
-    return {
-        name: framework.cannot.get(name, UNWRITTEN)
-        for name in standard_operators()
-        if name in framework.cannot or not _is_expressible(name, framework)
-    }
+    rows = {"Constant", *ONLY_ON_HOST, *framework.operators}
 
+    def is_expressible(name: str) -> bool:
+        has_rewrite = ("", name) in BODIES or isinstance(RULES.get(("", name)), Rewrite)
+        return name in rows or has_rewrite or has_body(name, NEWEST_INTERPRETED)
 
-def _is_expressible(name: str, framework: type[Framework]) -> bool:
-    if name == "Constant" or name in ONLY_ON_HOST or name in framework.operators:
-        return True
-    return has_body(name, NEWEST_INTERPRETED) or ("", name) in BODIES or isinstance(RULES.get(("", name)), Rewrite)
+    missing = (name for name in standard_operators() if name in framework.cannot or not is_expressible(name))
+    return {name: framework.cannot.get(name, UNWRITTEN) for name in missing}
 
 
 def _info(name: str, load: bool) -> EngineInfo:

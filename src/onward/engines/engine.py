@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.endless_loops import refuse_endless_loops
-from onward.engines.group import Alone, Group
+from onward.engines.distributed import Alone, ProcessGroup
+from onward.engines.failures import refuse_endless_loops
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
@@ -24,8 +24,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some numbers of a tensor, in a row."""
+class StateShard:
+    """A shard of a tensor of the state: numbers in a row."""
 
     start: int
     """Which of its numbers is the first of them."""
@@ -65,7 +65,7 @@ class Engine(ABC):
         """Told when a step is compiled, which takes a while."""
         self.rows: int | None = None
         """How many rows a whole batch of the training has, if it is known: a step is not compiled for smaller ones."""
-        self.group: Group = Alone()
+        self.group: ProcessGroup = Alone()
         """The processes that train together."""
         self.is_sharded = False
         """Whether this process has only a part of the state, so that all must take part when it is asked for."""
@@ -166,7 +166,7 @@ class Engine(ABC):
         """The training model as it is now, to be written within. None in a process that only helps the first to it."""
         yield self.updated()
 
-    def parts(self) -> dict[str, Part] | None:
+    def shards(self) -> dict[str, StateShard] | None:
         """A copy of what this process has to write of the state, where several divide it: each number is in one of
         them. None where the state is whole, or is not divided into rows of numbers; then `snapshot` has it."""
         return None
@@ -277,7 +277,11 @@ def misfit(
     if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
         return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
     expected = dtype.numpy() if dtype is not None else None
-    if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
+    if (
+        expected is not None
+        and isinstance(array, np.ndarray)
+        and not (array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US"))
+    ):
         return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
     if shape is None:
         return None
@@ -301,11 +305,6 @@ def _array(value: Any) -> Any:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable
         return value
-
-
-def _is_of(array: np.ndarray, expected: np.dtype) -> bool:
-    """Whether an array has a type; text may be of any length."""
-    return array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US")
 
 
 def _show_shape(shape: ir.Shape) -> str:

@@ -4,7 +4,7 @@ A table maps an operator to a function of its inputs, in the order of its docume
 None, or not given if none follows. What the function asks for by keyword are attributes, which come with the schema's
 defaults (a graph comes as a callable), and `outputs`, how many of them the node wants. It returns the output, or a
 tuple of them. Inputs are tensors, but for those that say how large or where something is: these are numpy arrays (see
-host.py), and so may be outputs that are known from shapes alone.
+`HOST_INPUTS`), and so may be outputs that are known from shapes alone.
 
     operators = Operators()
     operators(Abs=torch.abs, Floor=torch.floor)
@@ -30,7 +30,9 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from onward.engines.engine import check_options
 from onward.engines.shared.arrays import function_of, register
+from onward.errors import UnknownNameError, UnsupportedError
 
 Function = Callable[..., Any]
 
@@ -56,11 +58,7 @@ class Operators(dict[str, Function]):
         self[name] = function
 
 
-FAMILIES = (
-    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
-    "normalization", "attention", "recurrent", "loss", "quantization", "spectral", "sampling", "text", "classical",
-    "control", "sequence",
-)  # fmt: skip
+FAMILIES = ("elementwise", "algebra", "movement", "spatial", "layers", "control", "sequence", "host")
 """The files of a table, in the order in which all have them."""
 
 
@@ -106,7 +104,7 @@ class Framework(ABC):
     """What computes nodes all of whose inputs are on the host, if that is not numpy's table."""
 
     fuses: ClassVar[Sequence[str]] = ()
-    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
+    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion.py)."""
 
     compiles_operators: ClassVar[bool] = False
     """Whether operators that are executed one by one are compiled one by one: then a whole step takes less time to."""
@@ -121,6 +119,12 @@ class Framework(ABC):
     def devices(cls) -> list[str]:
         """What `device` may be, on this machine."""
         return ["cpu"]
+
+    @classmethod
+    def check_device(cls, device: str, called: str) -> None:
+        """Raise if this machine has no such device."""
+        if device not in cls.devices():
+            raise UnknownNameError(f"{called} has no device `{device}` here", hint=f"it has {', '.join(cls.devices())}")
 
     @abstractmethod
     def supports(self, dtype: np.dtype) -> bool:
@@ -205,3 +209,78 @@ def keywords(function: Function) -> list[str]:
     except ValueError:  # written in C: it takes the inputs, and has no options that we would use
         return []
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def framework_of(engine: str, **options: Any) -> Framework:
+    """The framework of that name; options are its own."""
+    made = framework_class(engine)
+    check_options(engine, options, made)
+    return made(**options)
+
+
+def framework_class(engine: str) -> type[Framework]:
+    module, name = _FRAMEWORKS[engine]
+    try:
+        found: type[Framework] = getattr(importlib.import_module(module), name)
+        return found
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("onward"):
+            raise
+        raise UnsupportedError(f"{engine} is not installed", hint=f"pip install 'onward[{engine}]'") from error
+
+
+_FRAMEWORKS = {
+    "numpy": ("onward.engines.numpy", "Numpy"),
+    "torch": ("onward.engines.torch", "Torch"),
+    "jax": ("onward.engines.jax", "Jax"),
+    "tensorflow": ("onward.engines.tensorflow", "TensorFlow"),
+}
+
+
+# ---- inputs that operators read on the host --------------------------------------------------------------------------
+
+# Which inputs of operators are read on the host, as numpy arrays: those that say how large, where or how often.
+#
+# Shape arithmetic stays on the host. So a graph with dynamic shapes has only static ones by the time it is traced, and
+# one graph goes through `jax.jit` and `torch.compile` for each shape that comes.
+
+HOST_INPUTS: dict[str, Sequence[int]] = {
+    **dict.fromkeys(("ConstantOfShape", "Range"), range(16)),
+    **dict.fromkeys(
+        (
+            "AffineGrid", "CenterCropPad", "CumProd", "CumSum", "Expand", "OneHot", "ReduceL1", "ReduceL2",
+            "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum",
+            "ReduceSumSquare", "Reshape", "SequenceAt", "SequenceErase", "Split", "SplitToSequence", "Squeeze", "Tile",
+            "TopK", "Trilu", "Unsqueeze", "Upsample", "onward.PairedRandomBits", "onward.RandomBits",
+        ),
+        (1,),
+    ),
+    **dict.fromkeys(("Col2Im", "DFT", "Dropout"), (1, 2)),
+    **dict.fromkeys(("Pad", "STFT"), (1, 3)),
+    **dict.fromkeys(("MaxUnpool", "SequenceInsert"), (2,)),
+    "NonMaxSuppression": (2, 3, 4),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+}  # fmt: skip
+ONLY_ON_HOST = frozenset(
+    (
+        "BlackmanWindow", "HammingWindow", "HannWindow", "ImageDecoder", "MelWeightMatrix", "RegexFullMatch",
+        "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "ai.onnx.ml.LabelEncoder",
+    )
+)  # fmt: skip
+"""Operators on text, files and sizes, which have no derivative, nor counterparts here: always computed by numpy."""
+
+_MANY = 1 << 14
+
+
+def counts_far(operator: str, inputs: Sequence[np.ndarray]) -> bool:
+    """Whether a node makes so many numbers that they are better made on the device: those that random ones are of.
+
+    What is dropped is drawn by the framework's own generator, however few numbers there are.
+    """
+    if operator == "Dropout":
+        return True
+    if operator != "Range":
+        return False
+    start, limit, step = (array.item() for array in inputs)
+    return bool((limit - start) / step >= _MANY)

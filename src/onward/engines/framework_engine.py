@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
-from onward.engines.engine import Arrays, Engine, Results, check_options, no_result
-from onward.engines.expression import express
+from onward.engines.calls import express
+from onward.engines.engine import Arrays, Engine, Results, no_result
 from onward.engines.failures import memory_of
-from onward.engines.finite_updates import keep_unless_finite
-from onward.engines.framework import Framework, Function
-from onward.engines.host import ONLY_ON_HOST
+from onward.engines.framework import ONLY_ON_HOST, Framework, Function, framework_of
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
-from onward.engines.odd_batches import OddBatches
-from onward.engines.plan import Plan, plan
+from onward.engines.plan import GraphPlan, plan
 from onward.errors import OutOfMemoryError, UnsupportedError
-from onward.lowering.contract import contract_of
+from onward.lowering.contract import Contract, contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
-from onward.model.core import as_input
+from onward.model.core import as_input, is_gradient, string
 from onward.model.state import carried_state
+from onward.model.walk import ancestors
 from onward.rules.quantization import rounds
 from onward.standard import COMMON_OPSET, NEWEST_INTERPRETED, OLDEST_INTERPRETED
 from onward.transform.inline import inline
@@ -42,7 +40,7 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
     return Interpreter(make_plan(model, framework), framework)
 
 
-def make_plan(model: Model, framework: Framework) -> Plan:
+def make_plan(model: Model, framework: Framework) -> GraphPlan:
     """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
@@ -52,46 +50,16 @@ def make_plan(model: Model, framework: Framework) -> Plan:
     return plan(model.graph, framework.operators, host, model.opset, framework.fuses)
 
 
-def framework_of(engine: str, **options: Any) -> Framework:
-    """The framework of that name; options are its own."""
-    made = framework_class(engine)
-    check_options(engine, options, made)
-    return made(**options)
-
-
-def framework_class(engine: str) -> type[Framework]:
-    module, name = _FRAMEWORKS[engine]
-    try:
-        found: type[Framework] = getattr(importlib.import_module(module), name)
-        return found
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("onward"):
-            raise
-        raise UnsupportedError(f"{engine} is not installed", hint=f"pip install 'onward[{engine}]'") from error
-
-
-_FRAMEWORKS = {
-    "numpy": ("onward.engines.numpy", "Numpy"),
-    "torch": ("onward.engines.torch", "Torch"),
-    "jax": ("onward.engines.jax", "Jax"),
-    "tensorflow": ("onward.engines.tensorflow", "TensorFlow"),
-}
-
-
 def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     framework = framework_of(engine, **options)
     execute = interpreter(inline(model), framework)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-        results = execute({name: _map_arrays(_placing(framework), value) for name, value in inputs.items()})
+        results = execute({name: _map_arrays(framework.adopt, value) for name, value in inputs.items()})
         return Results({name: _map_arrays(framework.owned, value) for name, value in results.items()})
 
     return run
-
-
-def _placing(framework: Framework) -> Callable[[Any], Any]:
-    return lambda array: framework.tensor(array) if framework.supports(array.dtype) else array
 
 
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
@@ -113,7 +81,7 @@ class Interpreted(Engine):
         step: Steps,
         framework: Framework,
         *,
-        compiled: bool = True,
+        compile: bool = True,
         rules: bool = False,
         recompute: Choice = None,
     ):
@@ -121,32 +89,23 @@ class Interpreted(Engine):
         self._refuse_state_unless(lambda dtype: framework.supports(dtype.numpy()), framework.name)
         self._framework = framework
         self._takes_tensors = framework.name in FRAMEWORKS
-        self._compiled = compiled
+        self._compiled = compile
         self._rules = rules
         self._recompute = recompute
         self._state: Tensors = {
             s.name: framework.hold(s.name, s.array) for s in carried_state(self._one.model, self._one.index)
         }
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _StepPart] = {}
         part = self._part("step")
         self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract.batch}
         self.loss = part.contract.loss or self.loss
 
     @classmethod
-    def on(
-        cls,
-        engine: str,
-        model: Model,
-        step: Steps = None,
-        *,
-        compile: bool = True,
-        rules: bool = False,
-        recompute: Choice = None,
-        **options: Any,
-    ) -> Interpreted:
-        """On the framework of that name; further options are its own."""
+    def on(cls, engine: str, model: Model, step: Steps = None, *, rules: bool = False, **options: Any) -> Interpreted:
+        """Start on the framework of that name. Options are those of this class, and of the framework."""
+        own = {name: options.pop(name) for name in ("compile", "recompute") if name in options}
         rules = rules or engine == "numpy" or rounds(model)
-        if recompute is not None and not rules:
+        if own.get("recompute") is not None and not rules:
             raise UnsupportedError(
                 "what is computed twice is decided by our rules, not by the framework's own derivative",
                 hint="do without `recompute`, or take our rules: `rules=True`",
@@ -155,7 +114,7 @@ class Interpreted(Engine):
         if engine in FRAMEWORKS:
             options = {"on_compile": lambda text: made.on_compile(text), **options}
         framework = cls.make_framework(engine, model, step, options)
-        made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
+        made = cls(model, step, framework, rules=rules, **own)
         return made
 
     @classmethod
@@ -191,10 +150,10 @@ class Interpreted(Engine):
         self._state = {}
         self._parts.clear()
 
-    def _part(self, name: str) -> _Part:
+    def _part(self, name: str) -> _StepPart:
         if name not in self._parts:
             lowered = lower_for_engine(self.model, self._steps, name, Manner(self._recompute, self._rules))
-            self._parts[name] = _Part(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
+            self._parts[name] = _StepPart(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
         return self._parts[name]
 
     def _runs_as_it_is(self, part: str) -> Callable[[Arrays], bool]:
@@ -233,7 +192,7 @@ def _apart(framework: Framework, value: Any) -> Any:
     return np.array(value) if isinstance(value, np.ndarray) else framework.copy(value)
 
 
-class _Part:
+class _StepPart:
     """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
 
     def __init__(self, lowered: Model, framework: Framework, compiled: bool, as_it_is: Callable[[Arrays], bool]):
@@ -327,3 +286,100 @@ class FetchedResults(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+# ---- updates that are kept only if the loss is finite ----------------------------------------------------------------
+
+# What is new of the state where the loss is a number, and the old state where it is not: as nodes of the step.
+#
+# What is computed of new state, as a parameter is of new moments, then reads the choice and not what was chosen from.
+# Otherwise an engine that writes new state over the old would have to keep a copy of the old, to compute it again from.
+
+
+def keep_unless_finite(model: Model, contract: Contract) -> dict[str, str]:
+    """Write it into a step, and say which output replaces which state."""
+    graph = model.graph
+    outputs = {value.name: value for value in graph.outputs}
+    loss = outputs[contract.loss]
+    fixed = _leading_to(graph, (outputs[name] for name in (*contract.metrics, *contract.outputs)))
+    truth = ir.TensorType(ir.DataType.BOOL)
+    bad = _append(graph, "Or", [_append(graph, name, [loss], truth) for name in ("IsNaN", "IsInf")], truth)
+    old = {value.name: value for value in graph.inputs}
+    kept = {}
+    for name, output in contract.update.items():
+        value = outputs[output]
+        users = [(user, index) for user, index in value.uses() if user.graph is graph and user not in fixed]
+        made = _append(graph, "Where", [bad, old[name], value], value.type, value.shape)
+        for user, index in users:
+            user.replace_input_with(index, made)
+        graph.outputs.append(made)
+        kept[name] = made.name or ""
+    graph.sort()
+    return kept
+
+
+def _leading_to(graph: ir.Graph, shown: Iterable[ir.Value]) -> set[ir.Node]:
+    """The nodes that results are computed by, and what is differentiated: these stay as they are."""
+    ends = set(shown)
+    gradients = set(filter(is_gradient, graph))
+    made = {value.name: value for node in graph for value in node.outputs}
+    for node in gradients:
+        ends.update(value for value in (*node.inputs, made.get(string(node, "y"))) if value is not None)
+    return ancestors(ends)[0] | gradients
+
+
+def _append(
+    graph: ir.Graph, operator: str, inputs: list[ir.Value], type: ir.TypeProtocol | None, shape: ir.Shape | None = None
+) -> ir.Value:
+    node = ir.node(operator, inputs)
+    graph.append(node)
+    (made,) = node.outputs
+    made.type, made.shape = type, shape
+    return made
+
+
+# ---- batches that a step is not compiled for -------------------------------------------------------------------------
+
+# Batches that a step is not compiled for: the last one of an epoch is smaller than the others, and comes once in it.
+#
+# To compile takes as long for it as for all others together. It runs operator by operator, which gives the same numbers
+# up to rounding.
+
+Shapes = dict[str, tuple[int, ...]]
+_IN_A_ROW = 3
+"""So many of the same size are no rest: whoever trains has gone on to smaller batches."""
+
+
+class OddBatches:
+    """Says of each batch whether it is one. `rows` is how many a whole batch has, where that is known beforehand.
+
+    Then what becomes of a batch depends on its size alone, as it must where a run goes on in another process. Else a
+    batch is odd that is like an earlier one but for fewer rows.
+    """
+
+    def __init__(self, rows: Callable[[], int | None]):
+        self._rows = rows
+        self._whole: list[Shapes] = []
+        self._last: Shapes | None = None
+        self._count = 0
+
+    def __call__(self, batch: Mapping[str, Any]) -> bool:
+        shapes = {name: tuple(array.shape) for name, array in batch.items()}
+        if (rows := self._rows()) is not None:
+            return max((shape[0] for shape in shapes.values() if shape), default=rows) < rows
+        self._count = self._count + 1 if shapes == self._last else 1
+        self._last = shapes
+        if shapes in self._whole:
+            return False
+        if self._count < _IN_A_ROW and any(_has_fewer_rows(shapes, whole) for whole in self._whole):
+            return True
+        self._whole.append(shapes)
+        return False
+
+
+def _has_fewer_rows(shapes: Shapes, whole: Shapes) -> bool:
+    """Whether the first axes are smaller, where they differ, and the others are the same."""
+    pairs = [(shape, whole[name]) for name, shape in shapes.items()]
+    return any(shape != other for shape, other in pairs) and all(
+        shape[1:] == other[1:] and shape[:1] <= other[:1] for shape, other in pairs
+    )

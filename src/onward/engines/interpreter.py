@@ -1,8 +1,8 @@
 """One interpreter for all frameworks: executes a graph node by node with the operators of a table.
 
 Values are tensors of the framework or, on the host, numpy arrays. A node all of whose inputs are on the host is
-computed there: constants, and what follows from the shapes of tensors (see host.py). `Gradient` means the framework's
-own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
+computed there: constants, and what follows from the shapes of tensors (see framework.py). `Gradient` means the
+framework's own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.failures import is_ours
-from onward.engines.framework import Framework, NotOnHost
-from onward.engines.host import HOST_INPUTS, counts_far
-from onward.engines.plan import Call, Differentiation, Fused, Plan
+from onward.engines.framework import HOST_INPUTS, Framework, NotOnHost, counts_far
+from onward.engines.plan import Differentiation, FusedCall, GraphPlan, OperatorCall
 from onward.errors import Error, UnsupportedError
 
 Values = dict[ir.Value, Any]
@@ -25,7 +24,7 @@ Values = dict[ir.Value, Any]
 class Interpreter:
     """Executes one plain graph. Functions have been replaced by their bodies."""
 
-    def __init__(self, plan: Plan, framework: Framework):
+    def __init__(self, plan: GraphPlan, framework: Framework):
         self._plan = plan
         self._framework = framework
         self._placed: Values = {}
@@ -42,20 +41,20 @@ class Interpreter:
 
     # ---- execution ---------------------------------------------------------------------------------------------------
 
-    def execute(self, plan: Plan, values: Values) -> None:
+    def execute(self, plan: GraphPlan, values: Values) -> None:
         values.update(plan.constants)
         for item in plan.items:
             match item:
-                case Call():
+                case OperatorCall():
                     self._call(item, values)
                 case Differentiation():
                     self._differentiate(item, values)
-                case Fused():
+                case FusedCall():
                     self._fuse(item, values)
             for value in item.last_used:
                 values.pop(value, None)
 
-    def _call(self, call: Call, values: Values) -> None:
+    def _call(self, call: OperatorCall, values: Values) -> None:
         inputs = [None if value is None else values[value] for value in call.inputs]
         try:
             if call.graphs and call.function is not None:
@@ -68,7 +67,9 @@ class Interpreter:
                 host = HOST_INPUTS.get(call.operator, ())
                 numbers = self._framework.takes_numbers.get(call.operator, ())
                 placed = (
-                    self._fetch(x) if i in host or (i in numbers and _is_number(x)) else self._place(value, x)
+                    self._fetch(x)
+                    if i in host or (i in numbers and isinstance(x, np.ndarray) and x.ndim == 0)
+                    else self._place(value, x)
                     for i, (value, x) in enumerate(zip(call.inputs, inputs, strict=True))
                 )
                 results = call.function(*placed)
@@ -93,7 +94,7 @@ class Interpreter:
             if value is not None:  # where there are no axes, numpy returns scalars
                 values[value] = np.asarray(result) if isinstance(result, np.generic) else result
 
-    def _fuse(self, item: Fused, values: Values) -> None:
+    def _fuse(self, item: FusedCall, values: Values) -> None:
         result = item.match.compute(self._framework, values)
         if result is NotImplemented:
             inner = {value: values[value] for value in item.plan.captured}
@@ -173,24 +174,16 @@ class Interpreter:
 class _Body:
     """A nested graph as a function of its inputs; what it captures is taken from around it."""
 
-    def __init__(self, interpreter: Interpreter, plan: Plan, around: Values):
+    def __init__(self, interpreter: Interpreter, plan: GraphPlan, around: Values):
         self._interpreter = interpreter
         self._plan = plan
         self._captured = {value: around[value] for value in plan.captured}
-        self.types = [(_dtype(value), _sizes(value)) for value in plan.outputs]
+        self.types = [((None if value.dtype is None else value.dtype.numpy()), _sizes(value)) for value in plan.outputs]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
         self._interpreter.execute(self._plan, values)
         return [self._interpreter.typed(value, values[value]) for value in self._plan.outputs]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 0
-
-
-def _dtype(value: ir.Value) -> np.dtype | None:
-    return None if value.dtype is None else value.dtype.numpy()
 
 
 def _sizes(value: ir.Value) -> list[int | None] | None:

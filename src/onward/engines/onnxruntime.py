@@ -17,9 +17,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.differentiate.recompute import Choice
+from onward.engines.distributed import copies_of, join_group
 from onward.engines.engine import Arrays, Engine, Results
 from onward.engines.failures import memory_of
-from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
 from onward.engines.segmented_session import SegmentedSession
 from onward.engines.text_session import TextSession, is_text

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import is_relu6
-from onward.engines.calls import Form, array_of, newest_form
-from onward.engines.framework import Function, keywords
-from onward.engines.fusion import Match, matches
-from onward.engines.host import ONLY_ON_HOST
+from onward.constants import is_relu6, tensor_in
+from onward.engines.calls import array_of, newest_form
+from onward.engines.framework import ONLY_ON_HOST, Function, keywords
+from onward.engines.fusion import FusionMatch, matches
 from onward.model.core import is_gradient, string, strings, visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by
 from onward.standard import is_standard
@@ -23,7 +22,7 @@ from onward.transform.types import check_words
 
 
 @dataclasses.dataclass
-class Call:
+class OperatorCall:
     """A node that is computed by a function of the table."""
 
     operator: str
@@ -33,7 +32,7 @@ class Call:
     """What computes it where all inputs are on the host."""
     inputs: Sequence[ir.Value | None]
     outputs: Sequence[ir.Value | None]
-    graphs: dict[str, Plan]
+    graphs: dict[str, GraphPlan]
     described: str
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
@@ -42,7 +41,7 @@ class Call:
 class Differentiation:
     """The nodes between the variables of a `Gradient` and its result, and the gradient itself."""
 
-    plan: Plan
+    plan: GraphPlan
     variables: Sequence[ir.Value]
     given: Sequence[ir.Value]
     """What the variables are; usually themselves."""
@@ -56,11 +55,11 @@ class Differentiation:
 
 
 @dataclasses.dataclass
-class Fused:
+class FusedCall:
     """Nodes that a framework may compute as one."""
 
-    match: Match
-    plan: Plan
+    match: FusionMatch
+    plan: GraphPlan
     """The nodes as they stand."""
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
@@ -69,11 +68,11 @@ class Fused:
         return [self.match.output]
 
 
-Item = Call | Differentiation | Fused
+Item = OperatorCall | Differentiation | FusedCall
 
 
 @dataclasses.dataclass
-class Plan:
+class GraphPlan:
     """A graph, or a part of one."""
 
     inputs: dict[str, ir.Value]
@@ -86,7 +85,7 @@ class Plan:
 
 def plan(
     graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
-) -> Plan:
+) -> GraphPlan:
     """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host.
 
     What amounts to one of the operators that are in `fuses` is handed to it.
@@ -107,7 +106,7 @@ class _Planner:
         self._variables: set[str] = set()
         """Names of what any Gradient differentiates by."""
 
-    def graph(self, graph: ir.Graph) -> Plan:
+    def graph(self, graph: ir.Graph) -> GraphPlan:
         outside, self._scope = self._scope, (*self._scope, graph)
         self._variables.update(name for node in filter(is_gradient, graph) for name in strings(node, "xs"))
         known, self._known = self._known, {**self._known, **visible([graph])}
@@ -131,7 +130,7 @@ class _Planner:
         *,
         fuses: bool = True,
         given: Container[ir.Value] = (),
-    ) -> Plan:
+    ) -> GraphPlan:
         """The plan of some nodes of the graph at hand; outputs of theirs that are given are not taken from them."""
         outputs = list(outputs)
         units: list[Item] = []
@@ -143,7 +142,7 @@ class _Planner:
         for match in matches(list(left), set(outputs), self._fuses) if fuses else ():
             for node in match.nodes:
                 del left[node]
-            units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
+            units.append(FusedCall(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
         for node in left:
             if node.op_type == "Constant" and is_standard(node):
                 constants[node.outputs[0]] = _constant(node)
@@ -156,14 +155,14 @@ class _Planner:
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
         captured.update(dict.fromkeys(value for value in outputs if value not in available))
         _mark_last_uses(items, {*outputs, *constants})
-        return Plan({}, outputs, constants, items, list(captured))
+        return GraphPlan({}, outputs, constants, items, list(captured))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> Call:
-        form = newest_form(node, self._opset)
+    def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> OperatorCall:
+        operator, newest_inputs, attributes = newest_form(node, self._opset)
         inputs: list[ir.Value | None] = []
-        for given in form.inputs:
+        for given in newest_inputs:
             if isinstance(given, np.ndarray):
                 constants[value := ir.Value()] = given
                 inputs.append(value)
@@ -177,31 +176,26 @@ class _Planner:
             if attribute.type == ir.AttributeType.GRAPH
         }
         described = f"`{node.op_type}` (node `{node.name or (node.outputs[0].name if node.outputs else '')}`)"
-        check_words(form.operator, form.attributes, described)
+        check_words(operator, attributes, described)
         outputs = [value if value.name else None for value in node.outputs]
-        available = {name: value for name, value in form.attributes.items() if name not in graphs}
+        available = {name: value for name, value in attributes.items() if name not in graphs}
         available["outputs"] = len(outputs)
-        available["is_relu6"] = self._is_relu6(form)
-        return Call(
-            form.operator,
-            None if form.operator in ONLY_ON_HOST else _with(self._functions[form.operator], available),
-            _with(self._host[form.operator], available) if form.operator in self._host else None,
+        available["is_relu6"] = (
+            operator == "Clip"
+            and len(inputs) > 2
+            and is_relu6(*inputs[1:3])
+            and self._variables.isdisjoint(
+                value.name for value in inputs[1:3] if value is not None
+            )  # not differentiated
+        )
+        return OperatorCall(
+            operator,
+            None if operator in ONLY_ON_HOST else _with(self._functions[operator], available),
+            _with(self._host[operator], available) if operator in self._host else None,
             inputs,
             outputs,
             graphs,
             described,
-        )
-
-    def _is_relu6(self, form: Form) -> bool:
-        """True if a Clip has the constant bounds 0 and 6, not ones that are differentiated."""
-        if form.operator != "Clip" or len(form.inputs) < 3:
-            return False
-        low, high = form.inputs[1:3]
-        return (
-            isinstance(low, ir.Value)
-            and isinstance(high, ir.Value)
-            and is_relu6(low, high)
-            and self._variables.isdisjoint({low.name, high.name})
         )
 
     # ---- derivatives -------------------------------------------------------------------------------------------------
@@ -271,24 +265,21 @@ def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
 
 
 def _constant(node: ir.Node) -> np.ndarray:
-    name, attribute = next(iter(node.attributes.items()))
-    value = attribute.value
-    if isinstance(value, ir.TensorProtocol):
-        return array_of(value)
-    if "string" in name:
-        return np.array(value, object)
-    return np.array(value, np.float32 if "float" in name else np.int64)
+    if (tensor := tensor_in(node)) is not None:
+        return array_of(tensor)
+    (attribute,) = node.attributes.values()
+    return np.array(attribute.value, object)  # text
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
 def _read(item: Item) -> Iterator[ir.Value]:
-    if isinstance(item, Call):
+    if isinstance(item, OperatorCall):
         yield from (value for value in item.inputs if value is not None)
         for nested in item.graphs.values():
             yield from nested.captured
-    elif isinstance(item, Fused):
+    elif isinstance(item, FusedCall):
         yield from item.match.inputs
         yield from item.plan.captured
     else:

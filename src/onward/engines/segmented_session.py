@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnxruntime as ort
 
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
 from onward.lowering.segments import Exchange, cut
 from onward.model import Model
 
@@ -15,7 +15,7 @@ from onward.model import Model
 class SegmentedSession:
     """A graph with AllReduces, which ONNX Runtime itself does not have. As far as it goes, it is used as a session."""
 
-    def __init__(self, model: Model, open_session: Callable[[Model], ort.InferenceSession], group: Group):
+    def __init__(self, model: Model, open_session: Callable[[Model], ort.InferenceSession], group: ProcessGroup):
         inputs, outputs = ([value.name or "" for value in values] for values in (model.inputs, model.outputs))
         segments = cut(model)
         self.group = group

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from onward.errors import ArgumentError, UnknownNameError, UnsupportedError
-from onward.inspect import describe
+from onward.engines.distributed.deepspeed_config import accumulated_batches
+from onward.errors import ArgumentError, ExternalDataError, UnknownNameError, UnsupportedError, WriteError
 from onward.inspect.formatting import quantity
-from onward.model import Model, Source
-from onward.model.serde import load_shapes
+from onward.model import Model, Source, load
+from onward.model.serde import load_references, load_shapes, stamp
 from onward.model.sharding import Sharding
+from onward.model.storage import write_file
 from onward.options import PlanOptions, RecipeOptions, options_of, taking
-from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Machines, degrees, estimate
-from onward.planning.tensors import dims_of
-from onward.planning.workload import Workload
+from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Estimator, Machines, degrees
+from onward.planning.workload import Workload, dims_of
 from onward.recipe import prepare
 from onward.transform import declare
 
@@ -39,11 +41,13 @@ class Plan:
     def recommended(self) -> str | None:
         """The quickest of those that fit, by samples in a second; if times are not known, the simplest."""
         fitting = [each for each in self.estimates.values() if each.fits is not False]
-        return min(fitting, key=_seconds_of_a_sample).strategy if fitting else None
+        best = min(fitting, key=lambda each: (each.step_seconds or 0) / (each.samples or 1), default=None)
+        return best.strategy if best is not None else None
 
     def sharding(self, strategy: str | None = None) -> Sharding:
         """How tensors are divided; by the strategy that is recommended unless one is named."""
-        name = OTHER_NAMES.get(strategy or "", strategy) or self.recommended or min(self.estimates, key=self._total)
+        least = min(self.estimates, key=lambda name: self.estimates[name].memory.total)
+        name = OTHER_NAMES.get(strategy or "", strategy) or self.recommended or least
         if name not in self.estimates:
             raise UnknownNameError(f"there is no plan for `{name}`", hint=f"there are {', '.join(self.estimates)}")
         return self.estimates[name].sharding
@@ -64,13 +68,6 @@ class Plan:
         from onward.planning.render import render
 
         return render(self)
-
-    def _total(self, name: str) -> int:
-        return self.estimates[name].memory.total
-
-
-def _seconds_of_a_sample(each: Estimate) -> float:
-    return (each.step_seconds or 0) / (each.samples or 1)
 
 
 def _plain(each: Estimate) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
     names = list(STRATEGIES) if asked.strategy is None else [OTHER_NAMES.get(asked.strategy, asked.strategy)]
     machines = _machines(asked)
     training, notes = _training_model(load_shapes(model), {k: v for k, v in given.items() if k in _RECIPE})
-    accumulate = _batches_of_update(training, step)
+    accumulate = accumulated_batches(training, training.steps.index(training.step(step)))
     if asked.shape:
         training = declare(training, {name: _sizes(sizes) for name, sizes in asked.shape.items()})
     works = _Works(training, step, asked)
@@ -113,9 +110,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
         try:
             samples = _samples_of_device(name, machines, asked.batch_size) or works.fixed or 1
             work = works.of(samples)
-            estimates[name] = estimate(
-                name, work, machines, recompute=asked.recompute, accumulate=accumulate, samples=samples
-            )
+            estimates[name] = Estimator(name, work, machines, accumulate).estimate(asked.recompute, samples)
         except UnsupportedError as error:
             if asked.strategy is not None:
                 raise
@@ -185,12 +180,6 @@ class _Works:
     @property
     def first(self) -> Workload:
         return self._made[min(self._made)]
-
-
-def _batches_of_update(training: Model, step: int) -> int:
-    accumulation = describe(training).steps[training.steps.index(training.step(step))].accumulation
-    batches = accumulation.batches if accumulation is not None else None
-    return int(batches) if isinstance(batches, int | float) else 1
 
 
 def _training_model(model: Model, recipe: Mapping[str, Any]) -> tuple[Model, list[str]]:
@@ -267,3 +256,28 @@ def _facts(work: Workload, samples: int, accumulate: int, notes: Sequence[str], 
         "engine": asked.engine,
         "notes": [*notes, *([f"of {quantity(work.unknown, 'tensor')} nothing tells the size"] if work.unknown else [])],
     }
+
+
+# ---- a model file with a plan in it ----------------------------------------------------------------------------------
+
+
+def annotate(source: str | os.PathLike[str], sharding: Sharding, path: str | os.PathLike[str]) -> None:
+    """Write a copy of a model that says how it is divided; what a recipe would add to it is not in it."""
+    try:
+        model, is_whole = load(source), True
+    except ExternalDataError:
+        model, is_whole = load_references(source), False
+    there = {value.name for value in model.initializers()}
+    own = {name: axes for name, axes in sharding.tensors.items() if name in there}
+    model = model.copy()
+    dataclasses.replace(sharding, tensors=own).write_to(model)
+    stamp(model)
+    if is_whole:
+        model.save(path)
+    elif Path(path).resolve().parent == Path(source).resolve().parent:
+        write_file(path, model.to_proto().SerializeToString())
+    else:
+        raise WriteError(
+            f"the data of `{source}` are not there, so that they cannot be copied to `{Path(path).parent}`",
+            hint="write beside the model",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from onward.inspect.formatting import quantity, size
@@ -13,8 +14,7 @@ _HEADINGS = ("", "parameters", "gradients", "state", "activations", "gathered", 
 
 def render(plan: Plan) -> str:
     """The whole plan as text."""
-    rows = [(f"{label:<12}", text) for label, text in _facts(plan)]
-    parts = ["\n".join(label + text for label, text in rows), _table(plan)]
+    parts = ["\n".join(f"{label:<12}{text}" for label, text in _facts(plan)), _table(plan)]
     if len(plan.estimates) == 1:
         parts.append(_collectives(next(iter(plan.estimates.values()))))
     parts.append(_verdict(plan))
@@ -68,28 +68,15 @@ def _table(plan: Plan) -> str:
     timed = any(each.step_seconds is not None for each in plan.estimates.values())
     headings = _HEADINGS if timed else _HEADINGS[:-2]
     rows = [headings, *(_row(each, timed) for each in plan.estimates.values())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(headings))]
-    lines = ([_cell(text, width, i) for i, (text, width) in enumerate(zip(row, widths, strict=True))] for row in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column else text.ljust(width)
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    cells = ([name.ljust(first), *map(str.rjust, numbers, widths)] for name, *numbers in rows)
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def _row(each: Estimate, timed: bool) -> Sequence[str]:
-    memory = each.memory
-    parts = (
-        memory.parameters,
-        memory.gradients,
-        memory.state,
-        memory.activations,
-        memory.gathered,
-        memory.total,
-        each.sent,
-    )
     fits = "" if each.fits is None else " fits" if each.fits else "   no"
-    cells = [each.strategy, *(size(part) for part in parts[:-2]), size(memory.total) + fits, size(each.sent)]
+    memory = map(size, dataclasses.astuple(each.memory))
+    cells = [each.strategy, *memory, size(each.memory.total) + fits, size(each.sent)]
     if timed:
         rate = each.samples / each.step_seconds if each.step_seconds and each.samples else None
         cells += [f"{each.step_seconds:.3g} s" if each.step_seconds else "", f"{rate:,.4g}" if rate else ""]
@@ -110,13 +97,9 @@ def _verdict(plan: Plan) -> str:
     lines = [f"{name}: {reason}" for name, reason in plan.refused.items()]
     best = plan.recommended
     if best is None:
-        lines.append(f"nothing fits: {_way_out(plan)}")
+        ways = [] if plan.model["recompute"] or not plan.model["blocks"] else ["recompute blocks"]
+        ways += ["take fewer samples at a time"] if plan.model["samples"] > 1 else []
+        lines.append(f"nothing fits: {', or '.join([*ways, 'take more devices'])}")
     elif len(plan.estimates) > 1:
         lines.append(f"recommended: {best}, {STRATEGIES[best].title}")
     return "\n".join(lines)
-
-
-def _way_out(plan: Plan) -> str:
-    ways = [] if plan.model["recompute"] or not plan.model["blocks"] else ["recompute blocks"]
-    ways += ["take fewer samples at a time"] if plan.model["samples"] > 1 else []
-    return ", or ".join([*ways, "take more devices"])

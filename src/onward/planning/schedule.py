@@ -19,7 +19,7 @@ Bytes = Callable[[ir.Value], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class LoweredBlock:
     """A part of the forward pass that is repeated: one layer of a transformer."""
 
     name: str
@@ -56,7 +56,7 @@ class Usage:
         return int(max(0, (self.activations + self.gradients * share).max() - held))
 
 
-class Schedule:
+class MemorySchedule:
     """The nodes of the lowered part `gradients`, in the order of a framework."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Schedule:
         end = len(self.forward)
         return [v for v in self.tensors() if self._born[v] < end and self._reads.get(v, [0])[-1] >= end]
 
-    def usage(self, bytes_of: Bytes, again: Iterable[Block] = ()) -> Usage:
+    def usage(self, bytes_of: Bytes, again: Iterable[LoweredBlock] = ()) -> Usage:
         """With parts that are computed again: what they make is dropped, and is back when the way back comes there."""
         end, count = len(self.forward), len(self.nodes)
         changes = np.zeros((2, count + 1), np.int64)
@@ -137,7 +137,7 @@ class Schedule:
         """What takes memory of its own, of all that nodes make."""
         return (v for v in self._born if self._owner.get(v, v) is v and v not in self._inside)
 
-    def _returns(self, again: Iterable[Block]) -> dict[ir.Value, int]:
+    def _returns(self, again: Iterable[LoweredBlock]) -> dict[ir.Value, int]:
         """For what is computed again: when that is, which is before the first node that reads some of its part."""
         end, found = len(self.forward), {}
         for block in again:

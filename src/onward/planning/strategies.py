@@ -13,8 +13,8 @@ from typing import Literal
 
 from onward.errors import UnsupportedError
 from onward.model.sharding import Axes, Sharding
-from onward.planning.tensor_parallel import Division, divide
-from onward.planning.workload import Weight, Workload
+from onward.planning.tensor_parallel import Partition, divide
+from onward.planning.workload import PlannedWeight, Workload
 
 REPLICA, SHARD, TENSOR = "replica", "shard", "tensor"
 """The axes of the mesh: devices that have the same, parts of the state, and parts of the products."""
@@ -126,13 +126,6 @@ class Estimate:
         return sum(each.sent for each in self.communication)
 
 
-def estimate(
-    name: str, work: Workload, machines: Machines, *, recompute: bool, accumulate: int, samples: int | None
-) -> Estimate:
-    """What a device holds and sends; `samples` are those of one pass of a device."""
-    return _Estimating(name, work, machines, accumulate).estimate(recompute, samples)
-
-
 def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     """Devices that are alike, that divide the state, and that divide products: three factors of all."""
     strategy, within = STRATEGIES[name], min(machines.per_machine, machines.devices)
@@ -147,17 +140,21 @@ def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     return rest // shard, shard, tensor
 
 
-class _Estimating:
+class Estimator:
+    """What a device holds and sends with a strategy."""
+
     def __init__(self, name: str, work: Workload, machines: Machines, accumulate: int):
         self.name, self.strategy, self.work, self.machines = name, STRATEGIES[name], work, machines
         self.replicas, self.shards, self.tensor = degrees(name, machines)
         self.accumulate = accumulate
-        self.division = divide(work, self.tensor) if self.tensor > 1 else Division({}, {}, 0, 0, 0)
+        self.division = divide(work, self.tensor) if self.tensor > 1 else Partition({}, {}, 0, 0, 0)
 
     def estimate(self, recompute: bool, samples: int | None) -> Estimate:
+        """Return the estimate; `samples` are those of one pass of a device."""
         memory = self._memory(recompute)
         told = tuple(self._communication())
-        flops = self._flops(recompute)
+        whole = self.work.forward_flops + self.work.backward_flops + (self.work.flops_of_blocks if recompute else 0)
+        flops = (whole - self.division.flops_saved) * self.accumulate
         limit, rate = self.machines.memory, self.machines.flops
         compute = flops / (rate * self.machines.utilization) if rate else None
         return Estimate(
@@ -192,14 +189,14 @@ class _Estimating:
             gathered=self._gathered() if strategy.parameters and self.shards > 1 else 0,
         )
 
-    def _part(self, weight: Weight, size: int, divided: bool) -> int:
+    def _part(self, weight: PlannedWeight, size: int, divided: bool) -> int:
         """A device's part of something that belongs to a weight."""
         axes = self._axes(weight, divided)
-        parts = math.prod(math.ceil(weight.shape[a] / _count(axes[a], self._mesh)) for a in axes)
+        parts = math.prod(math.ceil(weight.shape[a] / math.prod(self._mesh[axis] for axis in axes[a])) for a in axes)
         whole = math.prod(weight.shape[a] for a in axes)
         return math.ceil(size * parts / whole) if whole else 0
 
-    def _computed(self, weights: Sequence[Weight]) -> int:
+    def _computed(self, weights: Sequence[PlannedWeight]) -> int:
         """Bytes of weights that are gathered from all that divide the state, in the type of products."""
         return sum(self.work.computed_bytes(w) // self.division.parts(w.name, self.tensor) for w in weights)
 
@@ -248,18 +245,13 @@ class _Estimating:
         link = self.machines.link(reach)
         return Collective(kind, of, sent, devices, sent / link if link else None, along == TENSOR)
 
-    def _flops(self, recompute: bool) -> int:
-        extra = self.work.flops_of_blocks if recompute else 0
-        whole = self.work.forward_flops + self.work.backward_flops + extra
-        return (whole - self.division.flops_saved) * self.accumulate
-
     # ---- who holds what
 
     @property
     def _mesh(self) -> dict[str, int]:
         return {REPLICA: self.replicas, SHARD: self.shards, TENSOR: self.tensor}
 
-    def _axes(self, weight: Weight, divided: bool) -> dict[int, tuple[str, ...]]:
+    def _axes(self, weight: PlannedWeight, divided: bool) -> dict[int, tuple[str, ...]]:
         axes: dict[int, tuple[str, ...]] = {}
         if (axis := self.division.weights.get(weight.name)) is not None:
             axes[axis] = (TENSOR,)
@@ -285,10 +277,6 @@ class _Estimating:
             if (of_state := self._axes(weight, self.strategy.state)) != axes:
                 tensors.update(dict.fromkeys(weight.slots, of_state))
         return Sharding(self.name, mesh, tensors)
-
-
-def _count(axes: Sequence[str], mesh: dict[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes)
 
 
 def _step_seconds(compute: float | None, told: Sequence[Collective]) -> float | None:

@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.constants import constant_ints
-from onward.planning.flops import flops
-from onward.planning.tensors import bytes_of, dims_of
-from onward.planning.workload import Workload
+from onward.planning.workload import Workload, bytes_of, dims_of, flops
 
 TERM = "term"
 State = int | str | None
@@ -25,7 +23,7 @@ State = int | str | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Partition:
     """How the devices of a group divide a step."""
 
     weights: Mapping[str, int]
@@ -42,7 +40,7 @@ class Division:
         return devices if weight in self.weights else 1
 
 
-def divide(work: Workload, devices: int) -> Division:
+def divide(work: Workload, devices: int) -> Partition:
     """Divide the products of a step."""
     follower = _Follower(work, devices)
     for node in work.schedule.nodes:
@@ -51,7 +49,7 @@ def divide(work: Workload, devices: int) -> Division:
     states = follower.states
     shards = {value: devices for value, state in states.items() if isinstance(state, int)}
     weights = {v.name or "": s for v, s in follower.weights.items() if isinstance(s, int)}
-    return Division(weights, shards, follower.reduced, follower.gathered, follower.flops_saved)
+    return Partition(weights, shards, follower.reduced, follower.gathered, follower.flops_saved)
 
 
 class _Follower:

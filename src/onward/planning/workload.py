@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onward.analysis.blocks import cut_into_parts
-from onward.engines.fusion import matches
-from onward.engines.fusion.attention import Attention
+from onward.engines.fusion import Attention, matches
 from onward.errors import ArgumentError
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_engine, lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import State, carried_state
-from onward.model.walk import source_of
-from onward.planning.flops import PRODUCTS, flops
-from onward.planning.schedule import Block, Kernel, Schedule, Usage
-from onward.planning.tensors import bytes_of, dims_of, elements
+from onward.model.walk import nested_graphs, source_of
+from onward.planning.schedule import Kernel, LoweredBlock, MemorySchedule, Usage
 from onward.transform.types import fill_in_types
 
 FUSES_ATTENTION = ("torch", "jax")
@@ -36,7 +33,7 @@ _EXACT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class PlannedWeight:
     """A tensor of the state that is read in the forward pass, and all that training adds to it, in bytes."""
 
     name: str
@@ -63,7 +60,7 @@ class Workload:
         fill_in_types(lowered, values(self.graph))
         if engine in FUSES_ATTENTION:
             kernels, scores = _attention(lower_for_framework(model, step, "gradients"), self.graph)
-            self.schedule = Schedule(
+            self.schedule = MemorySchedule(
                 self.graph,
                 self.contract,
                 kernels,
@@ -71,7 +68,7 @@ class Workload:
                 _ends_cross_entropy,
             )
         else:
-            self.schedule = Schedule(self.graph, self.contract)
+            self.schedule = MemorySchedule(self.graph, self.contract)
         tensors = (v for v in self.schedule.tensors() if _is_float(v) and not (v.shape and len(v.shape) < 2))
         self.unknown = sum(dims_of(v) is None for v in tensors)
         """How many have a size that nothing tells, lists aside."""
@@ -81,12 +78,12 @@ class Workload:
         self.batch = sum(map(bytes_of, (v for v in self.graph.inputs if v.name in self.contract.batch)))
 
     @property
-    def outside(self) -> list[Weight]:
+    def outside(self) -> list[PlannedWeight]:
         """Weights that belong to no block."""
         inside = {name for block in self.blocks for name in block.weights}
         return [weight for weight in self.weights.values() if weight.name not in inside]
 
-    def weights_of(self, block: Block) -> list[Weight]:
+    def weights_of(self, block: LoweredBlock) -> list[PlannedWeight]:
         return [self.weights[name] for name in block.weights if name in self.weights]
 
     @functools.cached_property
@@ -107,7 +104,7 @@ class Workload:
         sizes = self._sizes
         return self.schedule.usage(lambda v: sizes[v] // shards.get(v, 1), self.blocks if recompute else ())
 
-    def computed_bytes(self, weight: Weight) -> int:
+    def computed_bytes(self, weight: PlannedWeight) -> int:
         """What a weight takes in the type that it is computed with."""
         if self.precision is None or weight.name not in self._in_products:
             return weight.bytes
@@ -132,7 +129,7 @@ class Workload:
         return made if self.precision is None else {**made, **_sizes_in_half(self.schedule)}
 
 
-def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
+def _sizes_in_half(schedule: MemorySchedule) -> dict[ir.Value, int]:
     """Sizes with products in 16 bits: results stay so until something needs more, as `torch.autocast` has it."""
     width: dict[ir.Value, int] = {}
     backward = set(schedule.backward)
@@ -208,7 +205,7 @@ def _scores_of(node: ir.Node) -> tuple[int, ...] | None:
     return q[0], heads, q[-2], k[-2]
 
 
-def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, Weight], int]:
+def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, PlannedWeight], int]:
     """What the forward pass reads of the state and of frozen weights; and the bytes of all other state."""
     gradients = {x: bytes_of(value) for value in graph.outputs if (x := contract.gradients.get(value.name or ""))}
     read = {value.name or "": value for value in graph.inputs if value.name in contract.state}
@@ -225,10 +222,10 @@ def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tup
     return {name: _weight(value, gradients.get(name, 0), added.get(name, [])) for name, value in known.items()}, other
 
 
-def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> Weight:
+def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> PlannedWeight:
     shape = dims_of(value) or ()
     slots = tuple(each.name for each in added if _stored_shape(each) == shape)
-    return Weight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
+    return PlannedWeight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
 
 
 def _stored_shape(state: State) -> tuple[int, ...]:
@@ -239,7 +236,7 @@ def _stored_shape(state: State) -> tuple[int, ...]:
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[Block]:
+def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[LoweredBlock]:
     """The blocks of the inference graph, as they are in the forward pass of a lowered step."""
     parts = [part for part in cut_into_parts(model, weights) if part.kind is not None]
     made = {value.name: i for i, part in enumerate(parts) for node in part.nodes for value in node.outputs}
@@ -256,4 +253,90 @@ def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collec
         if (place := places[node]) is not None:
             nodes[place].append(node)
     own = [{value.name or "" for value in part.initializers} & set(weights) for part in parts]
-    return [Block(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
+    return [LoweredBlock(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
+
+
+# ---- sizes and floating-point operations -----------------------------------------------------------------------------
+
+
+def dims_of(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The sizes of a tensor; None if one of them is not known."""
+    shape = value.shape if value is not None else None
+    return tuple(shape.numpy()) if shape is not None and shape.is_static() else None
+
+
+def elements(value: ir.Value | None) -> int:
+    """As many numbers as a tensor has; none if that is not known."""
+    dims = dims_of(value)
+    return 0 if dims is None else math.prod(dims)
+
+
+def bytes_of(value: ir.Value) -> int:
+    return math.ceil(elements(value) * value.dtype.itemsize) if value.dtype is not None else 0
+
+
+# A multiplication and an addition count as two. What is not a matmul counts one for each element that it makes: next to
+# matmuls that is little.
+
+
+def flops(node: ir.Node) -> int:
+    """Those of a node, and of graphs nested in it, each of which runs once but for the body of a Scan."""
+    own = _PRODUCTS.get(node.op_type)
+    inner = sum(flops(each) for graph in nested_graphs(node) for each in graph)
+    return (own(node) if own else sum(elements(output) for output in node.outputs)) + inner * _times(node)
+
+
+def _sizes(value: ir.Value | None) -> tuple[int, ...]:
+    return dims_of(value) or ()
+
+
+def _times(node: ir.Node) -> int:
+    read = node.inputs[-1] if node.op_type == "Scan" and node.inputs else None
+    return next(iter(_sizes(read)), 1)
+
+
+def _matmul(node: ir.Node) -> int:
+    return 2 * elements(node.outputs[0]) * next(iter(_sizes(node.inputs[0])[-1:]), 0)
+
+
+def _gemm(node: ir.Node) -> int:
+    a = _sizes(node.inputs[0])
+    inner = a[0 if node.attributes.get_int("transA", 0) else 1] if len(a) == 2 else 0
+    return 2 * elements(node.outputs[0]) * inner
+
+
+def _conv(node: ir.Node) -> int:
+    return 2 * elements(node.outputs[0]) * math.prod(_sizes(node.inputs[1])[1:])
+
+
+def _conv_transpose(node: ir.Node) -> int:
+    return 2 * elements(node.inputs[0]) * math.prod(_sizes(node.inputs[1])[1:])
+
+
+def _einsum(node: ir.Node) -> int:
+    """Each combination of indices once for each factor."""
+    terms = node.attributes.get_string("equation", "").replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, value in zip(terms, node.inputs, strict=False):
+        sizes |= dict(zip(term, _sizes(value), strict=False))
+    return len(terms) * math.prod(sizes.values())
+
+
+def _recurrent(node: ir.Node) -> int:
+    """Each step multiplies the input and the last state by the weights of all gates."""
+    length, batch, *_ = (*_sizes(node.inputs[0]), 0, 0)
+    return 2 * length * batch * (elements(node.inputs[1]) + elements(node.inputs[2]))
+
+
+_PRODUCTS: dict[str, Callable[[ir.Node], int]] = {
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Einsum": _einsum,
+    "LSTM": _recurrent,
+    "GRU": _recurrent,
+    "RNN": _recurrent,
+}
+PRODUCTS = frozenset(_PRODUCTS)
+"""Operators that are computed in the precision that is chosen for products."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from onward.arguments import Range, checked
-from onward.engines.group import Group, is_restarted, join_group
+from onward.engines.distributed import ProcessGroup, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, Error, RecipeError, list_names
 from onward.inspect.optimizer import rate_now
@@ -312,7 +312,7 @@ def _reset_note(training: Model) -> str:
     return "reset to its initialization" + (f"; kept as stored: {list_names(stored, 3)}" if stored else "")
 
 
-def _folder(run: str | os.PathLike[str] | None, original: Model, group: Group) -> Folder:
+def _folder(run: str | os.PathLike[str] | None, original: Model, group: ProcessGroup) -> Folder:
     """The folder of a new run, which the first of several processes chooses and writes to."""
     if not group.is_first:
         return Follower(group.gather(None)[0])

@@ -14,8 +14,8 @@ from onward import engines
 from onward.arguments import Range, fitting, from_text
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
-from onward.engines.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
-from onward.engines.group import Group, current_group
+from onward.engines.distributed import ProcessGroup, current_group
+from onward.engines.distributed.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
 from onward.options import ENGINE, Parallel, RecipeOptions, RunOptions, TrainOptions, options_of
@@ -149,7 +149,7 @@ class Config(RunOptions):
         kept = self.strategy if mesh is None else None
         return dataclasses.replace(self, strategy=strategy or kept, mesh=mesh, deepspeed_config=deepspeed_config)
 
-    def spread_over(self, group: Group) -> Config:
+    def spread_over(self, group: ProcessGroup) -> Config:
         """The same for several processes, which each have a part of every batch unless more is said."""
         of_deepspeed = read_deepspeed_config(self.deepspeed_config)  # as it is now: a run needs nothing but its folder
         config = dataclasses.replace(self, deepspeed_config=of_deepspeed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.engines.group import join_group
+from onward.engines.distributed import join_group
 from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from onward.engines import Engine
-from onward.engines.group import Portion
+from onward.engines.distributed import Portion
 from onward.errors import UnsupportedError
 from onward.recipe.metrics import OF_LOSS, Measures, Metric
 from onward.training.data import Batch

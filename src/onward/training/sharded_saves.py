@@ -16,8 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines import Engine
-from onward.engines.engine import Part
-from onward.engines.group import Group
+from onward.engines.distributed import ProcessGroup
+from onward.engines.engine import StateShard
 from onward.errors import TrainingError, WriteError
 from onward.model import Model
 from onward.model.storage.checksums import Ranges
@@ -64,7 +64,7 @@ class ShardedSaves:
         self._folder, self._engine = folder, engine
         self._group = engine.group.for_thread()
 
-    def begin(self, parts: Mapping[str, Part], at: Place) -> Background:
+    def begin(self, parts: Mapping[str, StateShard], at: Place) -> Background:
         """Write the state of which these are this process's parts, and where the run stands with it."""
         small = {name: part for name, part in parts.items() if part.size * part.numbers.itemsize < _SMALL}
         gathered = self._engine.group.gather(small)
@@ -74,7 +74,7 @@ class ShardedSaves:
         model, place = self._divided_model(gathered, large), dataclasses.replace(at)
         return Background(lambda: _lead(self._group, lambda others: self._folder.save(model, place, others)))
 
-    def _divided_model(self, gathered: Sequence[Mapping[str, Part]], large: Parts) -> Model:
+    def _divided_model(self, gathered: Sequence[Mapping[str, StateShard]], large: Parts) -> Model:
         def hold(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
             if tensor.nbytes >= _SMALL:
                 return DividedTensor(name, large.get(name), tensor)
@@ -86,7 +86,7 @@ class ShardedSaves:
         return self._engine.with_state(hold)
 
 
-def _lead(group: Group, save: Callable[[Writers], None]) -> None:
+def _lead(group: ProcessGroup, save: Callable[[Writers], None]) -> None:
     others = _Others(group)
     try:
         save(others)
@@ -94,7 +94,7 @@ def _lead(group: Group, save: Callable[[Writers], None]) -> None:
         others.release()
 
 
-def _follow(group: Group, parts: Parts) -> None:
+def _follow(group: ProcessGroup, parts: Parts) -> None:
     """Write what the first process asks for, and tell it what came of that."""
     if (asked := group.gather(None)[0]) is None:
         return
@@ -110,7 +110,7 @@ def _follow(group: Group, parts: Parts) -> None:
 class _Others:
     """The other processes, for the first one: they are asked to write, and then whether they have."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: ProcessGroup):
         self._group = group
         self._file: Path | None = None
         self._asked = 0

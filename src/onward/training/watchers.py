@@ -185,7 +185,7 @@ class Saver(Callback):
             file.flush()
         self._folder.note_lengths(at)
         self._saved_at = time.monotonic()
-        if at.step and (parts := engine.parts()) is not None:
+        if at.step and (parts := engine.shards()) is not None:
             self._sharded = self._sharded or ShardedSaves(self._folder, engine)
             self._under_way = self._sharded.begin(parts, at), here
             return

@@ -18,11 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Framework, Function, Operators, table
-from onward.engines.jax.attention import derivatives
-from onward.engines.jax.values import known_array
-from onward.engines.shared.compilation import Compiled, Report
-from onward.engines.shared.precision import with_products_in
-from onward.errors import UnknownNameError, UnsupportedError
+from onward.engines.jax.layers import derivatives
+from onward.engines.jax.types import known_array
+from onward.engines.shared.compilation import Compiled, Report, with_products_in
+from onward.errors import UnsupportedError
 
 _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -46,8 +45,7 @@ class Jax(Framework):
 
         `deterministic` is about GPUs, and about compiled steps; on CPUs the same step always gives the same bits.
         """
-        if device not in self.devices():
-            raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
+        self.check_device(device, "JAX")
         self._device = jax.local_devices(backend=device)[0]
         rows = Operators(self.operators)
         if device == "cuda":

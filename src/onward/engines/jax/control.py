@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.engines.endless_loops import check_growth
+from onward.engines.failures import check_growth
 from onward.engines.framework import NotOnHost, Operators
 from onward.engines.shared.control import columns, stack
 

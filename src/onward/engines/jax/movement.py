@@ -1,13 +1,16 @@
-"""Shapes, and elements that move."""
+"""Operators that move elements, and that choose elements by index."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
+from onward.engines.jax.types import known_array
 from onward.engines.shared.arrays import dtype_of
-from onward.engines.shared.movement import cut_for_pad
+from onward.engines.shared.movement import along, cut_for_pad, places_of, short, unique_elements, wrap_indices
 
 operators = Operators()
 
@@ -24,3 +27,73 @@ def pad(x, pads, constant=None, axes=None, *, mode):
 @operators.define("EyeLike")
 def eye_like(x, *, dtype=None, k):
     return jnp.eye(*x.shape, k=k, dtype=x.dtype if dtype is None else dtype_of(dtype))
+
+
+# ---- indexing --------------------------------------------------------------------------------------------------------
+
+
+@operators.define("Gather")
+def gather(x, indices, *, axis):
+    return jnp.take(x, wrap_indices(indices, x.shape[axis]), axis, mode="clip")
+
+
+@operators.define("ScatterElements")
+def scatter_elements(x, indices, updates, *, axis, reduction):
+    return _scatter(x, along(wrap_indices(indices, x.shape[axis]), axis), updates, reduction)
+
+
+@operators.define("ScatterND")
+def scatter_nd(x, indices, updates, *, reduction):
+    return _scatter(x, places_of(short(indices, max(x.shape))), updates, reduction)
+
+
+def _scatter(x, places, updates, reduction):
+    if reduction == "mul":
+        return _scatter_product(x, places, updates)
+    at = x.at[places]
+    return {"none": at.set, "add": at.add, "max": at.max, "min": at.min}[reduction](updates)
+
+
+@jax.custom_jvp
+def _scatter_product(x, places, updates):
+    return x.at[places].multiply(updates)
+
+
+@_scatter_product.defjvp
+def _scatter_product_jvp(given, tangents):
+    """JAX has a derivative only where no two factors meet: here they come one after the other."""
+    x, places, updates = given
+    places = jnp.broadcast_arrays(*places)
+    rows = [at.reshape(-1) for at in places]
+
+    def multiply(x, updates):
+        factors = updates.reshape(-1, *updates.shape[places[0].ndim :])
+        return lax.scan(
+            lambda x, one: (x.at[one[0]].multiply(one[1], unique_indices=True), None), x, (tuple(rows), factors)
+        )
+
+    (y, _), (change, _) = jax.jvp(multiply, (x, updates), (tangents[0], tangents[2]))
+    return y, change
+
+
+@operators.define("Compress")
+def compress(x, condition, *, axis=None):
+    places = np.flatnonzero(known_array(condition))
+    return jnp.take(x.reshape(-1) if axis is None else x, places, 0 if axis is None else axis)
+
+
+operators(
+    NonZero=lambda x: (
+        np.stack(np.nonzero(known_array(x))) if x.ndim else np.zeros((0, int(known_array(x) != 0)), np.int64)
+    ),
+    Unique=lambda x, *, axis=None, sorted: unique_elements(known_array(x), axis, sorted),
+)
+
+
+@operators.define("NonMaxSuppression")
+def non_max_suppression(boxes, scores, *limits, center_point_box):
+    from onward.engines.numpy import Numpy
+
+    return Numpy.operators["NonMaxSuppression"](
+        known_array(boxes), known_array(scores), *limits, center_point_box=center_point_box, outputs=1
+    )

@@ -11,19 +11,16 @@ from typing import Any
 import numpy as np
 
 from onward.engines.framework import Framework, Operators, table
-from onward.engines.numpy.precision import in_float32
-from onward.engines.shared import grids, pooling, reduction, spectral
+from onward.engines.numpy.types import in_float32
+from onward.engines.shared import algebra, spatial
 from onward.errors import UnknownNameError
-
-_ROUNDED_ONCE = (reduction, pooling, grids, spectral)
-"""Shared rows that compute narrow floats in float32."""
 
 
 def _table() -> Operators:
-    made = table(__name__, np)
-    for family in _ROUNDED_ONCE:
-        made.update({name: in_float32(made[name]) for name in family.operators})
-    return made
+    """Return the table; shared rows of two families compute narrow floats in float32."""
+    rows = table(__name__, np)
+    rows.update({name: in_float32(rows[name]) for name in (*algebra.operators, *spatial.operators)})
+    return rows
 
 
 class Numpy(Framework):

@@ -1,12 +1,13 @@
-"""Operators that move elements, and make tensors of a given size."""
+"""Operators that move elements, and that choose elements by index."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from onward.engines.framework import Operators
+from onward.engines.numpy.host import from_reference
 from onward.engines.shared.arrays import dtype_of
-from onward.engines.shared.movement import cut_for_pad
+from onward.engines.shared.movement import along, cut_for_pad, places_of, unique_elements
 
 operators = Operators()
 
@@ -26,3 +27,38 @@ def pad(x, pads, value=None, axes=None, *, mode):
 @operators.define("EyeLike")
 def eye_like(x, *, dtype, k):
     return np.eye(*x.shape, k=k).astype(x.dtype if dtype is None else dtype_of(dtype))
+
+
+# ---- indexing --------------------------------------------------------------------------------------------------------
+
+operators(Gather=lambda x, indices, *, axis: np.take(x, indices, axis))
+
+
+@operators.define("ScatterElements")
+def scatter_elements(x, indices, updates, *, axis, reduction):
+    return _scatter(x, along(indices, axis), updates, reduction)
+
+
+@operators.define("ScatterND")
+def scatter_nd(x, indices, updates, *, reduction):
+    return _scatter(x, places_of(indices), updates, reduction)
+
+
+operators(
+    Compress=lambda x, condition, *, axis: np.compress(condition, x, axis),
+    NonZero=lambda x: np.argwhere(x).T,
+    Unique=lambda x, *, axis, sorted: unique_elements(x, axis, sorted),
+    NonMaxSuppression=from_reference("NonMaxSuppression"),
+)
+
+
+_REDUCTIONS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def _scatter(x, places, updates, reduction):
+    result = x.copy()
+    if reduction == "none":
+        result[places] = updates
+    else:
+        _REDUCTIONS[reduction].at(result, places, updates)
+    return result

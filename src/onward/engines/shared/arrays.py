@@ -6,6 +6,7 @@ row that is nothing else, as `Abs=xp.abs`, becomes that function itself when a t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +25,7 @@ class Named:
     def __getattr__(self, name: str) -> Named:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = Named(f"{self.name}.{name}")
+        found = Named(f"{self.name}.{name}" if self.name else name)
         setattr(self, name, found)
         return found
 
@@ -36,14 +37,7 @@ class Named:
         return function(*inputs, **options)
 
 
-class _Names:
-    def __getattr__(self, name: str) -> Named:
-        found = Named(name)
-        setattr(self, name, found)
-        return found
-
-
-xp: Any = _Names()
+xp: Any = Named("")
 
 
 def function_of(row: Any, namespace: Any) -> Any:
@@ -52,29 +46,26 @@ def function_of(row: Any, namespace: Any) -> Any:
 
 
 _NAMESPACES: dict[type, Any] = {}
-_BY_TYPE: dict[type, Any] = {}
-"""Those of all types that have been seen; None for what is no tensor of a framework."""
 
 
 def register(namespace: Any, kinds: Iterable[type]) -> None:
     """Let functions of tensors of these types be those of a namespace."""
     _NAMESPACES.update(dict.fromkeys(kinds, namespace))
-    _BY_TYPE.clear()
+    _namespace.cache_clear()
 
 
 def _namespace_of(inputs: Iterable[Any]) -> Any:
     for x in inputs:
-        found = _namespace_of(x) if isinstance(x, list | tuple) else _namespace(type(x))
+        found = _namespace_of(x) if isinstance(x, list | tuple) else _namespace(x.__class__)
         if found is not None:
             return found
     return None
 
 
+@functools.cache
 def _namespace(kind: type) -> Any:
-    if kind not in _BY_TYPE:
-        known = (namespace for base, namespace in _NAMESPACES.items() if issubclass(kind, base))
-        _BY_TYPE[kind] = next(known, None)
-    return _BY_TYPE[kind]
+    """Return the functions for tensors of a type; None if it is no tensor of a framework."""
+    return next((namespace for base, namespace in _NAMESPACES.items() if issubclass(kind, base)), None)
 
 
 def dtype_of(number: int) -> np.dtype:

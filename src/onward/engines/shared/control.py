@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.engines.endless_loops import check_growth
+from onward.engines.failures import check_growth
 from onward.engines.framework import Framework, Operators
 
 operators = Operators()

@@ -9,17 +9,11 @@ import numpy as np
 
 from onward.transform.padding import same_padding
 
+Ints = Sequence[int]
 Pair = tuple[int, int]
 
 
-def paddings(
-    auto_pad: str,
-    pads: Sequence[int] | None,
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-) -> list[Pair]:
+def paddings(auto_pad: str, pads: Ints | None, sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints) -> list[Pair]:
     """How much is added before and after each axis."""
     count = len(sizes)
     if auto_pad in ("NOTSET", "VALID"):
@@ -32,15 +26,9 @@ def paddings(
 
 
 def cut_off(
-    auto_pad: str,
-    pads: Sequence[int] | None,
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    more: Sequence[int],
-    output_shape: Sequence[int] | None,
-) -> list[Pair]:
+    auto_pad: str, pads: Ints | None, sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints, more: Ints,
+    output_shape: Ints | None,
+) -> list[Pair]:  # fmt: skip
     """How much is left out before and after each axis of a transposed convolution, to which `more` was added."""
     if not output_shape and auto_pad.startswith("SAME"):
         output_shape = [size * stride for size, stride in zip(sizes, strides, strict=True)]
@@ -62,13 +50,7 @@ def reach(length: int, dilation: int) -> int:
     return (length - 1) * dilation + 1
 
 
-def with_ceiling(
-    amounts: Sequence[Pair],
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-) -> list[Pair]:
+def with_ceiling(amounts: Sequence[Pair], sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints) -> list[Pair]:
     """More at the end, so that windows that are not full count; none that starts in what is added there."""
     more = []
     for (before, after), size, length, stride, dilation in zip(amounts, sizes, kernel, strides, dilations, strict=True):

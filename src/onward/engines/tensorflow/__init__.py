@@ -11,10 +11,9 @@ import numpy as np
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.engines.framework import Framework, Function, table
-from onward.engines.shared.compilation import Compiled, Report
-from onward.engines.shared.precision import with_products_in
-from onward.engines.tensorflow.tensors import TYPES, Functions, to_numpy
-from onward.errors import DataError, UnknownNameError
+from onward.engines.shared.compilation import Compiled, Report, with_products_in
+from onward.engines.tensorflow.types import TYPES, Functions, to_numpy
+from onward.errors import DataError
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 _PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
@@ -39,10 +38,7 @@ class TensorFlow(Framework):
         on_compile: Report | None = None,
     ):
         """`deterministic` holds for all of TensorFlow in this process, and cannot be taken back."""
-        if device not in self.devices():
-            raise UnknownNameError(
-                f"TensorFlow has no device `{device}` here", hint=f"it has {', '.join(self.devices())}"
-            )
+        self.check_device(device, "TensorFlow")
         self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast, promotes=False)
         self._device = f"/{_DEVICES[device]}:0"
         self._on_compile = on_compile

@@ -119,12 +119,10 @@ def _unroll(body, values, rows, kinds, framework):
         collected.append(results[len(values) :])
         values = results[: len(values)]
     columns = zip(control.columns(collected, kinds), kinds, strict=True)
-    return values, [tf.stack(items) if items else framework.place(_nothing(kind)) for items, kind in columns]
-
-
-def _nothing(kind):
-    dtype, shape = kind
-    return np.zeros([0, *(size or 0 for size in shape or ())], dtype)
+    return values, [
+        tf.stack(items) if items else framework.place(control.stack(framework, items, 0, kind))
+        for items, kind in columns
+    ]
 
 
 def _in_graph(body, values, rows, kinds, framework):

@@ -1,14 +1,16 @@
-"""Operators on each element: arithmetic, functions, comparison, bits and types."""
+"""Elementwise operators, activations and quantization."""
 
 from __future__ import annotations
 
 import functools
 
 import numpy as np
+import onnx_ir as ir
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, compute_as, dtype_of, on_host, scalar
+from onward.engines.shared.elementwise import broadcast_parameter
+from onward.engines.tensorflow.types import FLOATS, SMALL, UNSIGNED, compute_as, dtype_of, on_host, scalar, wide
 
 operators = Operators()
 
@@ -49,9 +51,7 @@ def _sum_like(x, dx):
     return tf.reshape(tf.reduce_sum(dx, axes), tf.shape(x))
 
 
-operators(
-    Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
-)
+operators(Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b))
 
 
 @operators.define("Mod")
@@ -91,10 +91,7 @@ _POWERS = {
 """What is faster and has better derivatives, if the exponent is known."""
 
 
-operators(
-    Max=_either(tf.maximum, tf.reduce_max),
-    Min=_either(tf.minimum, tf.reduce_min),
-)
+operators(Max=_either(tf.maximum, tf.reduce_max), Min=_either(tf.minimum, tf.reduce_min))
 
 
 def _with_slope(function, slope):
@@ -115,12 +112,8 @@ operators(
     Sqrt=_with_slope(tf.sqrt, lambda x, y: 0.5 / y),
     Exp=_with_slope(tf.exp, lambda x, y: y),
     Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
-    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
+    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype),
 )
-
-
-def _erf_of_integers(x):
-    return tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype)
 
 
 operators(
@@ -164,9 +157,7 @@ def cast(x, *, to, saturate, round_mode):
     return tf.cast(x, dtype)
 
 
-operators(
-    CastLike=lambda x, like: tf.cast(x, like.dtype),
-)
+operators(CastLike=lambda x, like: tf.cast(x, like.dtype))
 
 
 @operators.define("BitCast")
@@ -189,3 +180,108 @@ def clip(x, low=None, high=None, *, is_relu6=False):
         return tf.nn.relu6(x)
     x = x if low is None else tf.maximum(x, low)
     return x if high is None else tf.minimum(x, high)
+
+
+# ---- activation: at a kink the derivative is that of the left side, or 0 ---------------------------------------------
+
+operators(
+    Relu=tf.nn.relu,
+    LeakyRelu=lambda x, *, alpha: tf.nn.leaky_relu(x, alpha),
+    PRelu=lambda x, slope: tf.where(x > 0, x, x * slope),
+)
+
+
+def _below_zero(x, scale, width=1.0):
+    """scale (exp(x / width) - 1) where x is not positive; elsewhere finite."""
+    return scale * tf.math.expm1(tf.minimum(x, 0) / width)
+
+
+operators(
+    Elu=lambda x, *, alpha: tf.nn.elu(x) if alpha == 1 else tf.where(x > 0, x, _below_zero(x, alpha)),
+    Celu=lambda x, *, alpha: tf.where(x > 0, x, _below_zero(x, alpha, alpha)),
+    Selu=lambda x, *, alpha, gamma: gamma * tf.where(x > 0, x, _below_zero(x, alpha)),
+    Gelu=lambda x, *, approximate: tf.nn.gelu(x, approximate == "tanh"),
+    Mish=lambda x: x * tf.tanh(tf.math.softplus(x)),
+    Swish=lambda x, *, alpha: tf.nn.silu(x, alpha),
+    SwiGLU=lambda a, b, *, alpha: tf.nn.silu(a, alpha) * b,
+    HardSigmoid=lambda x, *, alpha, beta: _cut(alpha * x + beta),
+    HardSwish=lambda x: x * _cut(x / 6 + 0.5),
+    Sigmoid=tf.sigmoid,
+    Softplus=tf.math.softplus,
+    Softsign=lambda x: x / (1 + tf.abs(x)),
+)
+
+
+def _cut(x):
+    """Between 0 and 1; at both ends the derivative is 0."""
+    return tf.where(x <= 0, scalar(0, x), tf.where(x >= 1, scalar(1, x), x))
+
+
+def _softmax(x, axis):
+    """A row of nothing but -inf, which a mask leaves, is NaN. Its derivative is 0, for the graph to choose another."""
+
+    @tf.custom_gradient
+    def softmax(x):
+        y = tf.nn.softmax(x, axis)
+
+        def gradient(dy):
+            weight = tf.where(tf.math.is_nan(y), scalar(0, y), y)
+            weighted = dy * weight
+            return weighted - weight * tf.reduce_sum(weighted, axis, keepdims=True)
+
+        return y, gradient
+
+    return softmax(x)
+
+
+@operators.define("Shrink")
+def shrink(x, *, bias, lambd):
+    zero = tf.zeros_like(x)
+    below, above = (tf.cast(bound, x.dtype) for bound in (-lambd, lambd))
+    return tf.where(x < below, x + tf.cast(bias, x.dtype), tf.where(x > above, x - tf.cast(bias, x.dtype), zero))
+
+
+operators(
+    ThresholdedRelu=lambda x, *, alpha: tf.where(x > alpha, x, scalar(0, x)),
+    Softmax=lambda x, *, axis: _softmax(x, axis),
+    LogSoftmax=lambda x, *, axis: tf.nn.log_softmax(x, axis),
+    Hardmax=lambda x, *, axis: tf.one_hot(tf.argmax(x, axis), x.shape[axis], axis=axis, dtype=x.dtype),
+)
+
+
+# ---- quantization ----------------------------------------------------------------------------------------------------
+
+# Quantization, and products of quantized tensors. Rounding counts as the identity when it is differentiated.
+#
+# Integers have no derivative in TensorFlow. So a quantized tensor carries its levels as floating-point numbers, which
+# `DequantizeLinear` finds there.
+
+
+@operators.define("QuantizeLinear")
+def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, precision, saturate):
+    number = output_dtype or (
+        ir.DataType.UINT8 if zero is None else ir.DataType.from_numpy(np.dtype(zero.dtype.as_numpy_dtype))
+    )
+    dtype = dtype_of(number)
+    if dtype is None:
+        attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
+        return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
+    kind = dtype_of(precision) if precision else scale.dtype
+    divided = wide(tf.cast(x, kind) / tf.cast(broadcast_parameter(scale, x, axis, block_size), kind))
+    levels = divided + tf.stop_gradient(tf.round(divided) - divided)
+    if zero is not None:
+        levels += tf.cast(broadcast_parameter(zero, x, axis, block_size), levels.dtype)
+    levels = tf.minimum(tf.maximum(levels, dtype.min), dtype.max)
+    quantized = tf.cast(levels, dtype)
+    quantized.levels = levels
+    return quantized
+
+
+@operators.define("DequantizeLinear")
+def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
+    dtype = dtype_of(output_dtype) if output_dtype else scale.dtype
+    levels = getattr(x, "levels", None)
+    levels = tf.cast(x, tf.int32) if levels is None else levels
+    if zero is not None:
+        levels -= tf.cast(broadcast_parameter(zero, x, axis, block_size), levels.dtype)
+    return tf.cast(levels, dtype) * tf.cast(broadcast_parameter(scale, x, axis, block_size), dtype)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onward.engines.framework import Framework, Function, Operators, table
-from onward.engines.torch.compilation import Compiled
+from onward.engines.torch.compilation import CompiledStep
 from onward.engines.torch.types import TYPES, Functions, from_array, has_type, to_array
 from onward.errors import UnknownNameError, near
 
@@ -65,8 +65,7 @@ class Torch(Framework):
             raise UnknownNameError(
                 f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
             )
-        if device not in self.devices():
-            raise UnknownNameError(f"PyTorch has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
+        self.check_device(device, "PyTorch")
         self._device = torch.device(device)
         self._tf32 = precision == "tf32"
         self._deterministic = deterministic
@@ -112,12 +111,11 @@ class Torch(Framework):
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def compile(self, function: Function) -> Function:
-        return self._activated(Compiled(function, self._on_compile))
+        compiled = CompiledStep(function, self._on_compile)
 
-    def _activated(self, function: Function) -> Function:
         def call(*parts: Any) -> Any:
             with self.active():
-                return function(*parts)
+                return compiled(*parts)
 
         return call
 
@@ -140,12 +138,7 @@ class Torch(Framework):
             if not y.requires_grad:  # it depends on none of them
                 return [torch.zeros_like(x) for x in xs]
             found = torch.autograd.grad(
-                y,
-                variables,
-                torch.ones_like(y),
-                create_graph=nested,
-                retain_graph=nested,
-                materialize_grads=True,
+                y, variables, torch.ones_like(y), create_graph=nested, retain_graph=nested, materialize_grads=True
             )
             if not nested:  # what follows is the update
                 torch.set_autocast_enabled(self._device.type, False)

@@ -135,9 +135,13 @@ def _is_apart(update: _Update, written: set[fx.Node]) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """What a node is a view of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while is_view(node):
         node = node.args[0]
     return node
+
+
+def is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _is_write(node: fx.Node) -> bool:

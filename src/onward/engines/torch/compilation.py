@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -23,10 +24,11 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onward.engines.torch.alike import Updates, split_off_updates
+from onward.engines.torch.alike import Updates, is_view, split_off_updates
 from onward.engines.torch.types import SAME_BITS
 from onward.errors import UnsupportedError, first_line
 
@@ -35,7 +37,7 @@ Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
 Report = Callable[[str], None]
 
 
-class Compiled:
+class CompiledStep:
     """A step that is compiled when it is first called with tensors of some shapes."""
 
     def __init__(self, step: Step, report: Report | None):
@@ -251,7 +253,7 @@ def _return_copies(graph: fx.GraphModule) -> None:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a node is the same numbers as."""
-    while node.target is torch.ops.aten.clone.default or _is_view(node):
+    while node.target is torch.ops.aten.clone.default or is_view(node):
         node = node.args[0]
     return node
 
@@ -266,9 +268,9 @@ def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if _is_number(graph, node) and all(source in of_numbers for source in node.all_input_nodes):
             of_numbers.add(node)
-            if node.op == "call_function" and not _is_view(node):
+            if node.op == "call_function" and not is_view(node):
                 numbers.append(node)
-    handed = [node for node in numbers if any(user not in of_numbers or _is_view(user) for user in node.users)]
+    handed = [node for node in numbers if any(user not in of_numbers or is_view(user) for user in node.users)]
     first = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -295,5 +297,77 @@ def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and not mutable
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+# ---- recordings of what a function calls -----------------------------------------------------------------------------
+
+# The interpreter looks at every value to see where it is to be computed, and by what. For tensors of the same sizes
+# that comes to the same each time, so that a recording of one time, made above the derivative, does for the others.
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+_MOST = 16
+"""Recordings of a function: where sizes are always others, these are enough."""
+
+
+class Recording:
+    """A function of tensors and arrays as a graph of PyTorch's operators, which may be compiled.
+
+    The arrays are a part of it, and so are those among its results.
+    """
+
+    def __init__(self, run: Run, values: Sequence[Any], compile: Callable[[fx.GraphModule], Any] = lambda graph: graph):
+        self._known: dict[int, Any] = {}
+        self._places = [i for i, value in enumerate(values) if torch.is_tensor(value)]
+
+        def recorded(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            results = run(list({**dict(enumerate(values)), **dict(zip(self._places, tensors, strict=True))}.values()))
+            if any(isinstance(result, list) for result in results):
+                raise UnsupportedError("sequences of tensors are not recorded", hint="run without compiling")
+            self._count = len(results)
+            self._known = {i: result for i, result in enumerate(results) if not torch.is_tensor(result)}
+            return [result for result in results if torch.is_tensor(result)]
+
+        given = [values[i].detach().requires_grad_(values[i].requires_grad) for i in self._places]
+        record = make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
+        with saved_tensors_hooks(_same, _same):  # whoever counts what is kept for the derivative is not to count this
+            self._call = compile(record(*given))
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        results = iter(self._call(*(values[i] for i in self._places)))
+        return [self._known[i] if i in self._known else next(results) for i in range(self._count)]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class Recorded:
+    """A function that is recorded for each set of sizes, if it depends on no more than these."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._versions: dict[Any, Run] = {}
+
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
+        if not all(map(_is_plain, values)):
+            return self._run(values)
+        key = torch.is_grad_enabled(), *kinds_of(values)
+        if key not in self._versions:
+            if len(self._versions) == _MOST:
+                return self._run(values)
+            self._versions[key] = self._recorded(values)
+        return self._versions[key](values)
+
+    def _recorded(self, values: Sequence[Any]) -> Run:
+        try:
+            return Recording(self._run, values)
+        except RuntimeError:  # it depends on values, too, or fails, which is better said by itself
+            return self._run
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is no subclass of a tensor, no sequence, no array of texts, whose bytes are only addresses."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray) and value.dtype != object
+
+
+def kinds_of(values: Iterable[Any]) -> list[Any]:
+    """What a recording is for: tensors of these sizes and types, and these arrays."""
+    return [(x.shape, x.dtype, x.device) if torch.is_tensor(x) else (x.shape, x.dtype.str, x.tobytes()) for x in values]

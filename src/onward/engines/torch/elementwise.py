@@ -1,4 +1,4 @@
-"""Elementwise operators."""
+"""Elementwise operators, activations and quantization."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch.nn.functional as F
 
 from onward.engines.framework import Operators
 from onward.engines.shared import elementwise
+from onward.engines.shared.elementwise import broadcast_parameter
 from onward.engines.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, narrow, on_numpy, widen
 
 operators = Operators()
-operators(
-    Add=by_bits(operator.add),
-    Sub=by_bits(operator.sub),
-    Mul=by_bits(operator.mul),
-)
+operators(Add=by_bits(operator.add), Sub=by_bits(operator.sub), Mul=by_bits(operator.mul))
 
 
 @operators.define("Div")
@@ -42,19 +39,9 @@ def power(x, y):
     return torch.pow(x.double(), y).to(x.dtype)
 
 
-@operators.define("Max")
-@in_int64
-def maximum(*inputs):
-    return functools.reduce(torch.maximum, inputs)
-
-
-@operators.define("Min")
-@in_int64
-def minimum(*inputs):
-    return functools.reduce(torch.minimum, inputs)
-
-
 operators(
+    Max=in_int64(lambda *inputs: functools.reduce(torch.maximum, inputs)),
+    Min=in_int64(lambda *inputs: functools.reduce(torch.minimum, inputs)),
     Abs=lambda x: torch.abs(x) if x.dtype.is_signed else x,
     Sign=in_int64(torch.sign),
     Erf=torch.erf,
@@ -130,3 +117,94 @@ def clip(x, low=None, high=None, *, is_relu6=False):
     if low is not None and high is not None and torch.is_tensor(low) != torch.is_tensor(high):
         x, low = torch.clamp(x, low), None  # PyTorch takes two numbers, or two tensors
     return x if low is None and high is None else torch.clamp(x, low, high)
+
+
+# ---- activation ------------------------------------------------------------------------------------------------------
+
+operators(
+    Relu=torch.relu,
+    LeakyRelu=lambda x, *, alpha: F.leaky_relu(x, alpha),
+    PRelu=lambda x, slope: torch.where(x > 0, x, slope * x),
+    Elu=lambda x, *, alpha: F.elu(x, alpha),
+    Celu=lambda x, *, alpha: F.celu(x, alpha),
+    Selu=lambda x, *, alpha, gamma: gamma * F.elu(x, alpha),
+    Gelu=lambda x, *, approximate: F.gelu(x, approximate=approximate),
+    Mish=F.mish,
+)
+
+
+@operators.define("Swish")
+def swish(x, *, alpha):
+    return F.silu(x) if alpha == 1 else x * torch.sigmoid(alpha * x)
+
+
+operators(
+    SwiGLU=lambda gate, x, *, alpha: swish(gate, alpha=alpha) * x,
+    HardSigmoid=lambda x, *, alpha, beta: F.hardtanh(alpha * x + beta, 0, 1),
+    HardSwish=lambda x: F.hardswish(x),
+    Sigmoid=torch.sigmoid,
+    Softplus=lambda x: F.softplus(x, threshold=40),
+    Softsign=lambda x: F.softsign(x),
+)
+
+
+@operators.define("Shrink")
+def shrink(x, *, bias, lambd):
+    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0)).to(x.dtype)
+
+
+operators(
+    ThresholdedRelu=lambda x, *, alpha: torch.where(x > alpha, x, 0),
+    Softmax=lambda x, *, axis: torch.softmax(x, axis),
+    LogSoftmax=lambda x, *, axis: torch.log_softmax(x, axis),
+    Hardmax=lambda x, *, axis: torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1),
+)
+
+
+# ---- quantization ----------------------------------------------------------------------------------------------------
+
+# Quantisation. Rounding counts as the identity when it is differentiated, saturation as Clip.
+#
+# Integers have no derivative in PyTorch. So a quantised tensor carries the levels that it was rounded from as floating
+# point, which `DequantizeLinear` finds there.
+
+
+@operators.define("QuantizeLinear")
+def quantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0, precision=0, saturate=1):
+    code = output_dtype or (_BY_DEFAULT if zero is None else CODES[zero.dtype])
+    if code not in TYPES:
+        attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
+        return on_numpy("QuantizeLinear", x, scale, zero, **attributes, precision=precision, saturate=saturate)
+    dtype = TYPES[code]
+    exact = TYPES[precision] if precision else scale.dtype
+    levels = x.to(exact) / broadcast_parameter(scale.to(exact), x, axis, block_size)
+    if dtype not in FLOAT8:
+        levels = levels + (levels.round() - levels).detach() if levels.requires_grad else levels.round()
+    if zero is not None:
+        levels = levels + broadcast_parameter(zero.to(exact), x, axis, block_size)
+    if dtype in FLOAT8:
+        return _with_levels(cast(levels, to=code, saturate=saturate), levels)
+    levels = levels.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return _with_levels(levels.to(dtype), levels)
+
+
+_BY_DEFAULT = CODES[torch.uint8]
+"""What a tensor is quantised to where nothing is said."""
+
+
+def _with_levels(quantised, levels):
+    if levels.requires_grad:
+        quantised.levels = levels
+    return quantised
+
+
+@operators.define("DequantizeLinear")
+def dequantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0):
+    levels = getattr(x, "levels", x)
+    if zero is not None:
+        offset = broadcast_parameter(zero, x, axis, block_size)
+        if not levels.is_floating_point():
+            levels, offset = levels.long(), offset.long()
+        levels = levels.to(scale.dtype) - offset.to(scale.dtype) if levels.is_floating_point() else levels - offset
+    y = levels.to(scale.dtype) * broadcast_parameter(scale, x, axis, block_size)
+    return y.to(TYPES[output_dtype]) if output_dtype else y

@@ -1,4 +1,4 @@
-"""Operators that move elements, or make them of nothing."""
+"""Operators that move elements, and that choose elements by index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from onward.engines.framework import Operators
 from onward.engines.shared import movement
 from onward.engines.shared.movement import cut_for_pad
-from onward.engines.torch.types import TYPES, by_bits, from_array, has_type
+from onward.engines.torch.types import TYPES, by_bits, from_array, has_type, on_numpy
 
 operators = Operators()
 
@@ -55,3 +55,110 @@ def range_(start, limit, delta, *, device="cpu"):
     count = max(0, math.ceil((limit.item() - start.item()) / delta.item()))
     step, first = (from_array(value).to(device) for value in (delta, start))
     return (torch.arange(count, device=device) * step + first).to(first.dtype)
+
+
+# ---- indexing --------------------------------------------------------------------------------------------------------
+
+
+def _places(indices, size):
+    """Indices that may count from the end, as those that PyTorch takes."""
+    indices = indices.long()
+    return torch.where(indices < 0, indices + size, indices)
+
+
+@operators.define("Gather")
+@by_bits
+def gather(x, indices, *, axis):
+    if not torch.is_tensor(indices):
+        return x.select(axis, indices)
+    indices = _places(indices, x.shape[axis])
+    axis %= x.ndim
+    y = x.index_select(axis, indices.reshape(-1))
+    return y.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
+
+
+@operators.define("GatherElements")
+@by_bits
+def gather_elements(x, indices, *, axis):
+    return x.gather(axis, _places(indices, x.shape[axis]))
+
+
+@operators.define("GatherND")
+@by_bits
+def gather_nd(x, indices, *, batch_dims):
+    rest = indices.ndim - 1 - batch_dims
+    batch = [
+        torch.arange(size, device=x.device).reshape(-1, *[1] * (batch_dims - 1 - i + rest))
+        for i, size in enumerate(x.shape[:batch_dims])
+    ]
+    return x[(*batch, *indices.long().unbind(-1))]
+
+
+_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+@operators.define("ScatterElements")
+@by_bits
+def scatter_elements(x, indices, updates, *, axis, reduction):
+    indices = _places(indices, x.shape[axis])
+    if reduction == "none":
+        return x.scatter(axis, indices, updates)
+    if reduction == "add":
+        return x.scatter_add(axis, indices, updates)
+    return x.scatter_reduce(axis, indices, updates, _REDUCTIONS[reduction])
+
+
+@operators.define("ScatterND")
+@by_bits
+def scatter_nd(x, indices, updates, *, reduction):
+    places = indices.long().unbind(-1)
+    if reduction in ("none", "add"):
+        return x.index_put(places, updates, accumulate=reduction == "add")
+    sizes = x.shape[: len(places)]
+    rows = torch.zeros_like(places[0])
+    for place, size in zip(places, sizes, strict=True):
+        rows = rows * size + _places(place, size)
+    flat = x.reshape(math.prod(sizes), -1)
+    updates = updates.reshape(-1, flat.shape[1])
+    y = flat.scatter_reduce(0, rows.reshape(-1, 1).expand_as(updates), updates, _REDUCTIONS[reduction])
+    return y.reshape(x.shape)
+
+
+@operators.define("OneHot")
+@by_bits
+def one_hot(indices, depth, values, *, axis):
+    depth = int(np.ravel(depth)[0])
+    axis %= indices.ndim + 1
+    indices = _places(indices, depth).unsqueeze(axis)
+    classes = torch.arange(depth, device=indices.device).reshape(-1, *[1] * (indices.ndim - 1 - axis))
+    return torch.where(indices == classes, values[1], values[0])
+
+
+@operators.define("Compress")
+@by_bits
+def compress(x, condition, *, axis):
+    if axis is None:
+        x, axis = x.reshape(-1), 0
+    return x.index_select(axis, condition.nonzero().squeeze(1))
+
+
+operators(NonZero=by_bits(lambda x: x.nonzero().T))
+
+
+@operators.define("Unique")
+def unique(x, *, axis, sorted):
+    if axis is None:
+        x, axis = x.reshape(-1), 0
+    values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True, dim=axis)
+    places = torch.arange(x.shape[axis], device=x.device)
+    first = torch.zeros_like(counts).scatter_reduce(0, inverse, places, "amin", include_self=False)
+    if not sorted:
+        order = first.argsort()
+        values, first, counts = values.index_select(axis, order), first[order], counts[order]
+        inverse = order.argsort()[inverse]
+    return values, first, inverse, counts
+
+
+@operators.define("NonMaxSuppression")
+def non_max_suppression(*inputs, center_point_box, outputs):
+    return on_numpy("NonMaxSuppression", *inputs, center_point_box=center_point_box, outputs=outputs)

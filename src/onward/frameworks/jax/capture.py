@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onward.agreement.steps import Step, compare_steps, without_dropout
+from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.agreement.tolerance import Comparison
 from onward.arguments import checked
 from onward.build import Builder, Names
@@ -233,10 +233,10 @@ def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransfo
 
     compiled = jax.jit(advance)
 
-    def step(_: Any) -> Step:
+    def step(_: Any) -> StepResult:
         value, gradients, *sides[:] = compiled(*sides)
         weights = {name: leaf for tree in sides[:2] for name, leaf in _arrays(tree).items()}
-        return Step(float(value), _arrays(gradients), weights)
+        return StepResult(float(value), _arrays(gradients), weights)
 
     compare_steps(training, [batch] * 3, step, framework="JAX", engine="jax")
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.jax.closures import Transformation, Tree, named_leaves, path_name, walk
 from onward.frameworks.jax.executed import places_of

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import optax
 
 from onward import engines
+from onward.agreement.steps import Trial, compare_updates
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates
 from onward.build import Builder
 from onward.errors import list_names
 from onward.frameworks.formulas.graph_building import initializer, model_of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.build import Names
 from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.keras.optimizers import array_of, twin_of

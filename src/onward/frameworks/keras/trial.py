@@ -9,9 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from onward.agreement.data import example_inputs
-from onward.agreement.gradcheck.inputs import generator
-from onward.agreement.steps import Step, compare_steps, without_dropout
+from onward.agreement.inputs import example_inputs, generator
+from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.losses import Term
@@ -33,11 +32,11 @@ def try_steps(run: RunState, model: Any, walk: Walk, terms: Sequence[Term]) -> N
     trained = [walk.names[id(v)] for v in model.trainable_variables]
     gradients = _watch_gradients(copy.optimizer)
 
-    def step(batch: Arrays) -> Step:
+    def step(batch: Arrays) -> StepResult:
         copy.reset_metrics()
         loss = copy.train_on_batch(*_arguments(batch, model, walk, terms), return_dict=True)["loss"]
         weights = dict(zip(names, map(array_of, copy.variables), strict=True))
-        return Step(float(loss), dict(zip(trained, gradients, strict=True)), weights)
+        return StepResult(float(loss), dict(zip(trained, gradients, strict=True)), weights)
 
     still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")

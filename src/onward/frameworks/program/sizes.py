@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.framework import Function, keywords
-from onward.engines.host import HOST_INPUTS
+from onward.engines.framework import HOST_INPUTS, Function, keywords
 from onward.engines.numpy import Numpy
 from onward.frameworks.program.calls import Holder, Step, Value, step_result
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.agreement.engines import batches_made_up
 from onward.agreement.steps import LOSS, epsilon_in, steps_with_other_last_digits, types_in
 from onward.agreement.tolerance import Comparison, Tolerance
+from onward.agreement.verification import batches_made_up
 from onward.engines import start
 from onward.errors import Error, MismatchError
 from onward.frameworks.program.child import can_try

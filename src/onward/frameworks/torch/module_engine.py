@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from onward.engines.shared.arrays import per_channel
 from onward.engines.torch import Torch
-from onward.engines.torch.normalization import batch_normalization
+from onward.engines.torch.layers import batch_normalization
 from onward.options import Variance
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.agreement.data import example_inputs
-from onward.agreement.steps import Step, compare_steps, without_dropout
+from onward.agreement.inputs import example_inputs
+from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
@@ -189,7 +189,7 @@ class _Prober:
         made = isinstance(forward.module, OnnxModule)
         return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if made else outputs
 
-    def step(self, batch: Arrays) -> Step:
+    def step(self, batch: Arrays) -> StepResult:
         native = self._native
         native.optimizer.zero_grad()
         loss = self._loss(batch)
@@ -205,7 +205,7 @@ class _Prober:
             native.scheduler.step()
         held = {**dict(self._parameters()), **dict(native.module.named_buffers())}
         weights = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
-        return Step(float(loss.detach()), gradients, weights)
+        return StepResult(float(loss.detach()), gradients, weights)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._native.module.named_parameters()

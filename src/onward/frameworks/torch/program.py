@@ -12,11 +12,10 @@ import onnx_ir as ir
 import torch
 
 from onward.agreement.steps import without_dropout
-from onward.analysis.blocks import Part
+from onward.analysis.blocks import Part, PartInterface, models_of_parts
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
-from onward.engines.pieces import Piece, make_pieces
-from onward.engines.torch.recording import Recording, kinds_of
+from onward.engines.torch.compilation import Recording, kinds_of
 from onward.engines.torch.types import CODES
 from onward.frameworks.torch.module_engine import Live
 from onward.model import Model, load
@@ -103,7 +102,7 @@ class Program:
 class Segment:
     """A piece of a graph, which a program computes that it shares with those that are equal."""
 
-    piece: Piece
+    piece: PartInterface
     program: Program
     own: list[str]
     """What a block holds."""
@@ -116,7 +115,7 @@ class Segment:
 
 def make_segments(whole: Program, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
     """The parts of the graph of a program. What has several names is held by the whole."""
-    pieces = make_pieces(whole.model, parts, whole.held)
+    pieces = models_of_parts(whole.model, parts, whole.held)
     programs = {model: whole.part(model) for model in {model for _, model in pieces}}
     return [
         Segment(piece, programs[model], [name for name in piece.own if piece.is_block and name not in tied])

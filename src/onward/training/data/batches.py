@@ -11,7 +11,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from onward.engines.group import Alone, Group, Portion
+from onward.engines.distributed import Alone, Portion, ProcessGroup
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
 from onward.training.data.fitting import Binding, is_float
@@ -53,7 +53,7 @@ class Batches:
         classes: Mapping[str, int] | None = None,
         ignore: int | None = None,
         noise: Noise | None = None,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
         ahead: int = 2,
     ):
         if size < 1:

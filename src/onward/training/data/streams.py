@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.engines.group import Alone, Group
+from onward.engines.distributed import Alone, ProcessGroup
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column, to_array
 from onward.training.data.samples import parts_by_name
@@ -61,7 +61,7 @@ class Stream:
             return None
 
     def epoch(
-        self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: Group = _ALONE
+        self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: ProcessGroup = _ALONE
     ) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on. `size` and `drop` are for those who are asked for a size."""
         self._check_part(group)
@@ -76,14 +76,14 @@ class Stream:
             batches = self._start(epoch, group)
         yield from itertools.islice(batches, start, None)
 
-    def _check_part(self, group: Group) -> None:
+    def _check_part(self, group: ProcessGroup) -> None:
         if self._part not in (None, (None, group.size), (group.rank, group.size)):
             rank, parts = self._part or (0, 1)
             which = f"one of {parts} parts" if rank is None else f"part {rank} of {parts}"
             message = f"the data are {which}, and this is process {group.rank} of {group.size}"
             raise DataError(message, hint="divide it by the number of processes, or give the whole to each")
 
-    def _start(self, epoch: int, group: Group) -> Iterator[Batch]:
+    def _start(self, epoch: int, group: ProcessGroup) -> Iterator[Batch]:
         source = self._source
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
@@ -111,7 +111,7 @@ class SizedStream(Stream):
         return None
 
     def epoch(
-        self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: Group = _ALONE
+        self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: ProcessGroup = _ALONE
     ) -> Iterator[Batch]:
         self._check_part(group)
         own = len(range(size)[group.share(size)]) if self.is_divided else size

@@ -16,7 +16,7 @@ from onward.frameworks.program.own_source import OwnSource, parse_module
 
 _RUNTIME = "onward.frameworks.jax.source.runtime"
 INSTEAD = {
-    "onward.engines.endless_loops.check_growth": _RUNTIME,
+    "onward.engines.failures.check_growth": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
     "onward.engines.shared.arrays.dtype_of": _RUNTIME,
     "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",

@@ -14,10 +14,11 @@ from onnx import defs
 
 from onward.build import Names
 from onward.engines.failures import is_ours
+from onward.engines.framework import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.framework_engine import make_plan
-from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.jax import Jax
-from onward.engines.plan import Call, Plan
+from onward.engines.plan import GraphPlan as Plan
+from onward.engines.plan import OperatorCall as Call
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.source.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
@@ -393,7 +394,7 @@ class _Recorder:
             if isinstance(given, Value) and not at_once and not bodies:
                 is_array = given in self.arrays
                 if i in on_host and not is_array:
-                    given = self._made(Step(printer.own.define("onward.engines.jax.values", "known_array"), [given]))
+                    given = self._made(Step(printer.own.define("onward.engines.jax.types", "known_array"), [given]))
                 elif i not in on_host and is_array and library is None and not _is_number(given):
                     given = self._made(Step("jnp.asarray", [given]))
             arguments.append(given)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from onward.engines.jax.elementwise import convert
-from onward.engines.jax.values import known_array
+from onward.engines.jax.types import known_array
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.engines.shared.resize import resized_axes
+from onward.engines.shared.spatial import resized_axes
 from onward.frameworks.keras.ops.types import dtype_of
 
 operators = Operators()

@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from onward.agreement.data import example_inputs
+from onward.agreement.inputs import example_inputs
 from onward.agreement.steps import epsilon_in, types_in
 from onward.agreement.tolerance import Comparison, Tolerance
 from onward.engines.framework_engine import array_function

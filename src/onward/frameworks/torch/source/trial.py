@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onward.agreement.data import example_inputs
+from onward.agreement.inputs import example_inputs
 from onward.agreement.steps import epsilon_in, types_in
 from onward.agreement.tolerance import Comparison, Tolerance
 from onward.engines.torch.types import from_array, to_array

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.engines.torch.types import from_array, to_array
 from onward.frameworks.torch.traced.initial_state import step_of
 from onward.frameworks.torch.traced.optimizer_state import Path, copy_optimizer, leaves_of, parameters_of

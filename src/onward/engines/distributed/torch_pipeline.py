@@ -1,0 +1,271 @@
+"""Pipelines on PyTorch: each process has some of the blocks that a graph repeats, and hands on what it makes of a part
+of the batch while it computes the next one.
+
+`torch.distributed.pipelining` drives that; a stage of it is several parts in a row (see torch_forward.py). To the
+update, a process has shards of all rows, of its own tensors, or of none, of others'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from onward.engines.distributed import copies_of, refuse_fixed_batches
+from onward.engines.distributed.torch_forward import ExecutablePart, ForwardModule, gather_samples, make_parts
+from onward.engines.distributed.torch_parallel import Tensors, TorchParallel, hold_as_initializers
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch.types import TYPES
+from onward.errors import UnsupportedError
+from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches, extract
+from onward.lowering.rounds import Steps
+from onward.lowering.sharing import Share
+from onward.lowering.step import Manner
+from onward.model import Model
+from onward.model.walk import ancestors
+
+_GIVEN = "given: "
+"""Before names of inputs, which are keywords of a schedule and must not be its own."""
+_LARGE = 1024
+"""Numbers in a constant that is a weight."""
+
+
+class TorchPipeline(TorchParallel):
+    """A step of a training model in one of several processes, which has some of its blocks."""
+
+    def __init__(self, model: Model, step: Steps = None, *, micro_batches: int | None = None, **options: Any):
+        self._wanted = micro_batches
+        super().__init__(model, step, **options)
+        refuse_fixed_batches(self.inputs)
+        self._schedule: tuple[Any, PipelineScheduleSingle] | None = None
+
+    def _make_mesh(self, strategy: str) -> DeviceMesh:
+        return init_device_mesh(self._device.type, (self.group.size,))
+
+    def _manner_of_steps(self) -> Manner:
+        """As one of several processes, which a micro-batch is to the graph."""
+        return Manner(differentiate=False, share=Share(0, 2, self._manner.share.batch_norm, gradients=False))
+
+    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
+        known = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]
+        whole = divide_into_micro_batches(forward, known, self._contract.update.values())
+        self._of_whole = interpreter(whole, self._framework)
+        self._types = {value.name: TYPES[value.dtype] for value in forward.outputs if value.dtype is not None}
+        hold_as_initializers(forward, trained, self._carried)
+        dealt = _deal_out(make_parts(forward, trained, self._framework), self.group.size)
+        flow = _Flow(forward, dealt, trained)
+        self._flow = flow.of(self.group.rank, self._framework)
+        self._readers = {name: flow.readers(name) for name in trained}
+        self._groups = {
+            readers: dist.new_group(readers) for readers in sorted({r for r in self._readers.values() if len(r) > 1})
+        }
+        own = {n: self._framework.tensor(np.array(self._whole[n])) for n in trained if self._reads(n)}
+        return ForwardModule(dealt[self.group.rank], own, self._flow.gives, recompute=recompute)
+
+    def _wrap(self, module: ForwardModule) -> nn.Module:
+        if any(not self._shape(name) for name in self._trained):
+            raise UnsupportedError(
+                "a pipeline does not deal out parameters that are single numbers, and the model has some",
+                hint="take another strategy: `--strategy ddp`, or freeze them",
+            )
+        self._forward = module
+        return _Stage(module, self._flow)
+
+    # ---- what state is where -----------------------------------------------------------------------------------------
+
+    def _owner(self, name: str) -> int:
+        """The process that has a parameter and what belongs to it: of those that read it, the first."""
+        return self._readers[name if name in self._readers else self._follows(name) or ""][0]
+
+    def _reads(self, name: str) -> bool:
+        return self.group.rank in self._readers[name]
+
+    def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
+        is_here = not self._is_split(name) or self._owner(name) == self.group.rank
+        return self._framework.tensor(np.array(array if is_here else array[:0]))
+
+    def _local(self, name: str) -> torch.Tensor:
+        is_copy = name in self._forward.places and self._owner(name) != self.group.rank
+        return self._copy(name)[:0] if is_copy else super()._local(name)
+
+    def _copy(self, name: str) -> torch.Tensor:
+        return self._forward.parameter(name).detach()
+
+    def _gathered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        owner = self._owner(name)
+        whole = local.contiguous() if owner == self.group.rank else local.new_empty(self._shape(name))
+        dist.broadcast(whole, owner)
+        return whole
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        copies = [name for name in self._forward.places if self._owner(name) != self.group.rank]
+        return [*super().held_tensors(), *map(self._copy, copies)]
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
+        """All of them, in each process: who needs which is its own business."""
+        given = self._fitting(batch, inputs)
+        return given if copies_of(batch, self.group) > 1 else gather_samples(given, None, self.group.size)
+
+    def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
+        given = self._samples(batch, inputs)
+        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        count = max((len(tensor) for tensor in tensors.values() if tensor.ndim), default=1)
+        parts = _most_parts(count, self._wanted or 4 * self.group.size)
+        state = {name: self._local(name) for name in self._contract.state if name not in self._trained}
+        with torch.no_grad():
+            of_whole = self._of_whole({**tensors, **state})
+            self._send_shared_parameters()
+        chunks = {f"{_GIVEN}{n}": x for n, x in tensors.items() if x.ndim and len(x) == count}
+        self._module.common = {**tensors, **state, **of_whole, COUNT: np.array(parts, np.float32)}
+        shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in chunks.items()}
+        schedule = self._scheduled((parts, count // parts, shapes), parts)
+        target = torch.zeros(parts, device=self._device)
+        terms = schedule.step(target=target, **chunks, **{_GIVEN + NUMBER: torch.arange(parts)})
+        return {**of_whole, **self._sum_terms(terms)}, self._collect_gradients()
+
+    def _scheduled(self, key: Any, parts: int) -> PipelineScheduleSingle:
+        """A schedule knows the sizes of what is handed on, so that others need a new one."""
+        if self._schedule is None or self._schedule[0] != key:
+            stage = PipelineStage(self._module, self.group.rank, self.group.size, self._device)
+            kind = Schedule1F1B if parts >= self.group.size else ScheduleGPipe
+            made = kind(
+                stage, parts, loss_fn=lambda terms, _: terms[self._flow.gives.index(self.loss)].sum(), scale_grads=False
+            )
+            self._schedule = key, made
+        return self._schedule[1]
+
+    def _sum_terms(self, terms: Any) -> dict[str, torch.Tensor]:
+        """Metrics of the whole batch, which the last process tells the others."""
+        last = self.group.size - 1
+        found = {}
+        for name in self._contract.metrics:
+            total = torch.zeros((), dtype=self._types[name], device=self._device)
+            if self.group.rank == last:
+                total = terms[self._flow.gives.index(name)].detach().sum()
+            dist.broadcast(total, last)
+            found[name] = total
+        return found
+
+    def _collect_gradients(self) -> Tensors:
+        found = {}
+        for name, x in self._update_contract.gradients.items():
+            if x not in self._forward.places:
+                found[name] = torch.zeros_like(self._local(x))
+                continue
+            gradient = self._gradient(self._forward.parameter(x))
+            if len(self._readers[x]) > 1:
+                dist.all_reduce(gradient, group=self._groups[self._readers[x]])
+            found[name] = gradient if self._owner(x) == self.group.rank else gradient[:0]
+        return found
+
+    def _send_shared_parameters(self) -> None:
+        """Let all that read a parameter have it as its owner has it."""
+        for name in (name for name in self._trained if self._reads(name) and len(self._readers[name]) > 1):
+            dist.broadcast(self._copy(name), self._owner(name), group=self._groups[self._readers[name]])
+
+
+class _Stage(nn.Module):  # type: ignore[misc]
+    """The stage of a pipeline that a process computes for each micro-batch."""
+
+    def __init__(self, inner: ForwardModule, flow: _FlowOfOne):
+        super().__init__()
+        self._inner, self._flow = inner, flow
+        self.common: dict[str, Any] = {}
+        """What all micro-batches read."""
+
+    def forward(self, *received: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+        own = {name.removeprefix(_GIVEN): value for name, value in given.items()}
+        own[NUMBER] = np.array([0, own[NUMBER].item()], np.uint32)
+        values = {**self.common, **own, **dict(zip(self._flow.takes, received, strict=False))}
+        if self._flow.beside is not None:
+            values |= self._flow.beside(values)
+        made = self._inner(values)
+        return tuple(made[name].reshape(-1) if self._flow.is_last else made[name] for name in self._flow.gives)
+
+
+# ---- who computes what -----------------------------------------------------------------------------------------------
+
+
+def _deal_out(parts: Sequence[ExecutablePart], size: int) -> list[list[ExecutablePart]]:
+    """As many blocks for each process as for others, or one more. What is between goes with the block before it."""
+    blocks = [at for at, part in enumerate(parts) if part.interface.is_block]
+    if len(blocks) < size:
+        raise UnsupportedError(
+            f"the graph repeats {len(blocks)} blocks, which {size} processes cannot deal out",
+            hint="take fewer processes, or another strategy: `--strategy fsdp`",
+        )
+    starts = [0, *(int(group[0]) for group in np.array_split(blocks, size)[1:]), len(parts)]
+    return [list(parts[start:end]) for start, end in itertools.pairwise(starts)]
+
+
+def _most_parts(count: int, wanted: int) -> int:
+    """Into how many equal parts samples can be divided."""
+    return max(parts for parts in range(1, min(count, wanted) + 1) if count % parts == 0)
+
+
+@dataclasses.dataclass
+class _FlowOfOne:
+    """What a process is handed, and hands on."""
+
+    takes: list[str]
+    gives: list[str]
+    beside: Interpreter | None
+    """What computes values that others have, too, and that no weight is needed for: masks, positions, sizes."""
+    is_last: bool
+
+
+class _Flow:
+    """What goes from process to process."""
+
+    def __init__(self, forward: Model, dealt: Sequence[Sequence[ExecutablePart]], trained: Sequence[str]):
+        self._forward, self._size = forward, len(dealt)
+        self._values = {v.name: v for node in forward.graph for v in node.outputs}
+        weights = {v for v in forward.graph.initializers.values() if v.name in trained or _is_large(v)}
+        self._reads = [{name for part in parts for name in part.interface.reads} for parts in dealt]
+        self._results = [value.name or "" for value in forward.outputs]
+        self._reads[-1].update(self._results)
+        self._made = [[name for part in parts for name in part.interface.makes] for parts in dealt]
+        self._beside = {
+            name
+            for name in {name for made in self._made for name in made}
+            if weights.isdisjoint(ancestors([self._values[name]])[1])
+        }
+
+    def readers(self, parameter: str) -> tuple[int, ...]:
+        return tuple(rank for rank, reads in enumerate(self._reads) if parameter in reads)
+
+    def of(self, rank: int, framework: Any) -> _FlowOfOne:
+        others = self._reads[rank] & self._beside - set(self._made[rank])
+        model = extract(self._forward, [self._values[name] for name in sorted(others)]) if others else None
+        gives = self._results if rank == self._size - 1 else self._handed_on(rank)
+        takes = self._handed_on(rank - 1) if rank else []
+        return _FlowOfOne(takes, gives, interpreter(model, framework) if model else None, rank == self._size - 1)
+
+    def _handed_on(self, rank: int) -> list[str]:
+        later = {name for reads in self._reads[rank + 1 :] for name in reads} - self._beside
+        handed = [name for made in self._made[: rank + 1] for name in made if name in later]
+        for name in handed:
+            dtype = self._values[name].dtype
+            if dtype is not None and not dtype.is_floating_point():
+                raise UnsupportedError(
+                    f"`{name}`, which blocks of several processes read, is no float, and a pipeline hands on only such",
+                    hint="take another strategy: `--strategy fsdp`",
+                )
+        return handed
+
+
+def _is_large(value: Any) -> bool:
+    tensor = value.const_value
+    return tensor is not None and tensor.dtype.is_floating_point() and tensor.size >= _LARGE

@@ -1,0 +1,205 @@
+"""Convolutions, pools, and values between the elements of a grid.
+
+TensorFlow's kernels for the CPU have channels last: tensors are transposed on the way in and out. Inputs are padded
+explicitly. Its derivatives of dilated and of grouped convolutions are not complete on the CPU. So a dilated kernel is
+one with zeros in it if there are strides too, and groups are convolutions of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from onward.engines.framework import Operators
+from onward.engines.shared.spatial import as_resize, count_elements, find_largest, place_windows, root, sum_windows
+from onward.engines.shared.windows import cut_off, paddings, reach
+from onward.engines.tensorflow.types import sizes
+
+operators = Operators()
+
+
+@operators.define("Conv")
+def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
+    rank = x.shape.rank - 2
+    strides, dilations = strides or [1] * rank, dilations or [1] * rank
+    widths = paddings(auto_pad, pads, sizes(x, 2), w.shape[2:], strides, dilations)
+    y = _convolve(_pad(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
+    return channels_first(y if b is None else y + b)
+
+
+def per_channel(b, rank):
+    """One number for each channel, in the shape of what has `rank` axes behind them."""
+    return tf.reshape(b, [-1, *[1] * rank])
+
+
+def channels_last(x):
+    return tf.transpose(x, [0, *range(2, x.shape.rank), 1])
+
+
+def channels_first(x):
+    return tf.transpose(x, [0, x.shape.rank - 1, *range(1, x.shape.rank - 1)])
+
+
+def _kernel_last(w):
+    """[out, in, ...] as [..., in, out]."""
+    return tf.transpose(w, [*range(2, w.shape.rank), 1, 0])
+
+
+def _pad(x, widths):
+    return tf.pad(x, [(0, 0), *widths, (0, 0)]) if np.any(widths) else x
+
+
+_LAYOUTS = {4: "NHWC", 5: "NDHWC"}
+"""For derivatives it has to be said."""
+
+
+def _convolve(x, w, group, strides, dilations):
+    rank = len(strides)
+    if rank == 1:
+        x, w, strides, dilations = x[:, None], w[None], [1, *strides], [1, *dilations]
+    if max(dilations) > 1 and (max(strides) > 1 or group > 1 or rank == 3):
+        w, dilations = _with_gaps(w, dilations), [1] * len(dilations)
+    channels = x.shape[-1]
+    if group == 1:
+        y = tf.nn.convolution(x, w, strides, "VALID", _LAYOUTS[x.shape.rank], dilations)
+    elif group == channels and len(strides) == 2 and strides[0] == strides[1]:
+        y = tf.nn.depthwise_conv2d(x, _depthwise(w, channels), [1, *strides, 1], "VALID")
+    else:
+        parts = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+        y = tf.concat(
+            [tf.nn.convolution(part, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for part, kernel in parts], -1
+        )
+    return y[:, 0] if rank == 1 else y
+
+
+def _depthwise(w, channels):
+    """[..., 1, channels * multiplier] as [..., channels, multiplier]."""
+    return tf.reshape(w, [*w.shape[:-2], channels, -1])
+
+
+def _with_gaps(w, dilations):
+    """A kernel whose elements lie apart, with zeros between."""
+    for axis, dilation in enumerate(dilations):
+        if dilation > 1:
+            size = w.shape[axis]
+            apart = tf.pad(
+                tf.expand_dims(w, axis + 1), [(0, (dilation - 1) * (i == axis + 1)) for i in range(w.shape.rank + 1)]
+            )
+            joined = tf.reshape(apart, [*w.shape[:axis], size * dilation, *w.shape[axis + 1 :]])
+            w = tf.gather(joined, np.arange((size - 1) * dilation + 1), axis=axis)
+    return w
+
+
+@operators.define("ConvTranspose")
+def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, output_shape, pads, strides):
+    rank = x.shape.rank - 2
+    strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
+    reaches = map(reach, w.shape[2:], dilations)
+    whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
+    cut = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, more, output_shape)
+    y = _convolve_transposed(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
+    # Cut off at both ends; where less than nothing is, zeros are added.
+    ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
+    y = _pad(y, [(max(low, 0), max(high, 0)) for low, high in ends])
+    kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
+    y = y[(slice(None), *kept)]
+    return channels_first(y if b is None else y + b)
+
+
+def _convolve_transposed(x, w, group, strides, whole):
+    """The transposed convolution, whole. The kernel is [..., out, in]."""
+    rank, strides = len(strides), list(strides)
+    if rank == 1:
+        x, w, strides, whole = x[:, None], w[None], [1, *strides], [1, *whole]
+    pieces = [
+        tf.nn.conv_transpose(part, kernel, [x.shape[0], *whole, kernel.shape[-2]], strides, "VALID")
+        for part, kernel in zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+    ]
+    y = tf.concat(pieces, -1)
+    return y[:, 0] if rank == 1 else y
+
+
+# ---- pools: windows that TensorFlow has kernels for slide over an image with channels last ---------------------------
+
+
+def _native(pool, x, windows, filling):
+    """A pooling function of TensorFlow, on an image that is filled up on all sides."""
+    widths = [(0, 0), (0, 0), *windows.added]
+    filled = tf.pad(x, widths, constant_values=tf.cast(filling, x.dtype)) if np.any(widths) else x
+    last, kernel, strides = channels_last(filled), windows.kernel, windows.strides
+    if len(kernel) == 1:
+        return channels_first(pool(last[:, None], [1, *kernel], [1, *strides], "VALID")[:, 0])
+    return channels_first(pool(last, kernel, strides, "VALID"))
+
+
+def _has_kernel(x, windows):
+    types = (tf.float32,) if len(windows.kernel) == 3 else (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+    return x.dtype in types and len(windows.kernel) <= 3 and max(windows.dilations) == 1
+
+
+@operators.define("MaxPool")
+def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, outputs):
+    sizes(x, 2)  # which must be known
+    windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
+    if outputs == 1 and _has_kernel(x, windows):
+        return _native(tf.nn.max_pool3d if len(kernel_shape) == 3 else tf.nn.max_pool2d, x, windows, -math.inf)
+    return find_largest(x, windows, -math.inf if x.dtype.is_floating else x.dtype.min, storage_order, outputs)
+
+
+@operators.define("AveragePool")
+def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_shape, pads, strides):
+    sizes(x, 2)
+    windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
+    numbers, all_of_them = count_elements(x, windows, count_include_pad), math.prod(kernel_shape)
+    if not _has_kernel(x, windows):
+        return sum_windows(x, windows) / tf.constant(numbers, x.dtype)
+    means = _native(tf.nn.avg_pool3d if len(kernel_shape) == 3 else tf.nn.avg_pool2d, x, windows, 0)
+    return means if (numbers == all_of_them).all() else means * tf.constant(all_of_them / numbers, x.dtype)
+
+
+def _whole(reduce):
+    """A function of all elements of each channel: [N, C, elements] -> [N, C, 1]."""
+
+    def pooled(x, **attributes):
+        channels, *shape = sizes(x, 1)
+        planes = tf.reshape(x, [-1, channels, math.prod(shape)])
+        return tf.reshape(reduce(planes, **attributes), [-1, channels, *[1] * len(shape)])
+
+    return pooled
+
+
+def _largest(x):
+    """The first of the largest elements along the last axis, which has the whole gradient."""
+    return tf.gather(x, tf.argmax(x, -1), batch_dims=x.shape.rank - 1)
+
+
+operators(
+    GlobalMaxPool=_whole(_largest),
+    GlobalAveragePool=_whole(lambda x: tf.reduce_mean(x, -1)),
+    GlobalLpPool=lambda x, *, p: _whole(lambda y: root(tf.reduce_sum(tf.abs(y) ** p, -1), p))(x),
+)
+
+
+# ---- grids -----------------------------------------------------------------------------------------------------------
+
+
+@operators.define("Resize")
+@functools.partial(as_resize, shape_of=sizes)
+def resize(x, along, extrapolation_value, mode):
+    rank, y = x.shape.rank, x if mode == "nearest" or x.dtype.is_floating else tf.cast(x, tf.float32)
+    outside = np.zeros([1] * rank, bool)
+    for one in along:
+        y = tf.gather(y, one.matrix.argmax(1), axis=one.axis) if one.picks else _times(y, one.matrix, one.axis)
+        outside = outside | one.outside.reshape([-1 if axis == one.axis else 1 for axis in range(rank)])
+    y = y if y.dtype == x.dtype else tf.cast(tf.round(y), x.dtype)
+    return tf.where(outside, tf.cast(extrapolation_value, y.dtype), y) if outside.any() else y
+
+
+def _times(x, matrix, axis):
+    """Each line of a tensor along an axis times a matrix."""
+    rank = x.shape.rank
+    product = tf.tensordot(x, tf.constant(matrix, x.dtype), [[axis], [1]])
+    return tf.transpose(product, [*range(axis), rank - 1, *range(axis, rank - 1)])
