@@ -123,7 +123,7 @@ def select(op, condition, x, y, *, node):
 operators(
     Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
     Identity=lambda op, x: x,
-    RunState=lambda op, x: x,
+    Snapshot=lambda op, x: x,
     CheckNumerics=lambda op, x: x,
     EnsureShape=lambda op, x: x,
 )
