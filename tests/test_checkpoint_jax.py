@@ -226,7 +226,7 @@ def test_states_are_those_of_optax(tmp_path: Path, name: str) -> None:
     import optax
     from flax import serialization
 
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     make, words = OPTIMIZERS[name]
     training = Training(make(optax), 2)

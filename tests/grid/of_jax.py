@@ -17,7 +17,7 @@ from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
 from onward.frameworks.jax import from_jax, to_jax
 from onward.frameworks.jax.closures import Transformation, origin, walk
-from onward.frameworks.jax.schedules import make_schedule
+from onward.frameworks.jax.schedule import make_schedule
 from onward.model import Model
 from onward.run_state.state import from_training_model
 

@@ -7,8 +7,7 @@ that of their chain, as `onward.to_jax` makes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,8 @@ from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
-from onward.vocabulary.optax import ELSE, EPSILON, FIELDS, difference_from_optax
-
-Settings = SimpleNamespace
-Stages = list[str]
-"""The parts of a chain: transformations that keep something, `rate`, and `` for those that keep nothing."""
-
-_RATE = "rate"
-_COUNTLESS = ("trace", "scale_by_rss", "scale_by_rms", "scale_by_stddev", "scale_by_adadelta")
+from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS
+from onward.vocabulary.rows import row_for
 
 
 def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
@@ -78,14 +71,12 @@ class _Maker:
         return made
 
     def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
-        count = _counter(self._step)
-        if stage in ("", _RATE):
-            return {"count": count} if stage and self._is_scheduled else self._empty
-        fields = {
-            field: nest_names({name: self._slot(name, slot, group, configured) for name in self._trained})
-            for field, slot in FIELDS[stage].items()
-        }
-        return fields if stage in _COUNTLESS else {"count": count, **fields}
+        row, state = TRANSFORMATIONS[stage], {}
+        if row.counts or (stage == "scale_by_learning_rate" and self._is_scheduled):
+            state["count"] = _counter(self._step)
+        for field, slot in row.slots.items():
+            state[field] = nest_names({name: self._slot(name, slot, group, configured) for name in self._trained})
+        return state or self._empty
 
     def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:
         if name not in group.parameters:
@@ -138,78 +129,15 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
 
 
 def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
-    """The chain of optax for an optimizer of a recipe."""
-    if difference_from_optax(spec.name, configured.settings) == ELSE:
+    """Return the names of the transformations in the chain of optax for an optimizer of a recipe."""
+    row = row_for(ROWS, configured)
+    if row is None:
         raise UnsupportedError(
             f"optax has no optimizer that goes on with the state of `{spec}`",
             hint="write it with a program of its own: `onward convert training.onnx --to jax`",
         )
-    return _MAKERS[spec.name](configured.settings)
+    return [name for name, _ in row.calls(configured)]
 
-
-def _around(s: Settings, direction: list[str]) -> list[str]:
-    if not s.weight_decay:
-        return [*direction, _RATE]
-    decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
-    return [*direction, "", _RATE] if decoupled else ["", *direction, _RATE]
-
-
-def _sgd(s: Settings) -> Stages:
-    return _around(s, ["trace" if s.momentum else ""])
-
-
-def _sgdw(s: Settings) -> Stages:
-    return ["trace" if s.momentum else "", "", _RATE]
-
-
-def _adam(s: Settings) -> Stages:
-    return _around(s, ["scale_by_amsgrad" if s.amsgrad else "scale_by_adam"])
-
-
-def _adamw(s: Settings) -> Stages:
-    made = _adam(Settings(**{**vars(s), "weight_decay": 0.0}))
-    return [made[0], "", _RATE]
-
-
-def _plain(direction: str) -> Callable[[Settings], Stages]:
-    return lambda s: _around(s, [direction])
-
-
-def _rmsprop(s: Settings) -> Stages:
-    scale, momentum = "scale_by_stddev" if s.centered else "scale_by_rms", ["trace"] if s.momentum else []
-    if s.variant == "torch":
-        return _around(s, [scale, *momentum]) if momentum or s.weight_decay else [scale, _RATE, ""]
-    return [*_around(s, [scale]), *(momentum or ([] if s.weight_decay else [""]))]
-
-
-def _adadelta(s: Settings) -> Stages:
-    return (
-        ["scale_by_adadelta", "", _RATE]
-        if s.variant == "keras" and s.weight_decay
-        else ["", "scale_by_adadelta", _RATE]
-    )
-
-
-def _adafactor(s: Settings) -> Stages:
-    decay = [""] if s.weight_decay else []
-    return ["scale_by_factored_rms", "", _RATE, "", *decay, ""]
-
-
-_MAKERS: dict[str, Callable[[Settings], Stages]] = {
-    **dict.fromkeys(("sgd", "momentum", "nesterov"), _sgd),
-    "sgdw": _sgdw,
-    **dict.fromkeys(("adam", "amsgrad"), _adam),
-    "adamw": _adamw,
-    "adamax": _plain("scale_by_adamax"),
-    "nadam": _plain("scale_by_adam"),
-    "radam": _plain("scale_by_radam"),
-    "adagrad": _plain("scale_by_rss"),
-    "rmsprop": _rmsprop,
-    "adadelta": _adadelta,
-    "adafactor": _adafactor,
-    "lion": lambda s: ["scale_by_lion", "", _RATE],
-    "lamb": lambda s: ["scale_by_adam", "", "", _RATE],
-}
 
 _CORRECTED = ("adam", "adamw")
 """Optimizers whose epsilon stands before bias correction, in Keras and transformers."""
@@ -218,7 +146,8 @@ _CORRECTED = ("adam", "adamw")
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
-    if difference_from_optax(name[0], settings) != EPSILON:
+    row = row_for(ROWS, configured)
+    if row is None or row.difference != EPSILON:
         return
     more = ""
     if name[0] in _CORRECTED:

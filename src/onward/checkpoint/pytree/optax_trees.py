@@ -17,21 +17,16 @@ from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError
-from onward.vocabulary.optax import FIELDS
+from onward.vocabulary.optax import TRANSFORMATIONS
 
-_STATES: dict[frozenset[str], str] = {
-    frozenset({"trace"}): "trace",
-    frozenset({"count", "mu", "nu"}): "scale_by_adam",
-    frozenset({"count", "mu", "nu", "nu_max"}): "scale_by_amsgrad",
-    frozenset({"count", "mu"}): "scale_by_lion",
-    frozenset({"sum_of_squares"}): "scale_by_rss",
-    frozenset({"nu"}): "scale_by_rms",
-    frozenset({"count", "nu"}): "scale_by_rms",
-    frozenset({"mu", "nu"}): "scale_by_stddev",
-    frozenset({"e_g", "e_x"}): "scale_by_adadelta",
-    frozenset({"count", "v_row", "v_col", "v"}): "scale_by_factored_rms",
+_STATES = {
+    frozenset({*row.slots, *(["count"] if row.counts else [])}): row.slots
+    for row in reversed(TRANSFORMATIONS.values())
+    if row.slots
 }
-"""The transformation whose state has these fields. Some others have those of Adam, with the same meaning."""
+_STATES[frozenset({"count", "nu"})] = TRANSFORMATIONS["scale_by_rms"].slots
+"""Fields of a state -> which slots these are. Some transformations have the fields of Adam, with the same meaning."""
+_ROOT_MEAN_SQUARES = [row.slots for name, row in TRANSFORMATIONS.items() if name in ("scale_by_rms", "scale_by_stddev")]
 
 FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     **OF_PYTORCH,
@@ -40,9 +35,6 @@ FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
 }
 """Optimizers by what they keep."""
-
-WORDS = {"learning_rate": "lr", "b1": "beta1", "b2": "beta2", "decay": "alpha", "weight_decay_rate": "weight_decay"}
-"""Hyper-parameters of optax that have another name in a recipe."""
 
 _COUNTERS = ("count", "step", "gradient_step")
 
@@ -78,8 +70,8 @@ class States:
         fields = inside.keys()
         if not inside:
             self._end(tree, way)
-        elif (transformation := _STATES.get(frozenset(fields))) is not None:
-            self._slots({slot: field for field, slot in FIELDS[transformation].items()}, inside, way, label, sign)
+        elif (known := _STATES.get(frozenset(fields))) is not None:
+            self._slots({slot: field for field, slot in known.items()}, inside, way, label, sign)
         elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/exact.py
             kept = dict(parts(inside["slots"]))
             self._slots({slot: slot for slot in kept}, kept, (*way, "slots"), label, sign)
@@ -117,7 +109,7 @@ class States:
             fields = frozenset(dict(parts(part)))
             # RMSprop of optax has its momentum after the learning rate, with the sign of updates.
             outer = scaled and key == last and fields == {"trace"}
-            scaled |= _STATES.get(fields) in ("scale_by_rms", "scale_by_stddev")
+            scaled |= _STATES.get(fields) in _ROOT_MEAN_SQUARES
             if key != "count":
                 self.read(part, (*way, key), label, -1 if outer else 1)
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
+from onward.checkpoint.pytree.optax_trees import FAMILIES, States, factors, unwrap_variable, with_sign
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
 from onward.checkpoint.tensors import Tensor
 from onward.errors import list_names
+from onward.vocabulary.optax import SETTINGS
 
 _PARAMETERS = ("params", "parameters", "model_params")
 _MODEL = ("model", "weights")
@@ -177,7 +178,9 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         settings = {
             name: _plain(flat[way]) for name, way in states.settings.get(label, states.settings.get("", {})).items()
         }
-        numbers = {WORDS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)}
+        numbers = {
+            SETTINGS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)
+        }
         if states.schedules:
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
         groups += [Group(settings, tuple(names), numbers=numbers)] if names else []

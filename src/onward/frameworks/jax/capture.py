@@ -20,9 +20,9 @@ from onward.frameworks.jax.closures import Tree, named_leaves
 from onward.frameworks.jax.examples import check_function, check_optimizer
 from onward.frameworks.jax.jaxpr import export
 from onward.frameworks.jax.jaxpr.emitter import data_of
-from onward.frameworks.jax.optimizers import Optimization, read_optimizer
+from onward.frameworks.jax.optimizer import Optimization, read_optimizer
+from onward.frameworks.jax.probe import try_updates
 from onward.frameworks.jax.traced import trace_optimizer
-from onward.frameworks.jax.trial import try_updates
 from onward.model import Model
 from onward.model.core import values
 from onward.model.serde import stamp

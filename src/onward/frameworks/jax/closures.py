@@ -86,6 +86,18 @@ def walk(update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> 
     return visit(Transformation(maker, free_variables(update), state, params))
 
 
+def transformations(tx: Any, state: Any, params: Tree) -> list[Transformation]:
+    """Return all transformations that an optimizer is made of."""
+    found: list[Transformation] = []
+
+    def visit(each: Transformation) -> Any:
+        found.append(each)
+        return each.state
+
+    walk(tx.update, state, params, visit)
+    return found
+
+
 def _extra(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
     return walk(free["tx"].update, state, params, visit)
 

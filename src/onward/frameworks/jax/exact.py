@@ -19,12 +19,14 @@ import optax
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
-from onward.frameworks.jax.source.runtime import transformation
+from onward.frameworks.jax.runtime import exact_clip, joint, transformation
 from onward.model import Model
-from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.configuration import Slot
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
+from onward.run_state.state import Group
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.inline import inline
 
@@ -58,6 +60,58 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
         return _rate(tuple(map(str, specs)), lr)({"step": count})["rate"]
 
     return rate
+
+
+def executed(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
+    """The function as an optimizer of parameters by name, those of a group; `rate` is for its learning rate."""
+    names, places = function.parameters, places_of(function, group)
+    results = [value.name or "" for value in function.update.graph.outputs]
+    run = execute_by_jax(inline(function.update))
+
+    def begin() -> dict[str, Any]:
+        return {places[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
+
+    def rule(params: Any, gradients: Any, state: Any, lr: Any, t: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = {RATE: lr, COUNT: t, **{name: state[place] for name, place in places.items()}}
+        given |= {name: params[name] for name in names} | {gradient_of(name): gradients[name] for name in names}
+        found = run({value.name: given[value.name] for value in function.inputs if value.name})
+        after = dict(zip([*names, *places.values()], (found[result] for result in results), strict=True))
+        return {name: after[name] for name in names}, {place: after[place] for place in places.values()}
+
+    return joint(names, rule, begin, rate)
+
+
+def places_of(function: FunctionOptimizer, group: str) -> dict[str, str]:
+    """By state of a function, what a training model calls it."""
+    names = (value.name or "" for value in function.state)
+    return {name: name if function.owner_of(name) else f"{group}/{name}" for name in names}
+
+
+def initial_state(function: FunctionOptimizer) -> dict[str, np.ndarray]:
+    """What the state of a function begins with."""
+    made = {}
+    for value in function.state:
+        assert value.dtype is not None and value.shape is not None
+        initial = np.asarray(function.initial.get(value.name or "", 0))
+        made[value.name or ""] = np.broadcast_to(initial, tuple(value.shape.numpy())).astype(value.dtype.numpy())
+    return made
+
+
+class Objects:
+    """Functions of optax, and ours for what it has none for. `program/spelling.py` says them in place of calling."""
+
+    rate_of = staticmethod(rate_of)
+    exact_clip = staticmethod(exact_clip)
+    executed = staticmethod(executed)
+
+    def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
+        return exact(group.spec, group.parameters, rate)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(optax, name)
+
+
+OBJECTS = Objects()
 
 
 # ---- what is built of a definition -----------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import numpy as np
 
 from onward.errors import InvalidModelError
 from onward.frameworks.files import check_numbers, compare
-from onward.frameworks.jax.restore import Parts
-from onward.frameworks.jax.source import child
-from onward.frameworks.jax.source.file import CONSTANTS, STATE, write_program
-from onward.frameworks.jax.source.runtime import fill_tree, leaves_by_name
-from onward.frameworks.jax.source.runtime import write as write_arrays
+from onward.frameworks.jax.forward import Parts
+from onward.frameworks.jax.program import child
+from onward.frameworks.jax.program.file import CONSTANTS, STATE, write_program
+from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
+from onward.frameworks.jax.runtime import write as write_arrays
 from onward.frameworks.program.child import try_out
 from onward.frameworks.program.trial import step_trial
 from onward.model import Model

@@ -19,11 +19,11 @@ import optax
 from onward.agreement.tolerance import Arrays
 from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.jax.closures import Transformation, Tree, named_leaves, path_name, walk
-from onward.frameworks.jax.executed import places_of
+from onward.frameworks.jax.closures import Tree, named_leaves, path_name, transformations
+from onward.frameworks.jax.exact import places_of
 from onward.frameworks.jax.jaxpr import export
 from onward.frameworks.jax.jaxpr.emitter import data_of
-from onward.frameworks.jax.optimizers import Optimization
+from onward.frameworks.jax.optimizer import Optimization
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -146,17 +146,11 @@ def _word(key: Any) -> str:
 
 def _name_of(tx: Any, state: Any, params: Tree) -> str:
     """What the transformations that it is made of are called."""
-    found: list[str] = []
-
-    def visit(each: Transformation) -> Any:
-        maker = each.name.partition(".<locals>")[0].removesuffix(".update")  # a function, or a class
-        found.append(maker.rpartition(".")[2].removeprefix("scale_by_"))
-        return each.state
-
     try:
-        walk(tx.update, state, params, visit)
+        makers = [each.name.partition(".<locals>")[0] for each in transformations(tx, state, params)]
     except Exception:  # somebody else's objects need not look like those of optax
-        found = [type(tx).__name__]
+        makers = [type(tx).__name__]
+    found = [maker.removesuffix(".update").rpartition(".")[2].removeprefix("scale_by_") for maker in makers]
     names = [name for name in dict.fromkeys(found) if name not in _PLAIN]
     return re.sub(r"\W+", "_", "_".join(names[:3])) or "optax"
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from onnx import defs, helper
 
 from onward.engines.framework import FAMILIES
-from onward.frameworks.jax.source.literals import attribute
+from onward.frameworks.jax.program.literals import attribute
 from onward.frameworks.program.own_source import OwnSource, parse_module
 
-_RUNTIME = "onward.frameworks.jax.source.runtime"
+_RUNTIME = "onward.frameworks.jax.runtime"
 INSTEAD = {
     "onward.engines.endless_loops.check_growth": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,

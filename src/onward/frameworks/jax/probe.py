@@ -89,8 +89,8 @@ def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
-    run = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
-    made = to_training_model(run)
+    fed = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
+    made = to_training_model(fed)
     for state in states(made):
         if state.role != "parameter" and state.name in run.state:
             made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.frameworks.jax.restore import Parts, types_of
-from onward.frameworks.jax.source.literals import pairs, type_name, variables
-from onward.frameworks.jax.source.operators import INSTEAD
-from onward.frameworks.jax.source.printer import Printer
-from onward.frameworks.jax.source.spelling import Spelling
+from onward.frameworks.jax.forward import Parts, types_of
+from onward.frameworks.jax.program.literals import pairs, type_name, variables
+from onward.frameworks.jax.program.operators import INSTEAD
+from onward.frameworks.jax.program.printer import Printer
+from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.layout import arrange_imports, break_lines
 from onward.frameworks.program.names import docstring, quote

@@ -20,9 +20,9 @@ from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.source.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
-from onward.frameworks.jax.source.operators import defaults, define, is_optional, rows, short
-from onward.frameworks.jax.source.runtime import TYPES
+from onward.frameworks.jax.program.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
+from onward.frameworks.jax.program.operators import defaults, define, is_optional, rows, short
+from onward.frameworks.jax.runtime import TYPES
 from onward.frameworks.program import expressions
 from onward.frameworks.program.calls import Body, Step, Value, call_key, in_order, with_stores
 from onward.frameworks.program.expressions import Expression, is_idle
@@ -38,7 +38,7 @@ from onward.model.core import values
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 
-_RUNTIME = "onward.frameworks.jax.source.runtime"
+_RUNTIME = "onward.frameworks.jax.runtime"
 _MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
 """What they return is of numpy."""
 _DRAW = (

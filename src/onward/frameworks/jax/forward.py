@@ -15,9 +15,8 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
-from onward.frameworks.jax.native import make_optimizer
-from onward.frameworks.jax.optimizers import read_optimizer
-from onward.frameworks.jax.trial import try_updates
+from onward.frameworks.jax.optimizer import make_optimizer, read_optimizer
+from onward.frameworks.jax.probe import try_updates
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load

@@ -8,11 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.frameworks.jax.exact import Sizes, rate_model, sizes_of, slots_of, update_model
-from onward.frameworks.jax.executed import initial_state, places_of
-from onward.frameworks.jax.native import transformation
-from onward.frameworks.jax.source.literals import identifier, pairs, type_name, write_literal
-from onward.frameworks.jax.source.printer import Printer
+from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
+from onward.frameworks.jax.optimizer import transformation
+from onward.frameworks.jax.program.literals import identifier, pairs, type_name, write_literal
+from onward.frameworks.jax.program.printer import Printer
 from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of

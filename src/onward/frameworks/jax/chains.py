@@ -16,6 +16,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.jax.closures import Scheduled, Transformation, free_variables, origin
 from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
+from onward.vocabulary.optax import TRANSFORMATIONS, row_of
 
 
 class Rate(NamedTuple):
@@ -55,9 +56,12 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
     rate = tokens.rate()
     outer = tokens.momentum()
     tokens.finish()
-    name, options = _DIRECTIONS[direction.name](direction.arguments) if direction else ("sgd", {"variant": "optax"})
+    name, options = _direction(direction) if direction else ("sgd", {"variant": "optax"})
     if trust:
-        name, options = _lamb(name, options, trust.arguments)
+        if name != "adam":
+            what = f"`scale_by_trust_ratio` after {name}"
+            raise UnsupportedError(f"{what} has no counterpart in a recipe, only after Adam")
+        name, options = "lamb", {**options, **_numbers(trust.name, trust.arguments), "weight_decay": 0.0}
     options |= _decay(name, options, coupled, decoupled)
     spec = Spec(_WITH_DECAY[name] if decoupled and name in _WITH_DECAY else name, options)
     return _with_momentum(spec, rate, inner, outer)
@@ -75,7 +79,7 @@ class _Tokens:
 
     def decay(self) -> float:
         found = self.take("add_decayed_weights")
-        return number(found.arguments, "weight_decay") if found else 0.0
+        return float(_numbers(found.name, found.arguments)["weight_decay"]) if found else 0.0
 
     def momentum(self) -> dict[str, Any] | None:
         found = self.take("trace")
@@ -128,71 +132,34 @@ def _only(arguments: Mapping[str, Any], **expected: Any) -> None:
 
 # ---- directions ------------------------------------------------------------------------------------------------------
 
-Found = tuple[str, dict[str, Any]]
-
-
-def _numbers(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    return {"variant": "optax", **{ours: number(arguments, theirs) for ours, theirs in names.items()}}
-
-
-_BETAS = {"beta1": "b1", "beta2": "b2", "eps": "eps"}
-
-
-def _adam(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, eps_root=0.0, mu_dtype=None)
-    return "nadam" if arguments["nesterov"] else "adam", _numbers(arguments, **_BETAS)
-
-
-def _amsgrad(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, eps_root=0.0, mu_dtype=None, bias_correction_mu=True, bias_correction_nu=True)
-    return "amsgrad", _numbers(arguments, **_BETAS)
-
-
-def _radam(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, threshold=5.0, nesterov=False)
-    update = free_variables(arguments["_radam_update"])
-    _only(update, eps_root=0.0)
-    return "radam", _numbers({**arguments, **update}, **_BETAS)
-
-
-def _lion(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, mode="hard", mu_dtype=None)
-    return "lion", {**_numbers(arguments, beta1="b1", beta2="b2"), "weight_decay": 0.0}
-
-
-def _adagrad(arguments: Mapping[str, Any]) -> Found:
-    if not number(arguments, "eps"):
-        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
-    return "adagrad", _numbers(arguments, eps="eps")
-
-
-def _rmsprop(arguments: Mapping[str, Any], *, centered: bool) -> Found:
-    _only(arguments, bias_correction=False)
-    variant = "optax" if arguments["eps_in_sqrt"] else "torch"
-    return "rmsprop", {**_numbers(arguments, alpha="decay", eps="eps"), "variant": variant, "centered": centered}
-
-
-_DIRECTIONS: dict[str, Callable[[Mapping[str, Any]], Found]] = {
-    "scale_by_adam": _adam,
-    "scale_by_amsgrad": _amsgrad,
-    "scale_by_adamax": lambda arguments: ("adamax", _numbers(arguments, **_BETAS)),
-    "scale_by_radam": _radam,
-    "scale_by_lion": _lion,
-    "scale_by_rss": _adagrad,
-    "scale_by_rms": lambda arguments: _rmsprop(arguments, centered=False),
-    "scale_by_stddev": lambda arguments: _rmsprop(arguments, centered=True),
-    "scale_by_adadelta": lambda arguments: ("adadelta", _numbers(arguments, rho="rho", eps="eps")),
-}
-
-
+_DIRECTIONS = {name for name, row in TRANSFORMATIONS.items() if row.slots} - {"trace", "scale_by_factored_rms"}
 _KNOWN = {*_DIRECTIONS, "add_decayed_weights", "trace", "scale", "scale_by_schedule", "scale_by_trust_ratio"}
 
 
-def _lamb(name: str, options: dict[str, Any], trust: Mapping[str, Any]) -> Found:
-    if name != "adam":
-        raise UnsupportedError(f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe, only after Adam")
-    _only(trust, min_norm=0.0, trust_coefficient=1.0, eps=0.0)
-    return "lamb", {**options, "weight_decay": 0.0}
+def _direction(found: Transformation) -> tuple[str, dict[str, Any]]:
+    """Return the name of an optimizer, and its settings."""
+    arguments = dict(found.arguments)
+    if found.name == "scale_by_radam":
+        arguments |= free_variables(arguments["_radam_update"])
+    numbers, row = _numbers(found.name, arguments), row_of(found.name, arguments)
+    if row.name == "adagrad" and not numbers["eps"]:
+        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
+    if row.name == "rmsprop":
+        numbers["centered"] = found.name == "scale_by_stddev"
+    if row.name in _ALWAYS_DECOUPLED:
+        numbers["weight_decay"] = 0.0
+    return row.optimizers[0], {"variant": row.variants[0], **numbers}
+
+
+def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a recipe that the arguments of a transformation say."""
+    row = TRANSFORMATIONS[name]
+    _only(arguments, **row.fixed)
+    return {
+        ours.removeprefix("-"): -number(arguments, theirs) if ours[0] == "-" else number(arguments, theirs)
+        for theirs, ours in row.settings.items()
+        if theirs in arguments
+    }
 
 
 # ---- what is around them ---------------------------------------------------------------------------------------------
@@ -263,19 +230,13 @@ def _adafactor(tokens: _Tokens) -> Recognized:
     tokens.finish()
     if found is None or scale is None or sign != Rate(-1.0):
         raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
-    arguments = found.arguments
-    _only(arguments, step_offset=0)
-    if origin(arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
+    options = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
+    for each in (found, clip, scale):
+        options |= _numbers(each.name, each.arguments) if each else {}
+    if origin(found.arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
         raise UnsupportedError("a `decay_rate_fn` of one's own cannot be read")
-    options = {
-        "variant": "optax",
-        "beta2_decay": -number(arguments, "decay_rate"),
-        "eps1": number(arguments, "epsilon"),
-        "eps2": number(scale.arguments, "min_scale"),
-        "d": number(clip.arguments, "threshold") if clip else _NEVER,
-        "weight_decay": decay,
-        "min_dim_size_to_factor": int(arguments["min_dim_size_to_factor"]) if arguments["factored"] else _NO_AXIS,
-    }
+    factored = found.arguments["factored"]
+    options["min_dim_size_to_factor"] = int(options["min_dim_size_to_factor"]) if factored else _NO_AXIS
     return Recognized(Spec("adafactor", options), Rate(-rate.factor, rate.schedule))
 
 
