@@ -16,7 +16,7 @@ import optax
 from optax.schedules import WrappedSchedule
 
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.jaxpr.trace import path_of
+from onward.frameworks.jax.jaxpr import path_of
 
 Tree = Any
 

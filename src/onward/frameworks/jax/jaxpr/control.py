@@ -6,9 +6,8 @@ import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import log1p
-from onward.frameworks.jax.jaxpr.emitter import declare_value
+from onward.frameworks.jax.jaxpr.emitter import align_mask, declare_value, where
 from onward.frameworks.jax.jaxpr.movement import positions
-from onward.frameworks.jax.jaxpr.values import align_mask, where
 
 primitives = Operators()
 

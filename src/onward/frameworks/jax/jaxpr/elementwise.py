@@ -21,7 +21,7 @@ from onward.frameworks.formulas.elementwise import (
     saturating_cast,
 )
 from onward.frameworks.formulas.graph_building import cast, constant_of, dtype_of, same_operator
-from onward.frameworks.jax.jaxpr.values import where, widely
+from onward.frameworks.jax.jaxpr.emitter import where, widely
 from onward.recipe.stop_gradient import stop_gradient
 
 primitives = Operators()

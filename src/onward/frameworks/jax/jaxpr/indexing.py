@@ -15,8 +15,8 @@ import numpy as np
 from onward.build import Expr
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import cast, inverse, permute
+from onward.frameworks.jax.jaxpr.emitter import align_mask, extreme, where
 from onward.frameworks.jax.jaxpr.movement import pad_axes, positions
-from onward.frameworks.jax.jaxpr.values import align_mask, extreme, where
 
 primitives = Operators()
 

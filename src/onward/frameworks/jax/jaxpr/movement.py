@@ -7,7 +7,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import END, as_pads, cast, constant_of, permute, reverse, stack, unstack
-from onward.frameworks.jax.jaxpr.values import fill, reshape_to
+from onward.frameworks.jax.jaxpr.emitter import fill, reshape_to
 
 primitives = Operators()
 # ---- shapes ----------------------------------------------------------------------------------------------------------

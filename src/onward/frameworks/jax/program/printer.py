@@ -20,8 +20,19 @@ from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.program.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
-from onward.frameworks.jax.program.operators import defaults, define, is_optional, rows, short
+from onward.frameworks.jax.program.operators import (
+    MENTIONED,
+    attribute,
+    defaults,
+    define,
+    identifier,
+    is_optional,
+    literal,
+    plain_type,
+    rows,
+    short,
+    type_literal,
+)
 from onward.frameworks.jax.runtime import TYPES
 from onward.frameworks.program import expressions
 from onward.frameworks.program.calls import Body, Step, Value, call_key, in_order, with_stores

@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
 from onward.frameworks.jax.optimizer import transformation
-from onward.frameworks.jax.program.literals import identifier, pairs, type_name, write_literal
+from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
 from onward.frameworks.jax.program.printer import Printer
 from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer

@@ -1,4 +1,7 @@
-"""Convolutions and pools. ONNX has channels first: tensors and kernels are transposed on the way in and out."""
+"""Convolutions, pools, resized images, batch normalization and matmuls.
+
+ONNX has channels first: tensors and kernels are transposed on the way in and out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings, reach
 from onward.frameworks.formulas.graph_building import as_pads, permute
-from onward.frameworks.tensorflow.graph import Refused
+from onward.frameworks.tensorflow.graph import Refused, Statistics
 
 operators = Operators()
 
@@ -167,3 +170,78 @@ def batch_to_space(op, x, _, __, *, node):
         return y
     ends = [size * block - int(high) for size, block, high in zip(sizes, blocks, cut[:, 1], strict=True)]
     return op.Slice(y, cut[:, 0].tolist(), ends, list(range(1, count + 1)))
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def _resize(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
+    """Where the places of new elements lie on the old image, TensorFlow says with two switches."""
+    places = "align_corners" if align_corners else "half_pixel" if half_pixel_centers else "asymmetric"
+    images = channels_first(op, x, "NHWC")
+    whole = op.Concat(op.Shape(images, start=0, end=2), np.array(sizes, np.int64), axis=0)
+    y = op.Resize(images, None, None, whole, mode=mode, coordinate_transformation_mode=places, **more)
+    return channels_last(op, y, "NHWC")
+
+
+@operators.define("ResizeBilinear")
+def bilinear(op, x, _, *, align_corners, half_pixel_centers, node):
+    return _resize(op, x, node.numbers(1), "linear", align_corners, half_pixel_centers)
+
+
+@operators.define("ResizeNearestNeighbor")
+def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
+    rounding = "round_prefer_ceil" if align_corners or half_pixel_centers else "floor"
+    return _resize(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)
+
+
+# ---- normalization ---------------------------------------------------------------------------------------------------
+
+
+@operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")
+def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon, data_format):
+    """In training it hands out the statistics of the batch, for running averages: see running.py.
+
+    The model has the form of inference. Statistics that are given, and not averaged, do not follow the data in training
+    either: ONNX has an Identity between, which says so.
+    """
+    images = channels_first(op, x, data_format)
+    if not is_training:
+        if any(value.value.producer() and node.known(i) is None for i, value in ((3, mean), (4, variance))):
+            raise Refused("its statistics are computed, and TensorFlow would not differentiate them")
+        y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
+        return channels_last(op, y, data_format), mean, variance
+    _check_factor(node)
+    _, like_mean, like_variance, *_ = node.operation.outputs
+    likes = like_mean, like_variance
+    kept = [node.walk.placeholder(op, node, "it keeps no running averages", like) for like in likes]
+    batch = [node.walk.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
+    y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
+    node.walk.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
+    return channels_last(op, y, data_format), *batch
+
+
+def _check_factor(node):
+    if node.operation.type == "FusedBatchNormV3" and node.attribute("exponential_avg_factor") != 1:
+        raise Refused("it averages its statistics itself")
+
+
+# ---- matrix ----------------------------------------------------------------------------------------------------------
+
+
+def _transpose(op, x, rank):
+    """The matrices of a batch, transposed."""
+    return permute(op, x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+@operators.define("MatMul")
+def matmul(op, a, b, *, transpose_a, transpose_b):
+    return (_transpose(op, a, 2) if transpose_a else a) @ (_transpose(op, b, 2) if transpose_b else b)
+
+
+@operators.define("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+def batch_matmul(op, a, b, *, adj_x, adj_y, node):
+    return (_transpose(op, a, node.rank(0)) if adj_x else a) @ (_transpose(op, b, node.rank(1)) if adj_y else b)
+
+
+operators(Einsum=lambda op, *xs, equation: op.Einsum(*xs, equation=equation))

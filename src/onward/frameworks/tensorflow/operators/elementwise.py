@@ -1,4 +1,4 @@
-"""Arithmetic, comparison, functions of each element, and types."""
+"""Arithmetic, comparison, activations and losses of each element or row, and types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onward.frameworks.formulas.elementwise import (
     product_or_zero,
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
-from onward.frameworks.tensorflow.graph import Refused, dtype_of
+from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
 from onward.recipe.stop_gradient import stop_gradient
 
 operators = Operators()
@@ -163,3 +163,26 @@ operators(
 @operators.define("L2Loss")
 def half_of_squares(op, x):
     return op.ReduceSumSquare(x, keepdims=0) * 0.5
+
+
+# ---- activation ------------------------------------------------------------------------------------------------------
+
+_SAME = ("Relu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax", "LogSoftmax")
+operators(**{name: same_operator(name) for name in _SAME})
+operators(
+    Relu6=lambda op, x: op.Clip(x, op.scalar(0, x), op.scalar(6, x)),
+    LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
+)
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+@operators.define("SparseSoftmaxCrossEntropyWithLogits")
+def sparse_cross_entropy(op, logits, labels):
+    return op.SoftmaxCrossEntropyLoss(logits, as_int64(op, labels), reduction="none")
+
+
+@operators.define("SoftmaxCrossEntropyWithLogits")
+def cross_entropy(op, logits, targets):
+    return -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
