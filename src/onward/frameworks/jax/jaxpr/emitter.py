@@ -26,9 +26,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from onward.build import Builder, Expr, Names
 from onward.engines.framework import Operators, collect_operators, keywords
 from onward.errors import UnsupportedError
-from onward.frameworks.formulas.graph_building import cast
 
-FAMILIES = ("elementwise", "bits", "reduction", "movement", "indexing", "convolution", "control")
+FAMILIES = ("elementwise", "bits", "reduction", "movement", "convolution", "control")
 
 
 @functools.cache
@@ -194,32 +193,6 @@ def _same(a: ir.Shape | None, b: ir.Shape | None) -> bool:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-
-_WIDE = {ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
-
-
-def widely(compute: Callable[..., Expr]) -> Callable[..., Expr]:
-    """The same for all types: truth values and integers that ONNX Runtime has no such kernel for become int64."""
-
-    def computed(op: Any, x: Expr, *rest: Any, **options: Any) -> Expr:
-        if x.dtype in _WIDE or x.dtype is None or x.dtype.is_floating_point():
-            return compute(op, x, *rest, **options)
-        others = [cast(op, other, np.int64) if isinstance(other, Expr) else other for other in rest]
-        return cast(op, compute(op, cast(op, x, np.int64), *others, **options), x.dtype)
-
-    return computed
-
-
-def where(op: Any, which: Expr, yes: Expr, no: Expr) -> Expr:
-    """One of two, element by element."""
-    if yes.dtype is ir.DataType.BOOL:
-        return op.Or(op.And(which, yes), op.And(op.Not(which), no))
-    return _where(op, yes, no, which=which)
-
-
-@widely
-def _where(op: Any, yes: Expr, no: Expr, *, which: Expr) -> Expr:
-    return op.Where(which, yes, no)
 
 
 def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:

@@ -8,19 +8,14 @@ import onnx_ir as ir
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import cast
-from onward.frameworks.jax.jaxpr.emitter import declare_value, extreme, fill, widely
+from onward.frameworks.formulas.reduction import arg_reduce, cumulative, cumulative_sum, log_sum_exp, reduce
+from onward.frameworks.jax.jaxpr.emitter import declare_value, extreme, fill
 
 primitives = Operators()
 
 
 def _reduction_rule(operator):
-    """A reduction. Truth values and small integers are counted in 64 bits."""
-
-    @widely
-    def reduced(op, x, axes):
-        return getattr(op, operator)(x, axes, keepdims=0) if axes else x
-
-    return lambda op, x, *, axes: reduced(op, x, list(axes))
+    return lambda op, x, *, axes: reduce(op, x, operator, axes)
 
 
 primitives(
@@ -55,69 +50,34 @@ def reduce_xor(op, x, *, axes):
     return op.Equal(op.Mod(count, 2), 1)
 
 
-def _position(operator):
-    def position(op, x, *, axes, index_dtype):
-        wide = x if x.dtype.is_floating_point() else cast(op, x, np.int64)
-        return cast(op, getattr(op, operator)(wide, axis=axes[0], keepdims=0), index_dtype)
-
-    return position
+def _index_rule(operator):
+    return lambda op, x, *, axes, index_dtype: arg_reduce(op, x, operator, axes[0], index_dtype)
 
 
-primitives(argmax=_position("ArgMax"), argmin=_position("ArgMin"))
+primitives(argmax=_index_rule("ArgMax"), argmin=_index_rule("ArgMin"))
 
 
 # ---- cumulative ------------------------------------------------------------------------------------------------------
 
 
-@widely
-def _cumsum(op, x, axis, reverse):
-    return op.CumSum(x, op.constant(np.int64(axis)), reverse=int(reverse))
-
-
-primitives(cumsum=lambda op, x, *, axis, reverse: _cumsum(op, x, axis, reverse))
-
-
 def _scan_rule(combine, start):
-    """A Scan along the axis that combines what was with what comes; `start(dtype)` changes nothing."""
+    """A cumulative reduction, where `start(dtype)` changes nothing."""
 
     def scanned(op, x, *, axis, reverse, ins):
         rest = [size for i, size in enumerate(ins[0].shape) if i != axis]
-        sort = ir.TensorType(x.dtype)
-
-        def step(inner, before, item):
-            after = combine(inner, before, item)
-            return after, after
-
         shape = ir.Shape([size if isinstance(size, int) else str(size) for size in rest])
-        body = op.subgraph(step, [ir.Value(name=name, type=sort, shape=shape) for name in ("before", "item")])
         first = fill(op, rest, start(ins[0].dtype), ins[0].dtype)
-        way = [int(reverse)]
-        _, result = op.Scan(
-            first,
-            x,
-            outputs=2,
-            body=body,
-            num_scan_inputs=1,
-            scan_input_axes=[axis],
-            scan_output_axes=[axis],
-            scan_input_directions=way,
-            scan_output_directions=way,
-        )
-        return result.like(declare_value(ins[0]))
+        return cumulative(op, x, first, axis, combine, shape, reverse).like(declare_value(ins[0]))
 
     return scanned
 
 
-def _log_of_sum(op, a, b):
-    largest = op.Max(a, b)
-    return largest + op.Log(op.Exp(a - largest) + op.Exp(b - largest))
-
-
 primitives(
+    cumsum=lambda op, x, *, axis, reverse: cumulative_sum(op, x, op.constant(np.int64(axis)), reverse=reverse),
     cumprod=_scan_rule(lambda op, a, b: a * b, lambda dtype: 1),
     cummax=_scan_rule(lambda op, a, b: op.Max(a, b), lambda dtype: extreme(dtype, largest=False)),
     cummin=_scan_rule(lambda op, a, b: op.Min(a, b), lambda dtype: extreme(dtype, largest=True)),
-    cumlogsumexp=_scan_rule(_log_of_sum, lambda dtype: np.finfo(dtype).min),
+    cumlogsumexp=_scan_rule(log_sum_exp, lambda dtype: np.finfo(dtype).min),
 )
 
 

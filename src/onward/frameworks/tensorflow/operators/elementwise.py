@@ -7,15 +7,13 @@ import tensorflow as tf
 from onward.constants import is_relu6
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import (
-    atan2,
+    COMMON,
     erf_inv,
-    erfc,
-    expm1,
     floor_divide,
     floor_mod,
-    log1p,
     multiply,
     product_or_zero,
+    relu6,
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
 from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
@@ -28,17 +26,15 @@ def _is_float(x):
     return x.dtype.is_floating_point()
 
 
-_SAME = (
-    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor",
-    "IsInf", "Log", "Neg", "Pow", "Reciprocal", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan",
-)  # fmt: skip
+_SAME = ("Abs", "Equal", "IsInf", "Neg", "Reciprocal", "Elu", "LogSoftmax", "Relu", "Selu", "Sigmoid", "Softmax",
+         "Softplus", "Softsign")  # fmt: skip
 """Operations that the standard has under the same names, and below those that it has under others."""
 _OTHERWISE_NAMED = {
     "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
     "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
 }  # fmt: skip
-operators(**{name: same_operator(name) for name in _SAME})
+operators(**COMMON, **{name: same_operator(name) for name in _SAME})
 operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()})
 
 
@@ -52,8 +48,6 @@ operators(
     TruncateMod=lambda op, a, b: op.Mod(a, b, fmod=1),
     Mul=multiply,
     SquaredDifference=lambda op, a, b: (a - b) * (a - b),
-    Square=lambda op, x: x * x,
-    Rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
 )
 
 
@@ -87,11 +81,7 @@ def clip_by_value(op, x, low, high, *, node):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 operators(
-    Atan2=atan2,
-    Erfc=erfc,
     Erfinv=erf_inv,
-    Expm1=expm1,
-    Log1p=log1p,
     Xdivy=lambda op, x, y: product_or_zero(op, x, "divide", y),
     Xlog1py=lambda op, x, y: product_or_zero(op, x, "log1p", y),
     Xlogy=lambda op, x, y: product_or_zero(op, x, "log", y),
@@ -167,10 +157,8 @@ def half_of_squares(op, x):
 
 # ---- activation ------------------------------------------------------------------------------------------------------
 
-_SAME = ("Relu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax", "LogSoftmax")
-operators(**{name: same_operator(name) for name in _SAME})
 operators(
-    Relu6=lambda op, x: op.Clip(x, op.scalar(0, x), op.scalar(6, x)),
+    Relu6=relu6,
     LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
 )
 
