@@ -46,8 +46,9 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
         )
     if any(t.name == "scale_by_factored_rms" for t in chain):
         return _adafactor(tokens)
-    if any(t.name in ("transformation", "joint") for t in chain):
-        return _ours(tokens)
+    if (ours := tokens.take("transformation", "joint")) is not None:
+        tokens.finish()
+        return _ours(ours.arguments)
     coupled = tokens.decay()
     direction = tokens.take(*_DIRECTIONS)
     inner = tokens.momentum()
@@ -83,10 +84,8 @@ class _Tokens:
 
     def momentum(self) -> dict[str, Any] | None:
         found = self.take("trace")
-        if found is None:
-            return None
-        _only(found.arguments, accumulator_dtype=None)
-        return {"momentum": number(found.arguments, "decay"), "nesterov": bool(found.arguments["nesterov"])}
+        numbers = _numbers(found.name, found.arguments) if found else None
+        return {**numbers, "nesterov": bool(numbers["nesterov"])} if numbers else None
 
     def rate(self) -> Rate:
         factor, schedule = 1.0, None
@@ -122,14 +121,6 @@ def number(arguments: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _only(arguments: Mapping[str, Any], **expected: Any) -> None:
-    """Refuse settings that optimizers of a recipe do not have."""
-    for name, value in expected.items():
-        given = arguments.get(name, value)
-        if given is not value and given != value:
-            raise UnsupportedError(f"`{name}={given}` has no counterpart in a recipe, where it is always {value}")
-
-
 # ---- directions ------------------------------------------------------------------------------------------------------
 
 _DIRECTIONS = {name for name, row in TRANSFORMATIONS.items() if row.slots} - {"trace", "scale_by_factored_rms"}
@@ -154,7 +145,10 @@ def _direction(found: Transformation) -> tuple[str, dict[str, Any]]:
 def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a recipe that the arguments of a transformation say."""
     row = TRANSFORMATIONS[name]
-    _only(arguments, **row.fixed)
+    for argument, value in row.fixed.items():
+        given = arguments.get(argument, value)
+        if given is not value and given != value:
+            raise UnsupportedError(f"`{argument}={given}` has no counterpart in a recipe, where it is always {value}")
     return {
         ours.removeprefix("-"): -number(arguments, theirs) if ours[0] == "-" else number(arguments, theirs)
         for theirs, ours in row.settings.items()
@@ -165,10 +159,7 @@ def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 # ---- what is around them ---------------------------------------------------------------------------------------------
 
 _WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
-_DECOUPLED_AS_A_CHOICE = ("amsgrad", "nadam", "radam")
 _ALWAYS_DECOUPLED = ("lion", "lamb")
-_DECOUPLED_BY_KERAS = ("adagrad", "rmsprop", "adadelta")
-"""Which compute the same in both but for that."""
 
 
 def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
@@ -180,11 +171,13 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
         return {"weight_decay": coupled}
     if not decoupled:
         return {}
-    if name in _DECOUPLED_AS_A_CHOICE:
+    if name in ("amsgrad", "nadam", "radam"):
         return {"weight_decay": decoupled, "decoupled_weight_decay": True}
     if name in _WITH_DECAY or name in _ALWAYS_DECOUPLED:
         return {"weight_decay": decoupled}
-    if name in _DECOUPLED_BY_KERAS and options["variant"] == "optax":
+    if (
+        name in ("adagrad", "rmsprop", "adadelta") and options["variant"] == "optax"
+    ):  # Keras computes the same but for it
         return {"weight_decay": decoupled, "variant": "keras"}
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 
@@ -211,13 +204,12 @@ def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: 
         raise UnsupportedError("weight decay between RMSprop and its momentum has no counterpart in a recipe")
     options["momentum"] = momentum["momentum"]
     inside = options["variant"] == "optax"
-    factors: dict[tuple[bool, bool], Callable[[float], float]] = {
-        (False, False): lambda lr: 1.0,
-        (True, True): lambda lr: -1.0,
-        (True, False): lambda lr: lr,
-        (False, True): lambda lr: -1.0 / lr,
-    }
-    return Recognized(Spec(name, options), rate, factors[inside, outer is not None], inside != (outer is not None))
+    sign, moves = (-1.0 if outer else 1.0), inside != bool(outer)
+
+    def buffer_over_trace(lr: float) -> float:
+        return sign * ((lr if inside else 1.0 / lr) if moves else 1.0)
+
+    return Recognized(Spec(name, options), rate, buffer_over_trace, moves)
 
 
 def _adafactor(tokens: _Tokens) -> Recognized:
@@ -246,12 +238,9 @@ _NO_AXIS = 2**31
 """Longer than any axis."""
 
 
-def _ours(tokens: _Tokens) -> Recognized:
-    """One that `to_jax` made."""
-    found = tokens.take("transformation", "joint")
-    tokens.finish()
-    assert found is not None
-    rate, rules = found.arguments["rate"], found.arguments.get("rules")
-    _, rule = next(iter(rules.values())) if rules else (None, found.arguments["rule"])
+def _ours(arguments: Mapping[str, Any]) -> Recognized:
+    """Return the optimizer of a transformation that `to_jax` made."""
+    rate, rules = arguments["rate"], arguments.get("rules")
+    rule = next(iter(rules.values()))[1] if rules else arguments["rule"]
     optimizer = free_variables(rule)["function" if rules is None else "spec"]
     return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))
