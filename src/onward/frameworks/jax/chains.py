@@ -175,9 +175,7 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
         return {"weight_decay": decoupled, "decoupled_weight_decay": True}
     if name in _WITH_DECAY or name in _ALWAYS_DECOUPLED:
         return {"weight_decay": decoupled}
-    if (
-        name in ("adagrad", "rmsprop", "adadelta") and options["variant"] == "optax"
-    ):  # Keras computes the same but for it
+    if name in ("adagrad", "rmsprop", "adadelta") and options["variant"] == "optax":  # in Keras all else is the same
         return {"weight_decay": decoupled, "variant": "keras"}
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 

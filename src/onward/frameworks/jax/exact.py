@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +18,7 @@ import optax
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
+from onward.frameworks.formulas.graph_building import model_of, put_out
 from onward.frameworks.jax.runtime import exact_clip, joint, transformation
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
@@ -27,7 +27,7 @@ from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
 from onward.run_state.state import Group
-from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.standard import COMMON_OPSET
 from onward.transform.inline import inline
 
 Rate = float | Callable[[Any], Any]
@@ -44,7 +44,9 @@ def exact(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransfo
     """An optimizer of a recipe for these parameters; `rate` is in place of its learning rate."""
 
     def begin(x: Any) -> dict[str, Any]:
-        return {slot.name: _initial_slot(slot) for slot in slots_of(spec, sizes_of(x))}
+        with Jax().active():
+            slots = slots_of(spec, sizes_of(x))
+            return {slot.name: jnp.full(slot.shape, slot.initial, slot.dtype.numpy()) for slot in slots}
 
     def rule(x: Any, g: Any, *, lr: Any, t: Any, **slots: Any) -> tuple[Any, dict[str, Any]]:
         new = _update(str(spec), sizes_of(x))({"x": x, "g": g, **slots, "lr": lr, "t": t})
@@ -123,15 +125,14 @@ def _update(spec: str, sizes: Sizes) -> Function:
 
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
-    """The update of a parameter: x, g, its slots, lr and t -> x/new, and each slot's."""
-    configured = _configure(spec)
-    made = _Graph()
-    x, g = made.input(_value("x", sizes)), made.input(_value("g", sizes))
-    slots = {slot.name: made.input(_declare(slot.name, slot.dtype, slot.shape)) for slot in configured.slots(x.value)}
-    lr, t = made.input(_declare("lr", ir.DataType.DOUBLE, ())), made.input(_declare("t", ir.DataType.INT64, ()))
-    hyper = {name: made.number(configured.values[name]) for name in configured.inputs(x.value)}
-    new, after = configured.update(made.op, x, g, slots, lr=lr, t=t, hyper=hyper)
-    return made.model({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
+    """Return the update of a parameter: x, g, its slots, lr and t -> x/new, and each slot's."""
+    configured, op = _configure(spec), _new_graph()
+    x, g = (_input(op, name, _type_of(sizes), sizes[0]) for name in ("x", "g"))
+    slots = {slot.name: _input(op, slot.name, slot.dtype, slot.shape) for slot in configured.slots(x.value)}
+    lr, t = _input(op, "lr", ir.DataType.DOUBLE), _input(op, "t", ir.DataType.INT64)
+    hyper = {name: _number(op, configured.values[name]) for name in configured.inputs(x.value)}
+    new, after = configured.update(op, x, g, slots, lr=lr, t=t, hyper=hyper)
+    return _model(op, {f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,40 +141,35 @@ def _rate(specs: tuple[str, ...], lr: float) -> Function:
 
 
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
-    """Schedules that follow one another: step -> rate."""
-    made = _Graph()
-    step = made.input(_declare("step", ir.DataType.INT64, ()))
-    parts = [_part(made, spec) for spec in specs]
-    return made.model({"rate": sequence(made.op, made.number(lr), step, parts)})
+    """Return schedules that follow one another: step -> rate."""
+    op, parts = _new_graph(), []
+    step = _input(op, "step", ir.DataType.INT64)
+    for spec in specs:
+        numbers, choices = schedule(spec.name).resolve(spec.without("until").options)
+        values = {name: _number(op, value) for name, value in numbers.items()}
+        parts.append(Part(schedule(spec.name), values, choices, _number(op, spec.options.get("until", math.inf))))
+    return _model(op, {"rate": sequence(op, _number(op, lr), step, parts)})
 
 
-def _part(made: _Graph, spec: Spec) -> Part:
-    kind = schedule(spec.name)
-    numbers, choices = kind.resolve(spec.without("until").options)
-    until = made.number(spec.options.get("until", math.inf))
-    return Part(kind, {name: made.number(value) for name, value in numbers.items()}, choices, until)
+def _new_graph() -> Builder:
+    imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
+    return Builder(ir.Graph([], [], nodes=[], opset_imports=imports, name="exact"), opset=COMMON_OPSET, functions={})
 
 
-class _Graph:
-    """A graph while it is built."""
+def _input(op: Builder, name: str, dtype: ir.DataType, shape: Sequence[int] = ()) -> Expr:
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    op.graph.inputs.append(value)
+    return op(value)
 
-    def __init__(self) -> None:
-        imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
-        self._graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="exact")
-        self._functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-        self.op = Builder(self._graph, opset=COMMON_OPSET, functions=self._functions)
 
-    def input(self, value: ir.Value) -> Expr:
-        self._graph.inputs.append(value)
-        return self.op(value)
+def _number(op: Builder, value: Any) -> Expr:
+    return op.constant(np.asarray(value, np.float64))
 
-    def number(self, value: Any) -> Expr:
-        return self.op.constant(np.asarray(value, np.float64))
 
-    def model(self, outputs: Mapping[str, Expr]) -> Model:
-        for name, expr in outputs.items():
-            self._graph.outputs.append(self.op.Identity(expr).named(name).like(expr.value).value)
-        return inline(Model(ir.Model(self._graph, ir_version=IR_VERSION, functions=list(self._functions.values()))))
+def _model(op: Builder, outputs: Mapping[str, Expr]) -> Model:
+    for name, expr in outputs.items():
+        put_out(op, op.Identity(expr).like(expr.value), name)
+    return inline(model_of(op.graph, op.functions.values()))
 
 
 def execute_by_jax(model: Model) -> Function:
@@ -197,21 +193,13 @@ def _configure(spec: Spec) -> ConfiguredOptimizer:
 
 def slots_of(spec: Spec, sizes: Sizes) -> tuple[Slot, ...]:
     """What an optimizer remembers of a parameter."""
-    return _configure(spec).slots(_value("x", sizes))
-
-
-def _initial_slot(slot: Slot) -> jax.Array:
-    with Jax().active():
-        return jnp.full(slot.shape, slot.initial, slot.dtype.numpy())
+    parameter = ir.Value(name="x", type=ir.TensorType(_type_of(sizes)), shape=ir.Shape(sizes[0]))
+    return _configure(spec).slots(parameter)
 
 
 def sizes_of(array: Any) -> Sizes:
     return tuple(array.shape), str(array.dtype)
 
 
-def _value(name: str, sizes: Sizes) -> ir.Value:
-    return _declare(name, ir.DataType.from_numpy(jnp.dtype(sizes[1])), sizes[0])
-
-
-def _declare(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+def _type_of(sizes: Sizes) -> ir.DataType:
+    return ir.DataType.from_numpy(jnp.dtype(sizes[1]))

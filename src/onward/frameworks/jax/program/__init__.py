@@ -1,4 +1,8 @@
-"""A run as a folder: a program for JAX, and its state. And back."""
+"""A training run as a program of its own, `run.py`: a graph as a function, with the source of what it calls.
+
+The operators that a program calls are those of the engine: their source is copied from there, with everything that it
+mentions, so that a program computes what the engine does, and can be read and changed.
+"""
 
 from __future__ import annotations
 
@@ -32,78 +36,16 @@ from onward.model.storage.headers import safetensors_header
 from onward.model.storage.replacement import replacing
 from onward.run_state.problems import Problems
 
-
-def write(model: Model, path: Path) -> list[Path]:
-    """Write `run.py` and the arrays that it reads into a folder."""
-    parts = Parts(model)
-    state, _ = parts.state()
-    made = write_program(parts, state["params"], model.graph.name or path.name)
-    with replacing(path) as folder:
-        (folder / "run.py").write_text(made.source, encoding="utf-8")
-        write_arrays(leaves_by_name(state), folder / STATE)
-        if made.constants:
-            write_arrays(made.constants, folder / CONSTANTS)
-        _try_files(folder, parts)
-    return [path]
-
-
-def _try_files(folder: Path, parts: Parts) -> None:
-    """Let a process of its own make steps, and compare."""
-    trial = step_trial(parts.model, parts.index)
-    if trial is None:
-        return
-    with tempfile.TemporaryDirectory() as place:
-        batch, results = trial.save(Path(place)), Path(place, "results.npz")
-        if try_out(child.__file__, folder, batch, results):
-            with np.load(results) as arrays:
-                trial.compare(arrays["losses"], same_random_numbers=True)
-
-
-def restore(path: Path, like: Model) -> Model:
-    """The training model `like` with the state of a folder, of which nothing is executed."""
-    arrays = _arrays(path / STATE)
-    parts = Parts(like)
-    state, tx = parts.state()
-    problems = Problems(f"the state of `{path}`")
-    compare(problems, arrays, leaves_by_name(state))
-    problems.refuse()
-    check_numbers(problems, arrays, leaves_by_name(state))
-    problems.refuse()
-    with parts.framework.active():
-        return parts.training(fill_tree(state, arrays), tx)
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, whoever wrote it."""
-    try:
-        regular(path)
-        data = path.read_bytes()
-        tensors = safetensors_header(lambda at, count: data[at : at + count], len(data))
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(f"`{path}` cannot be read: {reason(error)}", hint="write it with `run.save`") from error
-    flat = {name: np.frombuffer(data, x.dtype, math.prod(x.shape), x.offset) for name, x in tensors.items() if x.size}
-    return {name: flat.get(name, np.zeros(0, x.dtype)).reshape(x.shape) for name, x in tensors.items()}
-
-
-# ---- file ------------------------------------------------------------------------------------------------------------
-
 STATE = "state.safetensors"
 CONSTANTS = "constants.safetensors"
-_RULE = 120
 
 
-class Program(NamedTuple):
-    source: str
-    constants: Mapping[str, np.ndarray]
-    """What the source reads from a file of its own."""
-
-
-def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
-    """The program that goes on with a run."""
+def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
+    """Return the program that resumes a run, and the constants that it reads from a file of their own."""
     printer = Printer(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
-    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
+    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
     spelling = Spelling(printer, params)
     optimizer = spelling.optimizer(parts.run)
     sections = {
@@ -114,11 +56,12 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
         "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
     }
     imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
-    written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
+    heads = {title: f"# ---- {title} ".ljust(120, "-") for title in sections}
+    written = [f"{heads[title]}\n\n\n{text}" if title else text for title, text in sections.items() if text]
     said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
     head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
     source = "\n\n".join([head, *(f"{text}\n" for text in written)])
-    return Program(audit_program(source, ["jax", "optax"]), printer.constants)
+    return audit_program(source, ["jax", "optax"]), printer.constants
 
 
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
@@ -133,14 +76,6 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
     state, metrics = step(state, {{{batch}}})
     run.save(state)
 """
-
-
-def _title(text: str) -> str:
-    return f"# ---- {text} ".ljust(_RULE, "-")
-
-
-def _batch(parts: Parts) -> list[str]:
-    return parts.forward()[1].batch
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""A run as a folder: a program for JAX, and its state. And back."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from onward.errors import InvalidModelError
+from onward.frameworks.files import check_numbers, compare
+from onward.frameworks.jax.forward import Parts
+from onward.frameworks.jax.program import CONSTANTS, STATE, child, write_program
+from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
+from onward.frameworks.jax.runtime import write as write_arrays
+from onward.frameworks.program.child import try_out
+from onward.frameworks.program.trial import step_trial
+from onward.model import Model
+from onward.model.storage.files import reason, regular
+from onward.model.storage.headers import safetensors_header
+from onward.model.storage.replacement import replacing
+from onward.run_state.problems import Problems
+
+
+def write(model: Model, path: Path) -> list[Path]:
+    """Write `run.py` and the arrays that it reads into a folder."""
+    parts = Parts(model)
+    state, _ = parts.state()
+    source, constants = write_program(parts, state["params"], model.graph.name or path.name)
+    with replacing(path) as folder, tempfile.TemporaryDirectory() as place:
+        (folder / "run.py").write_text(source, encoding="utf-8")
+        write_arrays(leaves_by_name(state), folder / STATE)
+        if constants:
+            write_arrays(constants, folder / CONSTANTS)
+        if trial := step_trial(parts.model, parts.index):  # a process of its own makes steps
+            batch, results = trial.save(Path(place)), Path(place, "results.npz")
+            if try_out(child.__file__, folder, batch, results):
+                with np.load(results) as arrays:
+                    trial.compare(arrays["losses"], same_random_numbers=True)
+    return [path]
+
+
+def restore(path: Path, like: Model) -> Model:
+    """The training model `like` with the state of a folder, of which nothing is executed."""
+    arrays = _arrays(path / STATE)
+    parts = Parts(like)
+    state, tx = parts.state()
+    problems = Problems(f"the state of `{path}`")
+    compare(problems, arrays, leaves_by_name(state))
+    problems.refuse()
+    check_numbers(problems, arrays, leaves_by_name(state))
+    problems.refuse()
+    with parts.framework.active():
+        return parts.training(fill_tree(state, arrays), tx)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, whoever wrote it."""
+    try:
+        regular(path)
+        data = path.read_bytes()
+        tensors = safetensors_header(lambda at, count: data[at : at + count], len(data))
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"`{path}` cannot be read: {reason(error)}", hint="write it with `run.save`") from error
+    flat = {name: np.frombuffer(data, x.dtype, math.prod(x.shape), x.offset) for name, x in tensors.items() if x.size}
+    return {name: flat.get(name, np.zeros(0, x.dtype)).reshape(x.shape) for name, x in tensors.items()}
