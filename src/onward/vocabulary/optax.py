@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers.configuration import ConfiguredOptimizer, Settings
 from onward.recipe.spec import Spec
@@ -224,6 +226,13 @@ def row_of(transformation: str, arguments: Mapping[str, Any]) -> OptaxRow:
         if stage.name == transformation
         and all(bool(arguments.get(name)) == value for name, value in {"nesterov": False, **stage.fixed}.items())
     )
+
+
+def reduced_axis(slot: str, shape: tuple[int, ...]) -> int:
+    """Return the axis that a slot of Adafactor lacks; beyond the last for the one that lacks none."""
+    if slot == "variance":
+        return len(shape)
+    return int(np.argsort(shape)[-1 if slot == "row_var" else -2])
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

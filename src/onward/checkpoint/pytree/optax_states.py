@@ -20,7 +20,7 @@ from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
-from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS
+from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS, reduced_axis
 from onward.vocabulary.rows import row_for
 
 
@@ -121,9 +121,8 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
     """Of Adafactor: optax has no axis where others have one of size 1, and a zero where there is nothing to keep."""
     if slot not in kept:
         return ArrayTensor(np.zeros(1, next(each for each in kept.values() if isinstance(each, Tensor)).dtype))
-    small, large = np.argsort(shape)[-2:] if slot != "variance" else (-1, -1)
-    axis = {"row_var": large, "col_var": small, "variance": len(shape)}[slot]
-    return reshape(kept[slot], tuple(size for i, size in enumerate(shape) if i != axis))
+    axis = reduced_axis(slot, shape)
+    return reshape(kept[slot], shape[:axis] + shape[axis + 1 :])
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------
@@ -140,10 +139,6 @@ def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
     return [name for name, _ in row.calls(configured)]
 
 
-_CORRECTED = ("adam", "adamw")
-"""Optimizers whose epsilon stands before bias correction, in Keras and transformers."""
-
-
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
@@ -151,7 +146,7 @@ def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     if row is None or row.difference != EPSILON:
         return
     more = ""
-    if name[0] in _CORRECTED:
+    if name[0] in ("adam", "adamw"):  # whose epsilon stands before bias correction, in Keras and transformers
         more = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
     if settings.variant == "transformers" and settings.weight_decay:
         more += "; and weights decay before the step, not after it"
@@ -290,8 +285,7 @@ def factors(slots: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """What Adafactor keeps of a parameter, without the zeros that optax puts where there is nothing to keep."""
     if slots["variance"].shape == shape:
         return {"variance": slots["variance"]}
-    small, large = (int(axis) for axis in np.argsort(shape)[-2:])
-    axes = {"row_var": large, "col_var": small}
+    axes = {slot: reduced_axis(slot, shape) for slot in ("row_var", "col_var")}
     if any(slots[slot].shape != shape[:axis] + shape[axis + 1 :] for slot, axis in axes.items()):
         raise InvalidModelError(f"what Adafactor keeps of a parameter does not fit its shape {list(shape)}")
     return {slot: reshape(slots[slot], (*shape[:axis], 1, *shape[axis + 1 :])) for slot, axis in axes.items()}

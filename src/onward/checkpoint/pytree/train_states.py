@@ -116,11 +116,6 @@ def _keys(tree: Any) -> list[Way]:
     return [way for way in typed if way in flat] + [way for way in raw if way not in typed]
 
 
-def _around(way: Way) -> Way:
-    """The place of a key, typed or not."""
-    return way[:-1] if way[-1] == DATA else way
-
-
 def number(leaf: Any) -> int | None:
     """A counter."""
     if isinstance(leaf, Tensor) and not leaf.shape and leaf.dtype.kind in "iu":
@@ -137,17 +132,22 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     meaning, flat = meaning_of(tree), dict(leaves(tree))
     tensors = {name: flat[way] for way, name in (meaning.parameters | meaning.statistics).items()}
     step, counted = updates_made(meaning, flat), number(flat[meaning.step]) if meaning.step else None
+    keys = [way[:-1] if way[-1] == DATA else way for way in meaning.random]
     known: dict[str, Any] = {
         "step": step,
         "progress": {name: count for name, count in (("step", counted),) if count is not None},
-        "randomness": tuple(RandomState("jax", at(tree, _around(way))) for way in meaning.random),
+        "randomness": tuple(RandomState("jax", at(tree, way)) for way in keys),
         "averages": {name: flat[way] for way, name in meaning.averages.items()},
         **facts,
     }
     if meaning.states:
         trained = {name: tensors[name] for name in meaning.parameters.values() if tensors[name].dtype.kind not in "biu"}
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
-        known["schedules"] = (_schedule(meaning.states, flat, step),)
+        schedule = Schedule({}, (), step, every=1)
+        if meaning.states.schedules:  # whose shape is not stored
+            position = max((number(flat[way]) or 0) for way in meaning.states.schedules)
+            schedule = Schedule({"count": position}, None, position, every=1)
+        known["schedules"] = (schedule,)
         known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
         known["accumulate"] = (
             0 if meaning.states.waiting else None
@@ -185,9 +185,10 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         members.setdefault(silent[0] if len(silent) == 1 else "", []).extend(left)
     groups = []
     for label, names in members.items():
-        settings = {
-            name: _plain(flat[way]) for name, way in states.settings.get(label, states.settings.get("", {})).items()
-        }
+        settings = {}
+        for name, way in states.settings.get(label, states.settings.get("", {})).items():
+            leaf = flat[way]
+            settings[name] = leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
         numbers = {
             SETTINGS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)
         }
@@ -195,18 +196,6 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
         groups += [Group(settings, tuple(names), numbers=numbers)] if names else []
     return tuple(groups)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
-
-
-def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> Schedule:
-    """Whether there is one is told by its counter; its shape is not stored."""
-    if not states.schedules:
-        return Schedule({}, (), step, every=1)
-    position = max((number(flat[way]) or 0) for way in states.schedules)
-    return Schedule({"count": position}, None, position, every=1)
 
 
 def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
@@ -233,7 +222,10 @@ def tree_of(checkpoint: Checkpoint, empty: Any) -> Any:
 
     `empty` is what a state of optax that keeps nothing is stored as.
     """
-    kept = _source_tree(checkpoint)
+    kept = None
+    if checkpoint.format in _TREES:
+        items = {name: tree for name, tree in checkpoint.trees.items() if name != INFORMATION}
+        kept = next(iter(items.values())) if len(items) == 1 else items or None
     if kept is None or not set(meaning_of(kept).parameters.values()) <= checkpoint.tensors.keys():
         return new_tree(checkpoint, empty)
     tree, stored_as = update_tree(kept, checkpoint), _TREES[checkpoint.format]
@@ -242,14 +234,6 @@ def tree_of(checkpoint: Checkpoint, empty: Any) -> Any:
         return tree
     inside = len(place)
     return map_leaves(tree, lambda way, leaf: empty if way[:inside] == place and leaf == stored_as else leaf)
-
-
-def _source_tree(checkpoint: Checkpoint) -> Any:
-    """The tree of JAX that a checkpoint has been read from."""
-    if checkpoint.format not in _TREES:
-        return None
-    items = {name: tree for name, tree in checkpoint.trees.items() if name != INFORMATION}
-    return next(iter(items.values())) if len(items) == 1 else items or None
 
 
 def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
@@ -264,7 +248,9 @@ def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
     counts = {way: count for way in meaning.counters if (count := number(flat[way])) is not None}
     before = updates_made(meaning, flat)
     passed = 0 if checkpoint.step is None or before is None else checkpoint.step - before
-    new |= {way: _counter(flat[way], count + passed * _unit(count, before)) for way, count in counts.items()}
+    for way, count in counts.items():
+        unit = count // before if before and count % before == 0 and count else 1  # of what a training counts by update
+        new[way] = _counter(flat[way], count + passed * unit)
     if meaning.states and checkpoint.optimizers:
         kept = checkpoint.optimizers[0].slots
         for way, (name, slot, sign) in meaning.states.slots.items():
@@ -275,11 +261,6 @@ def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
         if passed and meaning.states.waiting:
             new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
     return map_leaves(tree, lambda way, leaf: new.get(way, leaf))
-
-
-def _unit(count: int, updates: int | None) -> int:
-    """How many there are for an update of what a training counts."""
-    return count // updates if updates and count % updates == 0 and count else 1
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from onward.frameworks.jax.schedule import make_schedule, read_schedule
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState
-from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, scale_rates
+from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, reduced_axis, scale_rates
 from onward.vocabulary.rows import row_for
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
@@ -77,7 +77,8 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
         )
     for t in found:
         state |= read_slots(t)
-        steps += _counts(t.state)
+        injected = getattr(t.state, "hyperparams_states", {}).values()
+        steps += [int(each.count) for each in (t.state, *injected) if "count" in getattr(each, "_fields", ())]
     if len(set(steps)) > 1:
         listed = ", ".join(map(str, sorted(set(steps))))
         raise UnsupportedError(
@@ -279,9 +280,8 @@ def read_slots(found: Transformation) -> Arrays:
     slots: Arrays = {}
     for slot, tree in trees.items():
         for name, leaf in named_leaves(tree).items():
-            axis = _reduced_axis(found, slot, params[name].shape)
-            if axis is not None:
-                slots[f"{name}/{slot}"] = np.asarray(leaf) if axis < 0 else np.expand_dims(np.asarray(leaf), axis)
+            array = _with_axis(np.asarray(leaf), found, slot, params[name].shape)
+            slots |= {} if array is None else {f"{name}/{slot}": array}
     return slots
 
 
@@ -308,21 +308,15 @@ def _with(tree: Any, slot: str, slots: Mapping[str, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _reduced_axis(found: Transformation, slot: str, shape: tuple[int, ...]) -> int | None:
-    """The axis that a factor of Adafactor lacks; -1 if none, and None where optax keeps a zero that means nothing."""
+def _with_axis(array: np.ndarray, found: Transformation, slot: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return what is kept of a parameter, with the axis that a factor of Adafactor lacks.
+
+    None is for a zero that means nothing.
+    """
     if found.name != "scale_by_factored_rms":
-        return -1
-    arguments = found.arguments
-    factored = bool(arguments["factored"]) and len(shape) > 1
-    factored = factored and sorted(shape)[-2] >= arguments["min_dim_size_to_factor"]
-    if factored == (slot == "variance"):
+        return array
+    least = found.arguments["min_dim_size_to_factor"]
+    is_factored = bool(found.arguments["factored"]) and len(shape) > 1 and sorted(shape)[-2] >= least
+    if is_factored == (slot == "variance"):
         return None
-    small, large = (int(axis) for axis in np.argsort(shape)[-2:]) if factored else (-1, -1)
-    return {"row_var": large, "col_var": small, "variance": -1}[slot]
-
-
-def _counts(state: Any) -> list[int]:
-    """How many updates a state says that there were."""
-    found = [int(state.count)] if "count" in getattr(state, "_fields", ()) else []
-    injected: Mapping[str, Any] = getattr(state, "hyperparams_states", {})
-    return found + [int(each.count) for each in injected.values()]
+    return np.expand_dims(array, reduced_axis(slot, shape)) if is_factored else array

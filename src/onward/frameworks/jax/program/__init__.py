@@ -6,35 +6,21 @@ mentions, so that a program computes what the engine does, and can be read and c
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from onward.errors import InvalidModelError
-from onward.frameworks.files import check_numbers, compare
 from onward.frameworks.jax.forward import Parts, types_of
-from onward.frameworks.jax.program import child
 from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
 from onward.frameworks.jax.program.printer import Printer
 from onward.frameworks.jax.program.spelling import Spelling
-from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
-from onward.frameworks.jax.runtime import write as write_arrays
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.child import try_out
 from onward.frameworks.program.layout import arrange_imports, break_lines
 from onward.frameworks.program.names import docstring, quote
 from onward.frameworks.program.own_source import OwnSource
-from onward.frameworks.program.trial import step_trial
 from onward.model import Model
 from onward.model.state import STEP
-from onward.model.storage.files import reason, regular
-from onward.model.storage.headers import safetensors_header
-from onward.model.storage.replacement import replacing
-from onward.run_state.problems import Problems
 
 STATE = "state.safetensors"
 CONSTANTS = "constants.safetensors"
