@@ -68,16 +68,20 @@ def _export(
     names: Sequence[str] | None,
     input_names: Sequence[str] | None,
 ) -> Model:
-    traced = trace(function, params, inputs)
+    jaxpr, shapes = trace(function, params, inputs)
     taken = Names()
     weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
     called = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
-    fed = [declare_value(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
-    result_names = _input_names(taken, "results", names, _result_names(traced.results))
+    fed = [declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], called, strict=True)]
+    found = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    default = [f"output_{place}" if place[:1].isdigit() else place for place in found]
+    if len(found) == 1 and (not found[0] or found[0].isdigit()):
+        default = ["output"]
+    result_names = _input_names(taken, "results", names, default)
     name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
-    op = Emitter.of(graph, COMMON_OPSET, taken, traced.sizes(fed))
-    results = op.inline(traced.jaxpr, *map(op, [*weights, *fed]))
+    op = Emitter.of(graph, COMMON_OPSET, taken)
+    results = op.inline(jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):
         put_out(op, result, wanted)
@@ -94,13 +98,6 @@ def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list
     known += [f"input_{i}" for i in range(len(known), len(inputs))]
     trees = zip(known, inputs, strict=False)
     return [f"{name}/{place}" if place else name for name, tree in trees for place, _ in leaves(tree, empty="")]
-
-
-def _result_names(results: Any) -> list[str]:
-    places = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
-    if len(places) == 1:
-        return [places[0] if places[0] and not places[0].isdigit() else "output"]
-    return [f"output_{place}" if place[:1].isdigit() else place for place in places]
 
 
 def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
@@ -121,30 +118,11 @@ def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: 
 # ---- trace -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    jaxpr: ClosedJaxpr
-    results: Any
-    """The tree that the function returns, of shapes."""
+def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """Return the jaxpr of a function of the arrays in `params` and `inputs`, and the tree of shapes of its results.
 
-    @property
-    def variables(self) -> list[Any]:
-        """The parameters and inputs."""
-        return list(self.jaxpr.jaxpr.invars)
-
-    def sizes(self, inputs: Iterable[ir.Value]) -> dict[str, tuple[ir.Value, int]]:
-        """Where each symbol can be read: an input, and an axis of it."""
-        found: dict[str, tuple[ir.Value, int]] = {}
-        for value in inputs:
-            assert value.shape is not None
-            for axis, size in enumerate(value.shape):
-                if isinstance(size, ir.SymbolicDim) and size.value is not None:
-                    found.setdefault(size.value, (value, axis))
-        return found
-
-
-def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
-    """The jaxpr of a function of the arrays in `params` and `inputs`; other leaves (functions, names) belong to it."""
+    Other leaves, such as functions and names, belong to the function.
+    """
     flat, tree = jax.tree.flatten((params, inputs))
     traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
 
@@ -155,8 +133,7 @@ def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> T
         given, arguments = jax.tree.unflatten(tree, whole)
         return function(given, *arguments)
 
-    jaxpr, results = jax.make_jaxpr(of_arrays, return_shape=True)([flat[i] for i in traced])
-    return Traced(jaxpr, results)
+    return jax.make_jaxpr(of_arrays, return_shape=True)([flat[i] for i in traced])
 
 
 def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:

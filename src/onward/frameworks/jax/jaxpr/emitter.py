@@ -44,12 +44,14 @@ class Emitter(Builder):
     refused: list[str]
 
     @classmethod
-    def of(cls, graph: ir.Graph, opset: int, names: Names, places: dict[str, tuple[ir.Value, int]]) -> Emitter:
+    def of(cls, graph: ir.Graph, opset: int, names: Names) -> Emitter:
+        """Return a builder for a graph, with a scalar for each symbol in the shapes of inputs."""
         op = cls(graph, opset=opset, names=names, share=True)
-        op.refused = []
-        op.sizes = {
-            name: op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value for name, (value, axis) in places.items()
-        }
+        op.refused, op.sizes = [], {}
+        for value in graph.inputs:
+            for axis, size in enumerate(value.shape or ()):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None and size.value not in op.sizes:
+                    op.sizes[size.value] = op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value
         return op
 
     def _for(self, graph: ir.Graph, scope: str) -> Emitter:
@@ -183,13 +185,9 @@ def _typed_value(expr: Expr, var: Var) -> ir.Value:
     """The result of an equation, which has the type and shape that JAX says it has."""
     value, expected = expr.value, declare_value(var.aval)
     assert value.dtype in (None, expected.dtype), f"{value.name} is {value.dtype} and should be {expected.dtype}"
-    if value.producer() is not None and not _same(value.shape, expected.shape):
+    if value.producer() is not None and (value.shape is None or list(value.shape) != list(expected.shape or ())):
         value.type, value.shape = expected.type, expected.shape
     return value
-
-
-def _same(a: ir.Shape | None, b: ir.Shape | None) -> bool:
-    return a is not None and b is not None and list(a) == list(b)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

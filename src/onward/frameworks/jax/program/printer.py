@@ -80,22 +80,17 @@ class Printer:
 
         `stores` says where some outputs are kept, by their names.
         """
-        recorder, plan = self._recorded(model, given)
-        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
-        plan.outputs = [value for value in plan.outputs if value not in kept]
-        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
-        return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
-
-    def _recorded(self, model: Model, given: Mapping[str, str]) -> tuple[_Recorder, Plan]:
         called = [f"{domain}.{name}" for domain, name, _ in model.functions]
         model = inline(model, [name for name in called if name not in rows()])
         fill_in_types(model, values(model.graph))
         framework = _OneByOne()
-        plan = make_plan(model, framework)
-        recorder = _Recorder(self, framework)
+        plan, recorder = make_plan(model, framework), _Recorder(self, framework)
         recorder.open(plan, given)
         recorder.record(plan)
-        return recorder, plan
+        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
+        plan.outputs = [value for value in plan.outputs if value not in kept]
+        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
+        return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
     def helper(self, name: str) -> str:
         return self.own.define(_RUNTIME, name)
@@ -170,7 +165,7 @@ class _Recorder:
             if value.shape is not None and value.dtype is not None:
                 made.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
                 if is_identifier(given[name]):
-                    self._sizes.name(made, [_dim(names, size) for size in value.shape], _shape_call)
+                    self._sizes.name(made, [_dim(names, size) for size in value.shape], lambda x: (".shape", [x]))
             self._values[value] = made
 
     def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
@@ -266,7 +261,10 @@ class _Recorder:
         if call.operator in ("Shape", "Size") and isinstance(given[0], Value) and given[0].tensor:
             sizes, attributes = self._sizes.of(given[0]), _attributes(call)
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
-            self._set(call, [whole if call.operator == "Shape" else _box(np.prod(whole))])
+            if call.operator == "Size":
+                size = np.prod(whole)
+                whole = np.array(size, object) if isinstance(size, Size) else np.asarray(size)
+            self._set(call, [whole])
             return True
         if call.operator in sequence.operators and _has_known_elements(call, given):
             assert call.function is not None
@@ -302,7 +300,8 @@ class _Recorder:
         at_once = (
             bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
         )
-        at_once = at_once and not _is_filled(call, found)
+        if call.operator == "Expand" and is_open(found[1]) and isinstance(found[0], np.ndarray):
+            at_once = at_once and found[0].dtype.kind != "f"  # a tensor of numbers, which say nothing about sizes
         results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
         step = None if at_once or bodies else self._short(call, found, results)
         if isinstance(step, Value):
@@ -374,7 +373,10 @@ class _Recorder:
                     return [filled(item, on_host) for item in x]
                 if isinstance(x, Value):
                     return next(remaining)
-                array = _choose_sizes(x, choice)
+                array = x
+                if is_open(x):
+                    numbers = [each.value.pair[choice] if isinstance(each, Size) else each for each in x.flat]
+                    array = np.array(numbers, np.int64).reshape(x.shape)
                 return array if on_host or x is None else jnp.asarray(array)
 
             return function(*(filled(x, i in hosted) for i, x in enumerate(given)))
@@ -402,10 +404,10 @@ class _Recorder:
             if call.operator == "Conv" and i == 2 and given is not None and given.array is not None:
                 given = given if given.array.any() else None  # exporters write zeros for no bias
             if isinstance(given, Value) and not at_once and not bodies:
-                is_array = given in self.arrays
+                is_array, is_number = given in self.arrays, given.array is not None and given.array.ndim == 0
                 if i in on_host and not is_array:
                     given = self._made(Step(printer.own.define("onward.engines.jax.values", "known_array"), [given]))
-                elif i not in on_host and is_array and library is None and not _is_number(given):
+                elif i not in on_host and is_array and library is None and not is_number:
                     given = self._made(Step("jnp.asarray", [given]))
             arguments.append(given)
         usual = defaults(call.operator)
@@ -459,10 +461,6 @@ def _dim(names: Identifiers, size: Any) -> str | None:
     return names.fresh(f"{plain}_size" if plain in MENTIONED else plain)
 
 
-def _shape_call(x: Value) -> tuple[str, list[Any]]:
-    return ".shape", [x]
-
-
 def _flat(given: Iterable[Any]) -> list[Any]:
     """Return arguments, with the elements of sequences in the place of these."""
     return [item for x in given for item in (x if isinstance(x, list) else [x])]
@@ -477,24 +475,6 @@ def _has_known_elements(call: Call, given: Sequence[Any]) -> bool:
     return bool(given) and isinstance(given[0], list) and is_known
 
 
-def _box(size: Any) -> np.ndarray:
-    return np.array(size, object) if isinstance(size, Size) else np.asarray(size)
-
-
-def _is_number(value: Value) -> bool:
-    return value.array is not None and value.array.ndim == 0
-
-
-def _is_filled(call: Call, found: Sequence[Any]) -> bool:
-    """Whether it makes a tensor of numbers, which say nothing about sizes."""
-    return (
-        call.operator == "Expand"
-        and is_open(found[1])
-        and isinstance(found[0], np.ndarray)
-        and found[0].dtype.kind == "f"
-    )
-
-
 def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
     """Whether the result is the same formula whatever sizes are."""
     if call.operator == "Equal":
@@ -502,14 +482,6 @@ def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
     if call.operator in ("Cast", "CastLike"):
         return bool(_attributes(call).get("to") == ir.DataType.INT64)
     return True
-
-
-def _choose_sizes(array: Any, choice: int) -> Any:
-    """An array in which sizes are numbers."""
-    if not is_open(array):
-        return array
-    numbers = [x.value.pair[choice] if isinstance(x, Size) else x for x in array.flat]
-    return np.array(numbers, np.int64).reshape(array.shape)
 
 
 def _attributes(call: Call) -> dict[str, Any]:
