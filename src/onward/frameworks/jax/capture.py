@@ -130,8 +130,11 @@ class _Captured:
 
     def __init__(self, function: Callable[..., Any], params: Tree, statistics: Tree, batch: Any):
         self.function, self.params, self.statistics, self.batch = function, params, statistics, batch
-        is_float = lambda leaf: hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        self.weights = jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, params)
+
+        def parameter(leaf: Any) -> Any:
+            return leaf if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating) else None
+
+        self.weights = jax.tree.map(parameter, params)
 
     def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
         """The result with other weights in the place of the parameters."""

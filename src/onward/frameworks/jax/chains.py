@@ -220,7 +220,7 @@ def _adafactor(tokens: _Tokens) -> Recognized:
     tokens.finish()
     if found is None or scale is None or sign != Rate(-1.0):
         raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
-    options = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
+    options: dict[str, Any] = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
     for each in (found, clip, scale):
         options |= _numbers(each.name, each.arguments) if each else {}
     if origin(found.arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.chains import Recognized, number, recognize
 from onward.frameworks.jax.closures import (
@@ -30,10 +29,13 @@ from onward.frameworks.jax.closures import (
 from onward.frameworks.jax.exact import OBJECTS
 from onward.frameworks.jax.schedule import make_schedule, read_schedule
 from onward.recipe.optimizers import FunctionOptimizer, configure
+from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState
 from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, reduced_axis, scale_rates
 from onward.vocabulary.rows import row_for
+
+Arrays = dict[str, np.ndarray]
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
 _OF_GROUPS = "group"
@@ -86,17 +88,18 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
             hint="start all schedules and moments together",
         )
     kept = _optimizer_state(state, recognized, {name: rate for name, (rate, _) in rates.items()})
-    groups: dict[Any, Group] = {}
+    members: dict[Any, tuple[Given, list[str]]] = {}
     for name in trained:
-        given, lr = recognized[name].optimizer, rates[name][0]
-        if isinstance(given, FunctionOptimizer):
-            key, made = id(given.update), dataclasses.replace(given, lr=lr)
+        made, lr = recognized[name].optimizer, rates[name][0]
+        if isinstance(made, FunctionOptimizer):
+            made = dataclasses.replace(made, lr=lr)
         else:
-            made = Spec(given.name, {"lr": lr, **given.without("lr").options})
-            key = str(made)
-        groups.setdefault(key, Group(made, [])).parameters.append(name)
+            made = Spec(made.name, {"lr": lr, **made.without("lr").options})
+        key = id(made.update) if isinstance(made, FunctionOptimizer) else str(made)
+        members.setdefault(key, (made, []))[1].append(name)
     schedule = next(iter(rates.values()))[1]
-    return Optimization([*groups.values()], kept, steps[0] if steps else 0, schedule, clip, recipe)
+    groups = [Group(*each) for each in members.values()]
+    return Optimization(groups, kept, steps[0] if steps else 0, schedule, clip, recipe)
 
 
 def _recognize_each(

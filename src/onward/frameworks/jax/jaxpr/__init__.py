@@ -8,10 +8,9 @@ function was given by hand is not known to the model; `jax.lax.stop_gradient` is
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
