@@ -37,7 +37,11 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     if len(chains) > 1:
         state = {"inner_states": {f"group{i}": {"inner_state": chain} for i, chain in enumerate(chains)}}
     state = [empty, state] if checkpoint.clip else state
-    return made.multi_steps(state) if (checkpoint.accumulate or 1) > 1 else state
+    if (checkpoint.accumulate or 1) <= 1:
+        return state
+    zeros = {name: _fill_like(checkpoint.tensors[name], 0.0) for name in made.trained}
+    counts = {"mini_step": _counter(0), "gradient_step": _counter(checkpoint.step or 0)}
+    return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
 
 class _Maker:
@@ -46,18 +50,12 @@ class _Maker:
         self._step = checkpoint.step or 0
         self._is_scheduled = any(each.words is None or each.words for each in checkpoint.schedules)
         self.groups = [group for group in of.groups if group.parameters]
-        self._trained = [str(name) for group in self.groups for name in group.parameters]
-        if unnamed := [name for name in self._trained if name not in self._tensors]:
+        self.trained = [str(name) for group in self.groups for name in group.parameters]
+        if unnamed := [name for name in self.trained if name not in self._tensors]:
             raise UnsupportedError(
                 f"the optimizer keeps state of `{unnamed[0]}`, which is no parameter of the checkpoint",
                 hint="read it together with its model, so that parameters have names",
             )
-
-    def multi_steps(self, state: Any) -> dict[str, Any]:
-        """The state of `optax.MultiSteps` at an update."""
-        zeros = {name: _fill_like(self._tensors[name], 0.0) for name in self._trained}
-        counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}
-        return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
     def chain(self, group: Group) -> list[Any]:
         if group.optimizer is None:
@@ -76,7 +74,7 @@ class _Maker:
         if row.counts or (stage == "scale_by_learning_rate" and self._is_scheduled):
             state["count"] = _counter(self._step)
         for field, slot in row.slots.items():
-            state[field] = nest_names({name: self._slot(name, slot, group, configured) for name in self._trained})
+            state[field] = nest_names({name: self._slot(name, slot, group, configured) for name in self.trained})
         return state or self._empty
 
     def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:

@@ -74,19 +74,16 @@ def read_tree(folder: Path) -> Any:
 
 
 def _entries(path: Path, table: Any) -> list[_Entry]:
+    entries = []
     with blame_file(f"`{path}` is not the table of a tree", *SENSELESS):
-        entries = [_entry(each) for each in table.values()]
+        for described in table.values():
+            keys = described["key_metadata"]
+            in_list = tuple(key["key_type"] == _IN_LIST for key in keys)
+            kind = str(described["value_metadata"]["value_type"])
+            entries.append(_Entry(tuple(str(key["key"]) for key in keys), in_list, kind))
     if len({entry.name for entry in entries}) < len(entries) or any(len(each.way) > _DEEPEST for each in entries):
         raise InvalidModelError(f"`{path}` has two places with one name, or is nested too deeply")
     return entries
-
-
-def _entry(described: Mapping[str, Any]) -> _Entry:
-    keys = described["key_metadata"]
-    way = tuple(str(key["key"]) for key in keys)
-    return _Entry(
-        way, tuple(key["key_type"] == _IN_LIST for key in keys), str(described["value_metadata"]["value_type"])
-    )
 
 
 def _keys(folder: Path) -> dict[str, str]:
@@ -134,16 +131,20 @@ def write_tree(tree: Any, folder: Path) -> None:
             strings[entry.name] = leaf
         elif isinstance(leaf, Mapping) and KEY in leaf:
             arrays[entry.name] = leaf[DATA]
-            keys.append(_key_metadata(entry.name, leaf))
+            shape, further = list(leaf[DATA].shape), {_KIND: leaf[KEY]}
+            described = {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": further}
+            keys.append({"array_metadata": described})
         elif kind not in _EMPTY:
             arrays[entry.name] = leaf if isinstance(leaf, Tensor) else ArrayTensor(np.asarray(leaf))
-        table[str(entry.way)] = _table_entry(entry)
+        types = [_IN_LIST if each else _IN_DICT for each in entry.in_list]
+        way = [{"key": key, "key_type": type_} for key, type_ in zip(entry.way, types, strict=True)]
+        value = {"value_type": kind, "skip_deserialize": kind in _EMPTY}
+        table[str(entry.way)] = {"key_metadata": way, "value_metadata": value}
     if len({*strings, *arrays}) < len(strings) + len(arrays):
         raise UnsupportedError("two places of the tree have the same name with dots between their keys")
     write_arrays(folder, arrays.items())
-    described = {"tree_metadata": table, "use_ocdbt": True, "use_zarr3": False,
-                 "store_array_data_equal_to_fill_value": True, "custom_metadata": None}  # fmt: skip
-    write_json(folder / TREE, described)
+    settings = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    write_json(folder / TREE, {"tree_metadata": table, **settings, "custom_metadata": None})
     if strings:
         write_json(folder / _STRINGS, strings)
     if keys:
@@ -168,19 +169,6 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, str | int | float | np.generic):
         return "string" if isinstance(leaf, str) else "scalar"
     raise UnsupportedError(f"Orbax has no place for {leaf!r} in a tree", hint="leave it out of the tree")
-
-
-def _table_entry(entry: _Entry) -> dict[str, Any]:
-    types = [_IN_LIST if each else _IN_DICT for each in entry.in_list]
-    keys = [{"key": key, "key_type": kind} for key, kind in zip(entry.way, types, strict=True)]
-    value = {"value_type": entry.kind, "skip_deserialize": entry.kind in _EMPTY}
-    return {"key_metadata": keys, "value_metadata": value}
-
-
-def _key_metadata(name: str, key: Mapping[str, Any]) -> dict[str, Any]:
-    shape = list(key[DATA].shape)
-    kind = {_KIND: key[KEY]}
-    return {"array_metadata": {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": kind}}
 
 
 # ---- zarr store ------------------------------------------------------------------------------------------------------

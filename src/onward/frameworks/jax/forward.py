@@ -20,7 +20,7 @@ from onward.frameworks.jax.probe import try_updates
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
-from onward.model.state import STEP, State, carried_state, states
+from onward.model.state import STEP, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
@@ -103,8 +103,7 @@ def _check_rounding(run: RunState) -> None:
     clips = "value" not in clip and clip["variant"] == "torch" and {types[name] for name in run.parameters} <= {*HALVES}
     for group in run.groups:
         is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
-        is_theirs = is_theirs or clips
-        if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
+        if (is_theirs or clips) and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{list_names(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
                 hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
@@ -132,7 +131,8 @@ class Parts:
     def arrays(self, role: str) -> dict[str, jax.Array]:
         """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""
         found = [state for state in self._states if state.role == role]
-        return {_key(state): self.framework.tensor(state.array) for state in found}
+        names = [state.parameter or state.name if role == "ema" else state.name for state in found]
+        return {name: self.framework.tensor(state.array) for name, state in zip(names, found, strict=True)}
 
     def state(self) -> tuple[Tree, optax.GradientTransformation]:
         """Where the run is, and its optimizer."""
@@ -211,10 +211,6 @@ class Parts:
         for name, array in {**numbers, STEP: state["step"]}.items():
             made.set(name, np.asarray(array), self.index)
         return made
-
-
-def _key(state: State) -> str:
-    return state.parameter or state.name if state.role == "ema" else state.name
 
 
 def types_of(model: Model) -> dict[str, np.dtype]:

@@ -30,8 +30,11 @@ def convolution(
     zero = op.constant(np.zeros((), outs[0].dtype))
     shape = [ins[0].shape[axis] for axis in order_x]
     x, sizes = spread_elements(op, x, zero, shape, [0, 0, *(apart - 1 for apart in lhs_dilation)])
-    if batch_group_count > 1:
-        x = _groups_as_features(op, x, sizes, batch_group_count)
+    if batch_group_count > 1:  # groups of examples, with kernels of their own, become groups of features
+        (count, features, *rest), groups = sizes, batch_group_count
+        apart = reshape_to(op, x, [groups, count // groups, features, *rest])
+        swapped = op.Transpose(apart, perm=[1, 0, *range(2, 3 + len(rest))])
+        x = reshape_to(op, swapped, [count // groups, groups * features, *rest])
     around = [(0, 0), (0, 0), *padding]
     if any(min(pair) < 0 for pair in padding):
         x, around = pad_axes(op, x, zero, around), [(0, 0)] * len(around)
@@ -45,14 +48,6 @@ def convolution(
         group=feature_group_count * batch_group_count,
     )
     return permute(op, y, inverse(order_y))
-
-
-def _groups_as_features(op, x, sizes, groups):
-    """Groups of examples, each of which has kernels of its own, as groups of features."""
-    count, features, *rest = sizes
-    apart = reshape_to(op, x, [groups, count // groups, features, *rest])
-    order = [1, 0, *range(2, 3 + len(rest))]
-    return reshape_to(op, op.Transpose(apart, perm=order), [count // groups, groups * features, *rest])
 
 
 # ---- pooling ---------------------------------------------------------------------------------------------------------
@@ -101,15 +96,11 @@ def _window_rule(slide, start):
             sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
             around = [(0, 0)] * len(sizes)
         pool = Pool(sizes, window_dimensions, window_strides, around, window_dilation)
-        y = slide(op, pool.enter(op, _pooled_type(op, x)), pool)
+        x = x if x.dtype.is_floating_point() else cast(op, x, np.float64)  # which holds integers of 32 bits
+        y = slide(op, pool.enter(op, x), pool)
         return cast(op, pool.leave(op, y, outs[0].shape), outs[0].dtype)
 
     return windowed
-
-
-def _pooled_type(op, x):
-    """Integers as doubles, which hold those of 32 bits."""
-    return x if x.dtype.is_floating_point() else cast(op, x, np.float64)
 
 
 def _sum(op, x, pool):
@@ -193,16 +184,10 @@ def _product(op, a, b, *, dimension_numbers, ranks):
         flipped = k_a == 0, k_b == 1
         return op.Gemm(a, b, transA=int(flipped[0]), transB=int(flipped[1])) if any(flipped) else a @ b
     if ranks[1] == batch + 2 and (ranks[0] == batch + 2 or not batch):
-        return permute(op, a, _moved_order(ranks[0], k_a, ranks[0] - 1)) @ permute(
-            op, b, _moved_order(ranks[1], k_b, batch)
-        )
+        free_a = [axis for axis in range(ranks[0]) if axis != k_a]
+        free_b = [axis for axis in range(ranks[1]) if axis != k_b]
+        return permute(op, a, [*free_a, k_a]) @ permute(op, b, [*free_b[:batch], k_b, *free_b[batch:]])
     return _einsum(op, a, b, dimension_numbers, ranks)
-
-
-def _moved_order(rank, axis, place):
-    """An order of axes in which one has moved to another place."""
-    order = [other for other in range(rank) if other != axis]
-    return [*order[:place], axis, *order[place:]]
 
 
 def _einsum(op, a, b, dimension_numbers, ranks):

@@ -30,7 +30,7 @@ class Text(str):
 
 
 class Spelling:
-    """Says which functions of optax make an optimizer, in place of calling them (see native.py)."""
+    """Says which functions of optax make an optimizer, in place of calling them (see optimizer.py)."""
 
     def __init__(self, printer: Printer, params: Mapping[str, Any]):
         self.functions: list[str] = []
