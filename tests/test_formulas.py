@@ -128,11 +128,11 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("operator", REDUCTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "int32", "int16", "uint8"])
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [("ReduceMean", "float32"), *itertools.product([*REDUCTIONS][:4], ["float32", "int32", "int16", "uint8"])],
+)
 def test_reductions(operator: str, dtype: str) -> None:
-    if operator == "ReduceMean" and dtype != "float32":
-        pytest.skip("means of integers round in ways of their own")
     x = np.arange(24).reshape(2, 3, 4).astype(dtype) % 5
     for axes in ([1], [0, 2], [-1]):
         found = compute(lambda op, e, axes=axes: reduction.reduce(op, e, operator, axes), x)

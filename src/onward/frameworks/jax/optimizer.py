@@ -26,13 +26,13 @@ from onward.frameworks.jax.closures import (
     transformations,
     walk,
 )
-from onward.frameworks.jax.exact import OBJECTS
+from onward.frameworks.jax.exact import OBJECTS, Rate
 from onward.frameworks.jax.schedule import make_schedule, read_schedule
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState
-from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, reduced_axis, scale_rates
+from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, OptaxCall, reduced_axis, scale_rates
 from onward.vocabulary.rows import row_for
 
 Arrays = dict[str, np.ndarray]
@@ -228,8 +228,13 @@ def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.Grad
 
 def is_native(spec: Spec) -> bool:
     """True if optax itself has this optimizer."""
-    row = row_for(ROWS, configure(spec))
-    return row is not None and row.difference is None
+    return _native_calls(spec, 1.0) is not None
+
+
+def _native_calls(spec: Spec, rate: Rate) -> list[OptaxCall] | None:
+    configured = configure(spec)
+    row = row_for(ROWS, configured)
+    return None if row is None or row.difference else row.calls(configured, lr=rate)
 
 
 def transformation(run: RunState, ox: Any) -> Any:
@@ -239,11 +244,7 @@ def transformation(run: RunState, ox: Any) -> Any:
         rate = make_schedule(run.schedule, group.lr, ox)
         if isinstance(group.optimizer, FunctionOptimizer):
             made.append(ox.executed(group.optimizer, f"group{i}", rate))
-        elif is_native(group.spec):
-            configured = configure(group.spec)
-            row = row_for(ROWS, configured)
-            assert row is not None
-            calls = row.calls(configured, lr=rate)
+        elif (calls := _native_calls(group.spec, rate)) is not None:
             made.append(ox.chain(*(getattr(ox, name)(**arguments) for name, arguments in calls)))
         else:
             made.append(ox.exact(group, rate))
