@@ -1,4 +1,4 @@
-"""msgpack, as Flax writes trees in it: a reader that leaves arrays where they lie."""
+"""msgpack, as Flax writes trees in it. The reader leaves arrays where they are in the file."""
 
 from __future__ import annotations
 
@@ -74,9 +74,16 @@ class _Reader:
             return tag if tag < 0x80 else tag - 256
         if tag < 0xC0:
             return self.map(tag & 15) if tag < 0x90 else self.list(tag & 15) if tag < 0xA0 else self.text(tag & 31)
-        if tag not in _READERS:
+        if tag in _SIZED:
+            read, kind = _SIZED[tag]
+            return read(self, self.number(kind))
+        if tag in _NUMBERS:
+            return self.number(_NUMBERS[tag])
+        if tag in _FIXED_EXTENSIONS:
+            return self.extension(_FIXED_EXTENSIONS[tag])
+        if tag not in _CONSTANTS:
             raise self.problem("there is no such type")
-        return _READERS[tag](self)
+        return _CONSTANTS[tag]
 
     def take(self, size: int) -> bytes:
         if size > self._end - self.at:
@@ -167,35 +174,22 @@ def _in_order(parts: Any) -> list[Any] | None:
     return [*parts.values()]
 
 
-def _sized_reader(read: Callable[[_Reader, int], Any], kind: str) -> Callable[[_Reader], Any]:
-    return lambda reader: read(reader, reader.number(kind))
-
-
-def _number(kind: str) -> Callable[[_Reader], Any]:
-    return lambda reader: reader.number(kind)
-
-
-def _fixed_reader(size: int) -> Callable[[_Reader], Any]:
-    return lambda reader: reader.extension(size)
-
-
 _BINARY = {0xC4: "B", 0xC5: "H", 0xC6: "I"}
-_READERS: dict[int, Callable[[_Reader], Any]] = {
-    0xC0: lambda reader: None,
-    0xC2: lambda reader: False,
-    0xC3: lambda reader: True,
-    **{tag: _sized_reader(_Reader.take, kind) for tag, kind in _BINARY.items()},
-    **{tag: _sized_reader(_Reader.extension, kind) for tag, kind in enumerate("BHI", 0xC7)},
-    **{tag: _number(kind) for tag, kind in enumerate("fdBHIQbhiq", 0xCA)},
-    **{tag: _fixed_reader(size) for tag, size in enumerate((1, 2, 4, 8, 16), 0xD4)},
-    **{tag: _sized_reader(_Reader.text, kind) for tag, kind in enumerate("BHI", 0xD9)},
-    **{tag: _sized_reader(_Reader.list, kind) for tag, kind in enumerate("HI", 0xDC)},
-    **{tag: _sized_reader(_Reader.map, kind) for tag, kind in enumerate("HI", 0xDE)},
-}
-"""By the first byte of a value."""
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = dict(enumerate("fdBHIQbhiq", 0xCA))
+_FIXED_EXTENSIONS = dict(enumerate((1, 2, 4, 8, 16), 0xD4))
+_SIZED: dict[int, tuple[Callable[[_Reader, int], Any], str]] = {
+    tag: (read, kind)
+    for read, first, kinds in (
+        (_Reader.take, 0xC4, "BHI"), (_Reader.extension, 0xC7, "BHI"), (_Reader.text, 0xD9, "BHI"),
+        (_Reader.list, 0xDC, "HI"), (_Reader.map, 0xDE, "HI"),
+    )
+    for tag, kind in enumerate(kinds, first)
+}  # fmt: skip
+"""By the first byte of a value: constants, types of numbers, sizes of extensions, what reads so many and their type."""
 
 
-# ---- message writer --------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 LARGEST_PIECE = 2**30
 """Bytes. Flax cuts larger arrays into pieces."""

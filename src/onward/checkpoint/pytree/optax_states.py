@@ -1,7 +1,9 @@
-"""States of optax for optimizers of a recipe: the trees that the `init` of optax's own optimizers makes, filled.
+"""States of optax: written for optimizers of a recipe, and read from trees.
 
-Where optax has an optimizer by name (`optax.adamw`), its state is that one's; where it takes several transformations,
-that of their chain, as `onward.to_jax` makes it.
+Written are the trees that the `init` of optax's own optimizers makes, filled. Where optax has an optimizer by name
+(`optax.adamw`), its state is that one's; where it takes several transformations, that of their chain, as
+`onward.to_jax` makes it. What is read has the fields of states, but neither classes nor numbers of optimizers: fields
+tell what is kept, and which optimizers it can be of.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     warn(f"epsilon {settings.eps:g} is added at another place in optax than by `{' of '.join(name)}`{more}")
 
 
-# ---- optax trees -----------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 _STATES = {
     frozenset({*row.slots, *(["count"] if row.counts else [])}): row.slots

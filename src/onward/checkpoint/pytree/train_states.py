@@ -1,4 +1,4 @@
-"""What trees of JAX hold: parameters, states of optax, counters, keys of random numbers."""
+"""Trees of JAX as checkpoints, and back: parameters, states of optax, counters, keys of random numbers."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
     return said
 
 
-# ---- tree writing ----------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 _TREES: dict[str, Any] = {"orbax": None, "flax": {}}
 """Formats of trees, and what they store a state of optax as that keeps nothing."""

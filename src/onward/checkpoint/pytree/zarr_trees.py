@@ -1,4 +1,7 @@
-"""A tree as Orbax stores it in a folder: a table of the places of a tree, arrays in zarr, and texts."""
+"""A tree as Orbax stores it in a folder: a table of the places of a tree, arrays in zarr, and strings.
+
+tensorstore reads and writes arrays in zarr: in a database of OCDBT, or each in a folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,7 @@ def _kind(leaf: Any) -> str:
     raise UnsupportedError(f"Orbax has no place for {leaf!r} in a tree", hint="leave it out of the tree")
 
 
-# ---- zarr store ------------------------------------------------------------------------------------------------------
+# ---- arrays ----------------------------------------------------------------------------------------------------------
 
 _CHUNK = 32 << 20
 """Bytes that are written as one chunk, unless a row has more."""
@@ -269,9 +272,6 @@ def _kvstore(folder: Path, name: str, ocdbt: bool) -> dict[str, Any]:
 def _first(error: BaseException) -> str:
     """What tensorstore says, without the whole of what it was asked for."""
     return str(error).partition(" [")[0][:300]
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_arrays(folder: Path, arrays: Iterable[tuple[str, Tensor]]) -> None:

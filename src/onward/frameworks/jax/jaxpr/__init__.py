@@ -114,7 +114,7 @@ def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: 
     return list(given)
 
 
-# ---- trace -----------------------------------------------------------------------------------------------------------
+# ---- tracing ---------------------------------------------------------------------------------------------------------
 
 
 def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:

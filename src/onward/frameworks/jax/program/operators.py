@@ -1,4 +1,4 @@
-"""The rows of the engine's table as source."""
+"""The rows of the engine's table as source; numbers, names and types as source."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _keywords(row: Row) -> dict[str, str | None]:
     return {argument.arg: None if default is None else ast.unparse(default) for argument, default in pairs}
 
 
-# ---- literals --------------------------------------------------------------------------------------------------------
+# ---- numbers and names -----------------------------------------------------------------------------------------------
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
