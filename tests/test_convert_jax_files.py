@@ -241,10 +241,10 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     import jax.numpy as jnp
 
     from onward.frameworks.jax.program.operators import INSTEAD
-    from onward.frameworks.jax.program.printer import Printer
+    from onward.frameworks.jax.program.printer import GraphPrinter
     from onward.frameworks.program.own_source import OwnSource
 
-    model, printer = onward.load(proto), Printer(OwnSource(instead=INSTEAD, annotated=False))
+    model, printer = onward.load(proto), GraphPrinter(OwnSource(instead=INSTEAD, annotated=False))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
     lines, results = printer.body(model, given)
     exact = printer.helper("exact")

@@ -175,7 +175,7 @@ FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
 _COUNTERS = ("count", "step", "gradient_step")
 
 
-class Slot(NamedTuple):
+class KeptSlot(NamedTuple):
     parameter: str
     slot: str
     sign: int = 1
@@ -186,7 +186,7 @@ class Slot(NamedTuple):
 class States:
     """What there is in a state of optax, by place."""
 
-    slots: dict[Way, Slot] = dataclasses.field(default_factory=dict)
+    slots: dict[Way, KeptSlot] = dataclasses.field(default_factory=dict)
     counts: list[Way] = dataclasses.field(default_factory=list)
     schedules: list[Way] = dataclasses.field(default_factory=list)
     """Counters that are all that a state has: those of schedules."""
@@ -234,7 +234,7 @@ class States:
     def _slots(self, slots: Mapping[str, str], fields: Mapping[str, Any], way: Way, label: str, sign: int) -> None:
         for slot, field in slots.items():
             found = names_of_tensors(fields[field], (*way, field))
-            self.slots |= {place: Slot(name, slot, sign) for place, name in found.items()}
+            self.slots |= {place: KeptSlot(name, slot, sign) for place, name in found.items()}
             members = self.members.setdefault(label, [])
             members += [name for name in found.values() if name not in members]
 

@@ -47,7 +47,7 @@ _DEEPEST = 3
 
 
 @dataclasses.dataclass
-class Meaning:
+class TreeMeaning:
     """What the places of a tree are."""
 
     parameters: dict[Way, str] = dataclasses.field(default_factory=dict)
@@ -63,9 +63,9 @@ class Meaning:
         return [*([self.step] if self.step else []), *(self.states.counts if self.states else [])]
 
 
-def meaning_of(tree: Any) -> Meaning:
+def meaning_of(tree: Any) -> TreeMeaning:
     """What is where, by the names that trainings use. Where nothing is called parameters, all tensors are."""
-    found = Meaning(random=_keys(tree))
+    found = TreeMeaning(random=_keys(tree))
     optimizer = find(tree, OPTIMIZER, ())
     taken = [optimizer] if optimizer else []
     root = find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
@@ -156,7 +156,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     return Checkpoint(path, format, title, tensors, **known)
 
 
-def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
+def updates_made(meaning: TreeMeaning, flat: Mapping[Way, Any]) -> int | None:
     """Updates made so far: as the optimizer counts, and else the training, which may count batches."""
     counted = [number(flat[way]) for way in (meaning.states.counts if meaning.states else ())]
     known = [count for count in counted if count is not None]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.closures import Scheduled, Transformation, free_variables, origin
+from onward.frameworks.jax.closures import ScheduledNumber, Transformation, free_variables, origin
 from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
 from onward.vocabulary.optax import TRANSFORMATIONS, row_of
 
 
-class Rate(NamedTuple):
+class ChainRate(NamedTuple):
     """A constant factor, times what a schedule says if there is one."""
 
     factor: float
@@ -30,7 +30,7 @@ class Recognized(NamedTuple):
     """An optimizer without its learning rate, and that rate."""
 
     optimizer: Given
-    rate: Rate
+    rate: ChainRate
     buffer_over_trace: Callable[[float], float] = lambda lr: 1.0
     """What our momentum buffer is, as a multiple of optax's trace."""
     needs_constant_rate: bool = False
@@ -87,14 +87,14 @@ class _Tokens:
         numbers = _numbers(found.name, found.arguments) if found else None
         return {**numbers, "nesterov": bool(numbers["nesterov"])} if numbers else None
 
-    def rate(self) -> Rate:
+    def rate(self) -> ChainRate:
         factor, schedule = 1.0, None
         while found := self.take("scale", "scale_by_schedule"):
             more = _rate(found)
             if schedule and more.schedule:
                 raise UnsupportedError("the learning rate is the product of two schedules")
             factor, schedule = factor * more.factor, schedule or more.schedule
-        return Rate(factor, schedule)
+        return ChainRate(factor, schedule)
 
     def finish(self) -> None:
         if self._left:
@@ -103,20 +103,20 @@ class _Tokens:
             raise UnsupportedError(f"{names} at this place of the chain has no counterpart in a recipe")
 
 
-def _rate(found: Transformation) -> Rate:
+def _rate(found: Transformation) -> ChainRate:
     if found.name == "scale":
         size = found.arguments["step_size"]
-        return Rate(size.factor, size.schedule) if isinstance(size, Scheduled) else Rate(float(size))
+        return ChainRate(size.factor, size.schedule) if isinstance(size, ScheduledNumber) else ChainRate(float(size))
     function = found.arguments["step_size_fn"]
     if origin(function) == "scale_by_learning_rate":
         free = free_variables(function)
-        return Rate(float(free["m"]), free["learning_rate"])
-    return Rate(1.0, function)
+        return ChainRate(float(free["m"]), free["learning_rate"])
+    return ChainRate(1.0, function)
 
 
 def number(arguments: Mapping[str, Any], name: str) -> float:
     value = arguments[name]
-    if callable(value) or isinstance(value, Scheduled):
+    if callable(value) or isinstance(value, ScheduledNumber):
         raise UnsupportedError(f"`{name}` follows a schedule, and only the learning rate can")
     return float(value)
 
@@ -180,7 +180,9 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 
 
-def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: dict[str, Any] | None) -> Recognized:
+def _with_momentum(
+    spec: Spec, rate: ChainRate, inner: dict[str, Any] | None, outer: dict[str, Any] | None
+) -> Recognized:
     """Momentum has the rate outside its buffer (inner) or inside (outer)."""
     momentum = inner or outer
     if momentum is None:
@@ -218,7 +220,7 @@ def _adafactor(tokens: _Tokens) -> Recognized:
     decay = tokens.decay()
     sign = tokens.rate()
     tokens.finish()
-    if found is None or scale is None or sign != Rate(-1.0):
+    if found is None or scale is None or sign != ChainRate(-1.0):
         raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
     options: dict[str, Any] = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
     for each in (found, clip, scale):
@@ -227,7 +229,7 @@ def _adafactor(tokens: _Tokens) -> Recognized:
         raise UnsupportedError("a `decay_rate_fn` of one's own cannot be read")
     factored = found.arguments["factored"]
     options["min_dim_size_to_factor"] = int(options["min_dim_size_to_factor"]) if factored else _NO_AXIS
-    return Recognized(Spec("adafactor", options), Rate(-rate.factor, rate.schedule))
+    return Recognized(Spec("adafactor", options), ChainRate(-rate.factor, rate.schedule))
 
 
 _NEVER = 1e300
@@ -241,4 +243,4 @@ def _ours(arguments: Mapping[str, Any]) -> Recognized:
     rate, rules = arguments["rate"], arguments.get("rules")
     rule = next(iter(rules.values()))[1] if rules else arguments["rule"]
     optimizer = free_variables(rule)["function" if rules is None else "spec"]
-    return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))
+    return Recognized(optimizer, ChainRate(-1.0, rate) if callable(rate) else ChainRate(-float(rate)))

@@ -36,24 +36,24 @@ Visit = Callable[[Transformation], Any]
 """Gives the state that is to be in place of the transformation's."""
 
 
-class Scheduled(float):
+class ScheduledNumber(float):
     """A number of `inject_hyperparams` as it is now, which knows the schedule that it comes from."""
 
     schedule: Callable[[Any], Any]
     factor: float
 
     @classmethod
-    def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> Scheduled:
+    def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> ScheduledNumber:
         made = cls(value)
         made.schedule, made.factor = schedule, factor
         return made
 
-    def __mul__(self, other: float) -> Scheduled:
-        return Scheduled.now(float(self) * other, self.schedule, self.factor * other)
+    def __mul__(self, other: float) -> ScheduledNumber:
+        return ScheduledNumber.now(float(self) * other, self.schedule, self.factor * other)
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> Scheduled:
+    def __neg__(self) -> ScheduledNumber:
         return self * -1
 
 
@@ -122,7 +122,7 @@ def _numbers_of(free: Mapping[str, Any], state: Any) -> dict[str, float]:
                 f"`{name}` follows a schedule with a state of its own", hint="use a function of the count of updates"
             )
         function = schedule.schedule_fn
-        numbers[name] = Scheduled.now(float(function(state.hyperparams_states[name].count)), function)
+        numbers[name] = ScheduledNumber.now(float(function(state.hyperparams_states[name].count)), function)
     return numbers
 
 

@@ -1,6 +1,7 @@
-"""Updates that optax does not have, as transformations of optax: our own definitions, executed by JAX.
+"""Updates that optax does not have, as transformations of optax, executed by JAX.
 
-A definition is the function that a training model has for it (see recipe/optimizers/updates.py).
+They are our own definitions, the functions that training models have for them (recipe/optimizers/updates.py), or
+optimizers that a training model has as a function.
 """
 
 from __future__ import annotations

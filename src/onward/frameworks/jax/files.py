@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.errors import InvalidModelError
 from onward.frameworks.files import check_numbers, compare
-from onward.frameworks.jax.forward import Parts
+from onward.frameworks.jax.forward import TrainingParts
 from onward.frameworks.jax.program import CONSTANTS, STATE, child, write_program
 from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
 from onward.frameworks.jax.runtime import write as write_arrays
@@ -25,7 +25,7 @@ from onward.run_state.problems import Problems
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write `run.py` and the arrays that it reads into a folder."""
-    parts = Parts(model)
+    parts = TrainingParts(model)
     state, _ = parts.state()
     source, constants = write_program(parts, state["params"], model.graph.name or path.name)
     with replacing(path) as folder, tempfile.TemporaryDirectory() as place:
@@ -44,7 +44,7 @@ def write(model: Model, path: Path) -> list[Path]:
 def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a folder, of which nothing is executed."""
     arrays = _arrays(path / STATE)
-    parts = Parts(like)
+    parts = TrainingParts(like)
     state, tx = parts.state()
     problems = Problems(f"the state of `{path}`")
     compare(problems, arrays, leaves_by_name(state))

@@ -65,7 +65,7 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
     - `step`: which one, of a training model with several
     - `probe`: make a few updates on both sides, and compare
     """
-    parts = Parts(of_one_opset(load(training)), step)
+    parts = TrainingParts(of_one_opset(load(training)), step)
     run = parts.run
     state, tx = parts.state()
     if probe:
@@ -110,7 +110,7 @@ def _check_rounding(run: RunState) -> None:
             )
 
 
-class Parts:
+class TrainingParts:
     """What of a training model is what in JAX."""
 
     def __init__(self, model: Model, asked: int | None = None):

@@ -147,7 +147,7 @@ primitives(**dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, out
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class GatherWindows:
     """Which elements of an operand are meant: a window of `sizes` at each start."""
 
     operand: Sequence[Any]
@@ -243,7 +243,7 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
     numbers = dimension_numbers
     paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     dropped = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
-    windows = Windows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
+    windows = GatherWindows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
     columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
     if windows.indexed == list(numbers.collapsed_slice_dims) and len(windows.indexed) == 1:
         found = _take(op, x, columns, windows)
@@ -335,7 +335,9 @@ def _scatter_windows(numbers, ins):
     dropped = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
     own = iter(numbers.update_window_dims)
     sizes = [1 if axis in dropped else ins[2].shape[next(own)] for axis in range(len(ins[0].shape))]
-    windows = Windows(ins[0].shape, ins[1].shape[:-1], sizes, numbers.scatter_dims_to_operand_dims, paired, dropped)
+    windows = GatherWindows(
+        ins[0].shape, ins[1].shape[:-1], sizes, numbers.scatter_dims_to_operand_dims, paired, dropped
+    )
     return windows, windows.order(numbers.update_window_dims)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from onward.frameworks.jax.forward import Parts, types_of
+from onward.frameworks.jax.forward import TrainingParts, types_of
 from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
-from onward.frameworks.jax.program.printer import Printer
+from onward.frameworks.jax.program.printer import GraphPrinter
 from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.layout import arrange_imports, break_lines
@@ -26,9 +26,9 @@ STATE = "state.safetensors"
 CONSTANTS = "constants.safetensors"
 
 
-def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
+def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
     """Return the program that resumes a run, and the constants that it reads from a file of their own."""
-    printer = Printer(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
+    printer = GraphPrinter(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
@@ -67,7 +67,7 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def _take_inputs(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
+def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
     """Statements that take what a model is fed, and the expressions for all its inputs."""
     kinds, types, lines, given = parts.kinds, types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
@@ -82,7 +82,7 @@ def _take_inputs(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[
     return lines, given
 
 
-def _loss(parts: Parts, printer: Printer) -> str:
+def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
     model, contract = parts.forward()
     assert contract.loss is not None
     taken, given = _take_inputs(parts, model, "batch")
@@ -102,7 +102,7 @@ def _loss(parts: Parts, printer: Printer) -> str:
     )
 
 
-def _apply(parts: Parts, printer: Printer) -> str:
+def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
     model = parts.inference()
     taken, given = _take_inputs(parts, model, "inputs")
     lines, results = printer.body(model, given)
@@ -118,7 +118,7 @@ def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(parts: Parts, optimizer: str) -> str:
+def _run(parts: TrainingParts, optimizer: str) -> str:
     recipe = parts.run.recipe
     accumulates = int(recipe.get("accumulate", 1)) > 1
     count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'

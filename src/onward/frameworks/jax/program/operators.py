@@ -27,7 +27,7 @@ INSTEAD = {
 """What of the engine needs more of us than a file should, and where it is written without that."""
 
 
-class Row(NamedTuple):
+class OperatorSource(NamedTuple):
     module: str
     value: ast.expr | str
     """An expression, or the name of a function."""
@@ -39,14 +39,14 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, OperatorSource]:
     """By operator: where its row is."""
-    found: dict[str, Row] = {}
+    found: dict[str, OperatorSource] = {}
     for family in FAMILIES:
         for module in (f"onward.engines.jax.{family}", f"onward.engines.shared.{family}"):
             if importlib.util.find_spec(module) is not None:
                 for name, value in _rows_of(parse_module(module)):
-                    found.setdefault(name, Row(module, value))
+                    found.setdefault(name, OperatorSource(module, value))
     return found
 
 
@@ -95,7 +95,7 @@ def is_optional(operator: str, name: str) -> bool:
     return _keywords(rows()[operator]).get(name) == "None"
 
 
-def _keywords(row: Row) -> dict[str, str | None]:
+def _keywords(row: OperatorSource) -> dict[str, str | None]:
     """Attributes that a row asks for, with its own defaults."""
     node: Any = row.value
     if isinstance(node, str):

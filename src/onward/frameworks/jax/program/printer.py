@@ -63,7 +63,7 @@ _FEW = 64
 """Arrays with more elements than this are computed when the program runs."""
 
 
-class Printer:
+class GraphPrinter:
     """Writes graphs as functions; the operators that they call are collected on the way."""
 
     def __init__(self, own: OwnSource):
@@ -145,7 +145,7 @@ class _OneByOne(Jax):
 class _Recorder:
     """The calls of one function, or of one that is defined in it."""
 
-    def __init__(self, printer: Printer, framework: Jax):
+    def __init__(self, printer: GraphPrinter, framework: Jax):
         self._printer = printer
         self._framework = framework
         self._sizes = Sizes()

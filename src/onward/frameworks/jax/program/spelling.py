@@ -11,7 +11,7 @@ import numpy as np
 from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
 from onward.frameworks.jax.optimizer import transformation
 from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
-from onward.frameworks.jax.program.printer import Printer
+from onward.frameworks.jax.program.printer import GraphPrinter
 from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -32,7 +32,7 @@ class Text(str):
 class Spelling:
     """Says which functions of optax make an optimizer, in place of calling them (see optimizer.py)."""
 
-    def __init__(self, printer: Printer, params: Mapping[str, Any]):
+    def __init__(self, printer: GraphPrinter, params: Mapping[str, Any]):
         self.functions: list[str] = []
         """Definitions that what is said needs."""
         self._printer = printer
