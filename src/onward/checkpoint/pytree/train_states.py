@@ -249,7 +249,7 @@ def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
     before = updates_made(meaning, flat)
     passed = 0 if checkpoint.step is None or before is None else checkpoint.step - before
     for way, count in counts.items():
-        unit = count // before if before and count % before == 0 and count else 1  # of what a training counts by update
+        unit = count // before if before and count % before == 0 and count else 1  # in what a training counts
         new[way] = _counter(flat[way], count + passed * unit)
     if meaning.states and checkpoint.optimizers:
         kept = checkpoint.optimizers[0].slots
