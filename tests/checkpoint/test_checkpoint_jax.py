@@ -21,7 +21,7 @@ from paths import CHECKPOINTS
 import onward
 from onward.checkpoint import StoredTensor, Tensor
 from onward.checkpoint.formats import zarr_tree
-from onward.checkpoint.pytree import message_writer, messages
+from onward.checkpoint.pytree import messages
 from onward.recipe.spec import parse
 
 pytestmark = needs("jax", "optax", "orbax", "flax")
@@ -114,7 +114,7 @@ def test_messages_are_those_of_flax(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from flax import serialization
 
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", largest)
-    monkeypatch.setattr(message_writer, "LARGEST_PIECE", largest)
+    monkeypatch.setattr(messages, "LARGEST_PIECE", largest)
     numbers = [0, 1, -1, 127, 128, -32, -33, -128, -129, 70_000, 2**40, -(2**40), 2**63, 1.5, float("inf")]
     tree = {
         "params": {"w": np.arange(60, dtype=np.float32).reshape(3, 4, 5), "none": np.zeros((0, 2))},
@@ -127,7 +127,7 @@ def test_messages_are_those_of_flax(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_bytes(serialization.msgpack_serialize(tree))
     ours = messages.read_messages(path)
     written = io.BytesIO()
-    message_writer.write_messages(ours, written)
+    messages.write_messages(ours, written)
     assert written.getvalue() == path.read_bytes()
     same(loaded(ours), serialization.msgpack_restore(path.read_bytes()))
     assert largest == 64 or isinstance(ours["params"]["w"], StoredTensor)
@@ -226,7 +226,7 @@ def test_states_are_those_of_optax(tmp_path: Path, name: str) -> None:
     import optax
     from flax import serialization
 
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     make, words = OPTIMIZERS[name]
     training = Training(make(optax), 2)

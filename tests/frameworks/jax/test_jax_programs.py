@@ -181,7 +181,7 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _operators() -> Iterator[str]:
-    from onward.frameworks.jax.source.operators import rows
+    from onward.frameworks.jax.program.operators import rows
 
     return iter(sorted(rows()))
 
@@ -191,7 +191,7 @@ def test_all_operators_can_be_written() -> None:
     import builtins
     import symtable
 
-    from onward.frameworks.jax.source.operators import INSTEAD, define, short
+    from onward.frameworks.jax.program.operators import INSTEAD, define, short
     from onward.frameworks.program.own_source import OwnSource
 
     own, refused = OwnSource(instead=INSTEAD, annotated=False), []
@@ -241,11 +241,11 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     """What a program of a model computes."""
     import jax.numpy as jnp
 
-    from onward.frameworks.jax.source.operators import INSTEAD
-    from onward.frameworks.jax.source.printer import Printer
+    from onward.frameworks.jax.program.operators import INSTEAD
+    from onward.frameworks.jax.program.printer import GraphPrinter
     from onward.frameworks.program.own_source import OwnSource
 
-    model, printer = onward.load(proto), Printer(OwnSource(instead=INSTEAD, annotated=False))
+    model, printer = onward.load(proto), GraphPrinter(OwnSource(instead=INSTEAD, annotated=False))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
     lines, results = printer.body(model, given)
     exact = printer.helper("exact")

@@ -84,7 +84,7 @@ def fed(weights: Arrays) -> onward.Model:
 
 
 def run_of(tx: Any, state: Any, params: Any) -> RunState:
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     found = read_optimizer(tx, state, params)
     trained = [name for group in found.groups for name in group.parameters]
@@ -103,7 +103,7 @@ def some_updates(make: Callable[[], Any], dtype: str) -> tuple[float, float]:
     """optax for 3 updates, then both for 6; and what optax does that was made of our run. Largest differences."""
     import jax
 
-    from onward.frameworks.jax.native import make_optimizer
+    from onward.frameworks.jax.optimizer import make_optimizer
 
     with jax.enable_x64(dtype == "float64"):
         tx, params, source = make(), tree(dtype), gradients(dtype, 1)
@@ -216,7 +216,7 @@ def test_state_comes_back() -> None:
     import jax
     import optax
 
-    from onward.frameworks.jax.native import make_optimizer
+    from onward.frameworks.jax.optimizer import make_optimizer
 
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_decay_schedule(0.1, 9), eps=1e-3))
     params = flat(tree())
@@ -224,7 +224,7 @@ def test_state_comes_back() -> None:
     for _ in range(4):
         given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
         state, params = update(tx, state, params, given)
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     found = read_optimizer(tx, state, params)
     run = RunState(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
@@ -257,7 +257,7 @@ NATIVE = {
 @pytest.mark.slow("adafactor:variant=optax,min_dim_size_to_factor=4", "radam:beta2=0.9")
 @pytest.mark.parametrize("optimizer", [*sorted(EXACT), *sorted(NATIVE)])
 def test_every_optimizer_in_optax(optimizer: str) -> None:
-    from onward.frameworks.jax.native import is_native, make_optimizer
+    from onward.frameworks.jax.optimizer import is_native, make_optimizer
 
     weights = flat(tree())
     training = onward.prepare(
@@ -285,9 +285,10 @@ def test_every_optimizer_in_optax(optimizer: str) -> None:
 def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: str) -> None:
     """Where optax has no such state, `to_jax` computes the update itself."""
     from onward.checkpoint.pytree.optax_states import stages
-    from onward.frameworks.jax.native import is_native
+    from onward.frameworks.jax.optimizer import is_native
     from onward.recipe.optimizers import configure
-    from onward.vocabulary.optax import ELSE, difference_from_optax
+    from onward.vocabulary.optax import ROWS
+    from onward.vocabulary.rows import row_for
 
     for variant in ("torch", "keras", "optax", "transformers"):
         for option in ("", "weight_decay=0.1", "momentum=0.9", "amsgrad=1", "maximize=1", "momentum=0.9,dampening=0.1"):
@@ -296,9 +297,9 @@ def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: 
                 configured = configure(spec)
             except RecipeError:
                 continue
-            difference = difference_from_optax(name, configured.settings)
-            assert is_native(spec) == (difference is None), spec
-            if difference != ELSE:
+            row = row_for(ROWS, configured)
+            assert is_native(spec) == (row is not None and row.difference is None), spec
+            if row is not None:
                 assert stages(spec, configured), spec
                 continue
             with pytest.raises(UnsupportedError, match="optax has no optimizer"):
@@ -314,7 +315,7 @@ def test_the_tables_of_the_documentation() -> None:
 
     import optax
 
-    from onward.frameworks.jax.native import is_native
+    from onward.frameworks.jax.optimizer import is_native
 
     page = (ROOT / "docs/frameworks/jax.md").read_text(encoding="utf-8")
     for row in OPTAX_SUPPORT:
@@ -363,7 +364,7 @@ def test_sixty_steps_of_a_schedule(name: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from onward.frameworks.jax.schedules import make_schedule, read_schedule
+    from onward.frameworks.jax.schedule import make_schedule, read_schedule
 
     assert len(schedules()) == 20
     theirs = list(schedules().values())[name]
@@ -389,7 +390,7 @@ def test_a_schedule_that_others_have(schedule: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from onward.frameworks.jax.schedules import make_schedule, read_schedule
+    from onward.frameworks.jax.schedule import make_schedule, read_schedule
 
     made = make_schedule([parse(schedule)], 0.1)
     weights = {"w": np.ones((2, 2), np.float32)}
@@ -438,7 +439,7 @@ def refused() -> list[tuple[Any, str]]:
 
 @pytest.mark.parametrize("number", range(18))
 def test_what_is_refused(number: int) -> None:
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     tx, message = refused()[number]
     assert len(refused()) == 18
@@ -449,7 +450,7 @@ def test_what_is_refused(number: int) -> None:
 def test_counts_that_differ() -> None:
     import optax
 
-    from onward.frameworks.jax.optimizers import read_optimizer
+    from onward.frameworks.jax.optimizer import read_optimizer
 
     tx = optax.adam(optax.cosine_decay_schedule(0.1, 10))
     adam, schedule = tx.init(tree())
@@ -462,7 +463,7 @@ def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
 
     import optax
 
-    from onward.frameworks.jax.trial import try_updates
+    from onward.frameworks.jax.probe import try_updates
     from onward.run_state.state import Group
 
     tx = optax.adam(1e-2, eps=1e-3)

@@ -16,8 +16,8 @@ from optax._src import alias
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
 from onward.frameworks.jax import from_jax, to_jax
-from onward.frameworks.jax.closures import Transformation, origin, walk
-from onward.frameworks.jax.schedules import make_schedule
+from onward.frameworks.jax.closures import origin, transformations
+from onward.frameworks.jax.schedule import make_schedule
 from onward.model import Model
 from onward.run_state.state import from_training_model
 
@@ -203,13 +203,8 @@ def _outcome(kind: str, carried: Any, training: Model) -> Outcome:
     """Losses are functions of the graph; optimizers are chains, in which one of ours may be."""
     if kind == "losses":
         return Outcome("exact")
-    found: list[str] = []
-
-    def visit(each: Transformation) -> Any:
-        found.append(each.name)
-        return each.state
-
-    walk(carried.tx.update, carried.state["opt_state"], carried.state["params"], visit)
+    state = carried.state
+    found = [each.name for each in transformations(carried.tx, state["opt_state"], state["params"])]
     if kind == "optimizers":
         chain = ", ".join(f"`{name}`" for name in found if name != "identity")
         return Outcome("native", chain) if all(hasattr(optax, name) for name in found) else Outcome("exact")

@@ -7,11 +7,9 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
-from onward.checkpoint.pytree.message_writer import write_messages
-from onward.checkpoint.pytree.messages import begins_a_tree, read_messages
-from onward.checkpoint.pytree.pytrees import KEY, leaves, without_lists
-from onward.checkpoint.pytree.train_states import checkpoint_of_tree, meaning_of
-from onward.checkpoint.pytree.tree_writing import tree_of
+from onward.checkpoint.pytree import KEY, leaves, without_lists
+from onward.checkpoint.pytree.messages import begins_a_tree, read_messages, write_messages
+from onward.checkpoint.pytree.train_states import checkpoint_of_tree, meaning_of, tree_of
 from onward.errors import UnsupportedError, list_names, warn
 
 

@@ -12,10 +12,9 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.optimizer_json import with_words, words_of
 from onward.checkpoint.pytorch.folders import has
-from onward.checkpoint.pytree.pytrees import leaves, with_lists
-from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree
-from onward.checkpoint.pytree.tree_writing import tree_of
-from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_tree
+from onward.checkpoint.pytree import leaves, with_lists
+from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree, tree_of
+from onward.checkpoint.pytree.zarr_trees import TREE, read_layout, read_tree, write_tree
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError

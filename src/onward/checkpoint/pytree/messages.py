@@ -1,4 +1,4 @@
-"""msgpack, as Flax writes trees in it: a reader that leaves arrays where they lie."""
+"""msgpack, as Flax writes trees in it. The reader leaves arrays where they are in the file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.pytorch.archive import TYPES as OF_PYTORCH
 from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import blame_file, regular
 
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
@@ -74,9 +74,16 @@ class _Reader:
             return tag if tag < 0x80 else tag - 256
         if tag < 0xC0:
             return self.map(tag & 15) if tag < 0x90 else self.list(tag & 15) if tag < 0xA0 else self.text(tag & 31)
-        if tag not in _READERS:
+        if tag in _SIZED:
+            read, kind = _SIZED[tag]
+            return read(self, self.number(kind))
+        if tag in _NUMBERS:
+            return self.number(_NUMBERS[tag])
+        if tag in _FIXED_EXTENSIONS:
+            return self.extension(_FIXED_EXTENSIONS[tag])
+        if tag not in _CONSTANTS:
             raise self.problem("there is no such type")
-        return _READERS[tag](self)
+        return _CONSTANTS[tag]
 
     def take(self, size: int) -> bytes:
         if size > self._end - self.at:
@@ -167,29 +174,126 @@ def _in_order(parts: Any) -> list[Any] | None:
     return [*parts.values()]
 
 
-def _sized_reader(read: Callable[[_Reader, int], Any], kind: str) -> Callable[[_Reader], Any]:
-    return lambda reader: read(reader, reader.number(kind))
-
-
-def _number(kind: str) -> Callable[[_Reader], Any]:
-    return lambda reader: reader.number(kind)
-
-
-def _fixed_reader(size: int) -> Callable[[_Reader], Any]:
-    return lambda reader: reader.extension(size)
-
-
 _BINARY = {0xC4: "B", 0xC5: "H", 0xC6: "I"}
-_READERS: dict[int, Callable[[_Reader], Any]] = {
-    0xC0: lambda reader: None,
-    0xC2: lambda reader: False,
-    0xC3: lambda reader: True,
-    **{tag: _sized_reader(_Reader.take, kind) for tag, kind in _BINARY.items()},
-    **{tag: _sized_reader(_Reader.extension, kind) for tag, kind in enumerate("BHI", 0xC7)},
-    **{tag: _number(kind) for tag, kind in enumerate("fdBHIQbhiq", 0xCA)},
-    **{tag: _fixed_reader(size) for tag, size in enumerate((1, 2, 4, 8, 16), 0xD4)},
-    **{tag: _sized_reader(_Reader.text, kind) for tag, kind in enumerate("BHI", 0xD9)},
-    **{tag: _sized_reader(_Reader.list, kind) for tag, kind in enumerate("HI", 0xDC)},
-    **{tag: _sized_reader(_Reader.map, kind) for tag, kind in enumerate("HI", 0xDE)},
-}
-"""By the first byte of a value."""
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = dict(enumerate("fdBHIQbhiq", 0xCA))
+_FIXED_EXTENSIONS = dict(enumerate((1, 2, 4, 8, 16), 0xD4))
+_SIZED: dict[int, tuple[Callable[[_Reader, int], Any], str]] = {
+    tag: (read, kind)
+    for read, first, kinds in (
+        (_Reader.take, 0xC4, "BHI"), (_Reader.extension, 0xC7, "BHI"), (_Reader.text, 0xD9, "BHI"),
+        (_Reader.list, 0xDC, "HI"), (_Reader.map, 0xDE, "HI"),
+    )
+    for tag, kind in enumerate(kinds, first)
+}  # fmt: skip
+"""By the first byte of a value: constants, types of numbers, sizes of extensions, what reads so many and their type."""
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+LARGEST_PIECE = 2**30
+"""Bytes. Flax cuts larger arrays into pieces."""
+
+
+def write_messages(tree: Any, file: BinaryIO) -> None:
+    """Write a tree, an array at a time, in the bytes that Flax would write."""
+    if isinstance(tree, Mapping):
+        file.write(_head(len(tree), (0x80, 16), (0xDE, "H"), (0xDF, "I")))
+        for key, value in tree.items():
+            write_messages(key, file)
+            write_messages(value, file)
+    elif isinstance(tree, list | tuple):
+        file.write(_head(len(tree), (0x90, 16), (0xDC, "H"), (0xDD, "I")))
+        for value in tree:
+            write_messages(value, file)
+    elif isinstance(tree, Tensor) and tree.nbytes > LARGEST_PIECE:
+        _write_pieces(tree, file)
+    elif isinstance(tree, Tensor):
+        file.write(_array_head(ARRAY, tree.dtype, tree.shape))
+        tree.write_to(file)
+    else:
+        file.write(_pack(tree))
+
+
+def _pack(value: Any) -> bytes:
+    """A single value."""
+    if value is None or isinstance(value, bool):
+        return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
+    if isinstance(value, np.generic):
+        return _array_head(SCALAR, value.dtype, ()) + value.tobytes()
+    if isinstance(value, int):
+        return _integer(value)
+    if isinstance(value, float):
+        return struct.pack(">Bd", 0xCB, value)
+    if isinstance(value, complex):
+        parts = struct.pack(">BBdBd", 0x92, 0xCB, value.real, 0xCB, value.imag)
+        return _extension_head(COMPLEX, len(parts)) + parts
+    if isinstance(value, bytes):
+        return _head(len(value), (0xC4, "B"), (0xC5, "H"), (0xC6, "I")) + value
+    if isinstance(value, str):
+        text = value.encode()
+        return _head(len(text), (0xA0, 32), (0xD9, "B"), (0xDA, "H"), (0xDB, "I")) + text
+    raise UnsupportedError(f"files of Flax have no place for {value!r}", hint="leave it out of the tree")
+
+
+def _integer(value: int) -> bytes:
+    if -32 <= value < 128:
+        return struct.pack(">B", value & 0xFF)
+    kinds = enumerate("BHIQ", 0xCC) if value > 0 else enumerate("bhiq", 0xD0)
+    for tag, kind in kinds:
+        bits = 8 * struct.calcsize(kind) - (value < 0)
+        if -(1 << bits) <= value < 1 << bits:
+            return struct.pack(f">B{kind}", tag, value)
+    raise UnsupportedError(f"msgpack has no whole numbers as large as {value}")
+
+
+def _head(size: int, *forms: tuple[int, str | int]) -> bytes:
+    """What stands before so many bytes or values: the first form that can hold the size."""
+    for tag, kind in forms:
+        if isinstance(kind, int) and size < kind:
+            return struct.pack(">B", tag | size)
+        if isinstance(kind, str) and size < 1 << 8 * struct.calcsize(kind):
+            return struct.pack(f">B{kind}", tag, size)
+    raise UnsupportedError("a part of the tree is larger than msgpack can say")
+
+
+def _extension_head(kind: int, size: int) -> bytes:
+    fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
+    begin = struct.pack(">B", fixed[size]) if size in fixed else _head(size, (0xC7, "B"), (0xC8, "H"), (0xC9, "I"))
+    return begin + struct.pack(">b", kind)
+
+
+def _array_head(kind: int, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    size = dtype.itemsize * math.prod(shape)
+    sizes = _head(len(shape), (0x90, 16), (0xDC, "H")) + b"".join(map(_integer, shape))
+    inside = b"\x93" + sizes + _pack(dtype.name) + _head(size, (0xC4, "B"), (0xC5, "H"), (0xC6, "I"))
+    return _extension_head(kind, len(inside) + size) + inside
+
+
+def _write_pieces(tensor: Tensor, file: BinaryIO) -> None:
+    """As Flax writes what is too large for one piece: elements in their order, cut without regard to axes."""
+    most, count = max(1, LARGEST_PIECE // tensor.dtype.itemsize), math.prod(tensor.shape)
+    sizes = [min(most, count - begin) for begin in range(0, count, most)]
+    file.write(b"\x83" + _pack(PIECES) + b"\xc3" + _pack("shape"))
+    write_messages({str(axis): size for axis, size in enumerate(tensor.shape)}, file)
+    file.write(_pack("chunks") + _head(len(sizes), (0x80, 16), (0xDE, "H"), (0xDF, "I")))
+    heads = [_pack(str(i)) + _array_head(ARRAY, tensor.dtype, (size,)) for i, size in enumerate(sizes)]
+    parts = ((head, size * tensor.dtype.itemsize) for head, size in zip(heads, sizes, strict=True))
+    tensor.write_to(cast(BinaryIO, _Interspersed(file, parts)))
+
+
+class _Interspersed:
+    """A file in which heads stand between the bytes that are written to it."""
+
+    def __init__(self, file: BinaryIO, parts: Iterator[tuple[bytes, int]]):
+        self._file, self._parts, self._left = file, parts, 0
+
+    def write(self, block: Any) -> None:
+        rest = memoryview(block)
+        while rest:
+            if not self._left:
+                head, self._left = next(self._parts)
+                self._file.write(head)
+            self._file.write(rest[: self._left])
+            done = min(self._left, len(rest))
+            rest, self._left = rest[done:], self._left - done

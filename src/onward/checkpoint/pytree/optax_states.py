@@ -1,33 +1,29 @@
-"""States of optax for optimizers of a recipe: the trees that the `init` of optax's own optimizers makes, filled.
+"""States of optax: written for optimizers of a recipe, and read from trees.
 
-Where optax has an optimizer by name (`optax.adamw`), its state is that one's; where it takes several transformations,
-that of their chain, as `onward.to_jax` makes it.
+Written are the trees that the `init` of optax's own optimizers makes, filled. Where optax has an optimizer by name
+(`optax.adamw`), its state is that one's; where it takes several transformations, that of their chain, as
+`onward.to_jax` makes it. What is read has the fields of states, but neither classes nor numbers of optimizers: fields
+tell what is kept, and which optimizers it can be of.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
-from onward.checkpoint.pytree.optax_trees import reshape, with_sign
-from onward.checkpoint.pytree.pytrees import nest_names
+from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
+from onward.checkpoint.pytree import WRAPPER, Way, names_of_tensors, nest_names, parts
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
-from onward.errors import UnsupportedError, warn
+from onward.errors import InvalidModelError, UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
-from onward.vocabulary.optax import ELSE, EPSILON, FIELDS, difference_from_optax
-
-Settings = SimpleNamespace
-Stages = list[str]
-"""The parts of a chain: transformations that keep something, `rate`, and `` for those that keep nothing."""
-
-_RATE = "rate"
-_COUNTLESS = ("trace", "scale_by_rss", "scale_by_rms", "scale_by_stddev", "scale_by_adadelta")
+from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS, reduced_axis
+from onward.vocabulary.rows import row_for
 
 
 def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
@@ -43,7 +39,11 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     if len(chains) > 1:
         state = {"inner_states": {f"group{i}": {"inner_state": chain} for i, chain in enumerate(chains)}}
     state = [empty, state] if checkpoint.clip else state
-    return made.multi_steps(state) if (checkpoint.accumulate or 1) > 1 else state
+    if (checkpoint.accumulate or 1) <= 1:
+        return state
+    zeros = {name: _fill_like(checkpoint.tensors[name], 0.0) for name in made.trained}
+    counts = {"mini_step": _counter(0), "gradient_step": _counter(checkpoint.step or 0)}
+    return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
 
 class _Maker:
@@ -52,18 +52,12 @@ class _Maker:
         self._step = checkpoint.step or 0
         self._is_scheduled = any(each.words is None or each.words for each in checkpoint.schedules)
         self.groups = [group for group in of.groups if group.parameters]
-        self._trained = [str(name) for group in self.groups for name in group.parameters]
-        if unnamed := [name for name in self._trained if name not in self._tensors]:
+        self.trained = [str(name) for group in self.groups for name in group.parameters]
+        if unnamed := [name for name in self.trained if name not in self._tensors]:
             raise UnsupportedError(
                 f"the optimizer keeps state of `{unnamed[0]}`, which is no parameter of the checkpoint",
                 hint="read it together with its model, so that parameters have names",
             )
-
-    def multi_steps(self, state: Any) -> dict[str, Any]:
-        """The state of `optax.MultiSteps` at an update."""
-        zeros = {name: _fill_like(self._tensors[name], 0.0) for name in self._trained}
-        counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}
-        return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
     def chain(self, group: Group) -> list[Any]:
         if group.optimizer is None:
@@ -78,14 +72,12 @@ class _Maker:
         return made
 
     def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
-        count = _counter(self._step)
-        if stage in ("", _RATE):
-            return {"count": count} if stage and self._is_scheduled else self._empty
-        fields = {
-            field: nest_names({name: self._slot(name, slot, group, configured) for name in self._trained})
-            for field, slot in FIELDS[stage].items()
-        }
-        return fields if stage in _COUNTLESS else {"count": count, **fields}
+        row, state = TRANSFORMATIONS[stage], {}
+        if row.counts or (stage == "scale_by_learning_rate" and self._is_scheduled):
+            state["count"] = _counter(self._step)
+        for field, slot in row.slots.items():
+            state[field] = nest_names({name: self._slot(name, slot, group, configured) for name in self.trained})
+        return state or self._empty
 
     def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:
         if name not in group.parameters:
@@ -129,100 +121,175 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
     """Of Adafactor: optax has no axis where others have one of size 1, and a zero where there is nothing to keep."""
     if slot not in kept:
         return ArrayTensor(np.zeros(1, next(each for each in kept.values() if isinstance(each, Tensor)).dtype))
-    small, large = np.argsort(shape)[-2:] if slot != "variance" else (-1, -1)
-    axis = {"row_var": large, "col_var": small, "variance": len(shape)}[slot]
-    return reshape(kept[slot], tuple(size for i, size in enumerate(shape) if i != axis))
+    axis = reduced_axis(slot, shape)
+    return reshape(kept[slot], shape[:axis] + shape[axis + 1 :])
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------
 
 
 def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
-    """The chain of optax for an optimizer of a recipe."""
-    if difference_from_optax(spec.name, configured.settings) == ELSE:
+    """Return the names of the transformations in the chain of optax for an optimizer of a recipe."""
+    row = row_for(ROWS, configured)
+    if row is None:
         raise UnsupportedError(
             f"optax has no optimizer that goes on with the state of `{spec}`",
             hint="write it with a program of its own: `onward convert training.onnx --to jax`",
         )
-    return _MAKERS[spec.name](configured.settings)
-
-
-def _around(s: Settings, direction: list[str]) -> list[str]:
-    if not s.weight_decay:
-        return [*direction, _RATE]
-    decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
-    return [*direction, "", _RATE] if decoupled else ["", *direction, _RATE]
-
-
-def _sgd(s: Settings) -> Stages:
-    return _around(s, ["trace" if s.momentum else ""])
-
-
-def _sgdw(s: Settings) -> Stages:
-    return ["trace" if s.momentum else "", "", _RATE]
-
-
-def _adam(s: Settings) -> Stages:
-    return _around(s, ["scale_by_amsgrad" if s.amsgrad else "scale_by_adam"])
-
-
-def _adamw(s: Settings) -> Stages:
-    made = _adam(Settings(**{**vars(s), "weight_decay": 0.0}))
-    return [made[0], "", _RATE]
-
-
-def _plain(direction: str) -> Callable[[Settings], Stages]:
-    return lambda s: _around(s, [direction])
-
-
-def _rmsprop(s: Settings) -> Stages:
-    scale, momentum = "scale_by_stddev" if s.centered else "scale_by_rms", ["trace"] if s.momentum else []
-    if s.variant == "torch":
-        return _around(s, [scale, *momentum]) if momentum or s.weight_decay else [scale, _RATE, ""]
-    return [*_around(s, [scale]), *(momentum or ([] if s.weight_decay else [""]))]
-
-
-def _adadelta(s: Settings) -> Stages:
-    return (
-        ["scale_by_adadelta", "", _RATE]
-        if s.variant == "keras" and s.weight_decay
-        else ["", "scale_by_adadelta", _RATE]
-    )
-
-
-def _adafactor(s: Settings) -> Stages:
-    decay = [""] if s.weight_decay else []
-    return ["scale_by_factored_rms", "", _RATE, "", *decay, ""]
-
-
-_MAKERS: dict[str, Callable[[Settings], Stages]] = {
-    **dict.fromkeys(("sgd", "momentum", "nesterov"), _sgd),
-    "sgdw": _sgdw,
-    **dict.fromkeys(("adam", "amsgrad"), _adam),
-    "adamw": _adamw,
-    "adamax": _plain("scale_by_adamax"),
-    "nadam": _plain("scale_by_adam"),
-    "radam": _plain("scale_by_radam"),
-    "adagrad": _plain("scale_by_rss"),
-    "rmsprop": _rmsprop,
-    "adadelta": _adadelta,
-    "adafactor": _adafactor,
-    "lion": lambda s: ["scale_by_lion", "", _RATE],
-    "lamb": lambda s: ["scale_by_adam", "", "", _RATE],
-}
-
-_CORRECTED = ("adam", "adamw")
-"""Optimizers whose epsilon stands before bias correction, in Keras and transformers."""
+    return [name for name, _ in row.calls(configured)]
 
 
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
-    if difference_from_optax(name[0], settings) != EPSILON:
+    row = row_for(ROWS, configured)
+    if row is None or row.difference != EPSILON:
         return
     more = ""
-    if name[0] in _CORRECTED:
+    if name[0] in ("adam", "adamw"):  # whose epsilon stands before bias correction, in Keras and transformers
         more = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
     if settings.variant == "transformers" and settings.weight_decay:
         more += "; and weights decay before the step, not after it"
     warn(f"epsilon {settings.eps:g} is added at another place in optax than by `{' of '.join(name)}`{more}")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_STATES = {
+    frozenset({*row.slots, *(["count"] if row.counts else [])}): row.slots
+    for row in reversed(TRANSFORMATIONS.values())
+    if row.slots
+}
+_STATES[frozenset({"count", "nu"})] = TRANSFORMATIONS["scale_by_rms"].slots
+"""Fields of a state -> which slots these are. Some transformations have the fields of Adam, with the same meaning."""
+_ROOT_MEAN_SQUARES = [row.slots for name, row in TRANSFORMATIONS.items() if name in ("scale_by_rms", "scale_by_stddev")]
+
+FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
+    **OF_PYTORCH,
+    frozenset(): ("sgd",),
+    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb", "adamax"),
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
+}
+"""Optimizers by what they keep."""
+
+_COUNTERS = ("count", "step", "gradient_step")
+
+
+class KeptSlot(NamedTuple):
+    parameter: str
+    slot: str
+    sign: int = 1
+    """-1: optax keeps it with the sign of updates."""
+
+
+@dataclasses.dataclass
+class States:
+    """What there is in a state of optax, by place."""
+
+    slots: dict[Way, KeptSlot] = dataclasses.field(default_factory=dict)
+    counts: list[Way] = dataclasses.field(default_factory=list)
+    schedules: list[Way] = dataclasses.field(default_factory=list)
+    """Counters that are all that a state has: those of schedules."""
+    members: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Parameters that something is kept of, by the label of their group; all have the label '' without groups."""
+    settings: dict[str, dict[str, Way]] = dataclasses.field(default_factory=dict)
+    """Hyper-parameters that `inject_hyperparams` keeps, by label."""
+    accumulated: dict[Way, str] = dataclasses.field(default_factory=dict)
+    """Means of gradients that wait for an update, and the parameters that they are of."""
+    waiting: Way | None = None
+    """How many gradients these are of."""
+    unknown: list[Way] = dataclasses.field(default_factory=list)
+
+    def read(self, tree: Any, way: Way, label: str = "", sign: int = 1) -> None:
+        """Find out what is in a state."""
+        inside = dict(parts(tree))
+        fields = inside.keys()
+        if not inside:
+            self._end(tree, way)
+        elif (known := _STATES.get(frozenset(fields))) is not None:
+            self._slots({slot: field for field, slot in known.items()}, inside, way, label, sign)
+        elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/exact.py
+            kept = dict(parts(inside["slots"]))
+            self._slots({slot: slot for slot in kept}, kept, (*way, "slots"), label, sign)
+        elif fields == {"inner_states"}:
+            for name, part in parts(inside["inner_states"]):
+                self.members.setdefault(name, [])
+                self.read(part, (*way, "inner_states", name), name)
+        elif {"hyperparams", "inner_state"} <= fields:
+            self.settings[label] = {
+                name: unwrap_variable(part, (*way, "hyperparams", name)) for name, part in parts(inside["hyperparams"])
+            }
+            self._inside({key: inside[key] for key in inside if key != "hyperparams"}, way, label)
+        elif {"mini_step", "inner_opt_state", "acc_grads"} <= fields:
+            self.waiting = unwrap_variable(inside["mini_step"], (*way, "mini_step"))
+            self.accumulated = names_of_tensors(inside["acc_grads"], (*way, "acc_grads"))
+            self._inside({key: inside[key] for key in ("gradient_step", "inner_opt_state")}, way, label)
+        elif fields != {"count"}:
+            self._inside(inside, way, label)
+        if "count" in fields:
+            counter = unwrap_variable(inside["count"], (*way, "count"))
+            self.counts.append(counter)
+            self.schedules += [counter] if fields == {"count"} else []
+
+    def _slots(self, slots: Mapping[str, str], fields: Mapping[str, Any], way: Way, label: str, sign: int) -> None:
+        for slot, field in slots.items():
+            found = names_of_tensors(fields[field], (*way, field))
+            self.slots |= {place: KeptSlot(name, slot, sign) for place, name in found.items()}
+            members = self.members.setdefault(label, [])
+            members += [name for name in found.values() if name not in members]
+
+    def _inside(self, inside: Mapping[str, Any], way: Way, label: str) -> None:
+        """The parts of a chain, or of what else is around states."""
+        scaled, last = False, [*inside][-1]
+        for key, part in inside.items():
+            fields = frozenset(dict(parts(part)))
+            # RMSprop of optax has its momentum after the learning rate, with the sign of updates.
+            outer = scaled and key == last and fields == {"trace"}
+            scaled |= _STATES.get(fields) in _ROOT_MEAN_SQUARES
+            if key != "count":
+                self.read(part, (*way, key), label, -1 if outer else 1)
+
+    def _end(self, leaf: Any, way: Way) -> None:
+        named_so = way[-2] if way[-1:] == (WRAPPER,) else way[-1] if way else ""
+        if leaf is None or isinstance(leaf, Mapping | list | tuple):
+            return
+        (self.counts if named_so in _COUNTERS else self.unknown).append(way)
+
+
+def unwrap_variable(tree: Any, way: Way) -> Way:
+    """The place of a number, also inside a variable of NNX."""
+    return (*way, WRAPPER) if isinstance(tree, Mapping) and [*tree] == [WRAPPER] else way
+
+
+SECOND, LARGEST = "exp_avg_sq", "exp_inf"
+"""Both are `nu` in optax: Adamax keeps the largest gradients where Adam has their squares."""
+
+
+def of_adamax(optimizer: Optimizer, parameters: Collection[str]) -> Optimizer:
+    """An optimizer of optax, when it is known which parameters it trains by Adamax."""
+    slots = {
+        name: {LARGEST if slot == SECOND and name in parameters else slot: value for slot, value in kept.items()}
+        for name, kept in optimizer.slots.items()
+    }
+    return dataclasses.replace(optimizer, slots=slots) if optimizer.variant == "optax" else optimizer
+
+
+# ---- what is kept, as a training model has it ------------------------------------------------------------------------
+
+
+def with_sign(tensor: Tensor, sign: int) -> Tensor:
+    return tensor if sign > 0 else ComputedTensor(tensor.dtype, tensor.shape, lambda: -tensor.array())
+
+
+def factors(slots: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """What Adafactor keeps of a parameter, without the zeros that optax puts where there is nothing to keep."""
+    if slots["variance"].shape == shape:
+        return {"variance": slots["variance"]}
+    axes = {slot: reduced_axis(slot, shape) for slot in ("row_var", "col_var")}
+    if any(slots[slot].shape != shape[:axis] + shape[axis + 1 :] for slot, axis in axes.items()):
+        raise InvalidModelError(f"what Adafactor keeps of a parameter does not fit its shape {list(shape)}")
+    return {slot: reshape(slots[slot], (*shape[:axis], 1, *shape[axis + 1 :])) for slot, axis in axes.items()}
+
+
+def reshape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return ComputedTensor(tensor.dtype, shape, lambda: tensor.array().reshape(shape))

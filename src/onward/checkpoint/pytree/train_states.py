@@ -1,19 +1,30 @@
-"""What trees of JAX hold: parameters, states of optax, counters, keys of random numbers."""
+"""Trees of JAX as checkpoints, and back: parameters, states of optax, counters, keys of random numbers."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
-from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
-from onward.checkpoint.tensors import Tensor
-from onward.errors import list_names
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.pytree import DATA, KEY, Way, at, leaves, map_leaves, names_of_tensors, nest_names, parts
+from onward.checkpoint.pytree.optax_states import (
+    FAMILIES,
+    LARGEST,
+    SECOND,
+    States,
+    factors,
+    optimizer_state,
+    unwrap_variable,
+    with_sign,
+)
+from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
+from onward.errors import UnsupportedError, list_names
+from onward.vocabulary.optax import SETTINGS
 
 _PARAMETERS = ("params", "parameters", "model_params")
 _MODEL = ("model", "weights")
@@ -36,7 +47,7 @@ _DEEPEST = 3
 
 
 @dataclasses.dataclass
-class Meaning:
+class TreeMeaning:
     """What the places of a tree are."""
 
     parameters: dict[Way, str] = dataclasses.field(default_factory=dict)
@@ -52,9 +63,9 @@ class Meaning:
         return [*([self.step] if self.step else []), *(self.states.counts if self.states else [])]
 
 
-def meaning_of(tree: Any) -> Meaning:
+def meaning_of(tree: Any) -> TreeMeaning:
     """What is where, by the names that trainings use. Where nothing is called parameters, all tensors are."""
-    found = Meaning(random=_keys(tree))
+    found = TreeMeaning(random=_keys(tree))
     optimizer = find(tree, OPTIMIZER, ())
     taken = [optimizer] if optimizer else []
     root = find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
@@ -105,11 +116,6 @@ def _keys(tree: Any) -> list[Way]:
     return [way for way in typed if way in flat] + [way for way in raw if way not in typed]
 
 
-def _around(way: Way) -> Way:
-    """The place of a key, typed or not."""
-    return way[:-1] if way[-1] == DATA else way
-
-
 def number(leaf: Any) -> int | None:
     """A counter."""
     if isinstance(leaf, Tensor) and not leaf.shape and leaf.dtype.kind in "iu":
@@ -126,17 +132,22 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     meaning, flat = meaning_of(tree), dict(leaves(tree))
     tensors = {name: flat[way] for way, name in (meaning.parameters | meaning.statistics).items()}
     step, counted = updates_made(meaning, flat), number(flat[meaning.step]) if meaning.step else None
+    keys = [way[:-1] if way[-1] == DATA else way for way in meaning.random]
     known: dict[str, Any] = {
         "step": step,
         "progress": {name: count for name, count in (("step", counted),) if count is not None},
-        "randomness": tuple(RandomState("jax", at(tree, _around(way))) for way in meaning.random),
+        "randomness": tuple(RandomState("jax", at(tree, way)) for way in keys),
         "averages": {name: flat[way] for way, name in meaning.averages.items()},
         **facts,
     }
     if meaning.states:
         trained = {name: tensors[name] for name in meaning.parameters.values() if tensors[name].dtype.kind not in "biu"}
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
-        known["schedules"] = (_schedule(meaning.states, flat, step),)
+        schedule = Schedule({}, (), step, every=1)
+        if meaning.states.schedules:  # whose shape is not stored
+            position = max((number(flat[way]) or 0) for way in meaning.states.schedules)
+            schedule = Schedule({"count": position}, None, position, every=1)
+        known["schedules"] = (schedule,)
         known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
         known["accumulate"] = (
             0 if meaning.states.waiting else None
@@ -145,7 +156,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     return Checkpoint(path, format, title, tensors, **known)
 
 
-def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
+def updates_made(meaning: TreeMeaning, flat: Mapping[Way, Any]) -> int | None:
     """Updates made so far: as the optimizer counts, and else the training, which may count batches."""
     counted = [number(flat[way]) for way in (meaning.states.counts if meaning.states else ())]
     known = [count for count in counted if count is not None]
@@ -174,26 +185,17 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         members.setdefault(silent[0] if len(silent) == 1 else "", []).extend(left)
     groups = []
     for label, names in members.items():
-        settings = {
-            name: _plain(flat[way]) for name, way in states.settings.get(label, states.settings.get("", {})).items()
+        settings = {}
+        for name, way in states.settings.get(label, states.settings.get("", {})).items():
+            leaf = flat[way]
+            settings[name] = leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
+        numbers = {
+            SETTINGS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)
         }
-        numbers = {WORDS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)}
         if states.schedules:
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
         groups += [Group(settings, tuple(names), numbers=numbers)] if names else []
     return tuple(groups)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
-
-
-def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> Schedule:
-    """Whether there is one is told by its counter; its shape is not stored."""
-    if not states.schedules:
-        return Schedule({}, (), step, every=1)
-    position = max((number(flat[way]) or 0) for way in states.schedules)
-    return Schedule({"count": position}, None, position, every=1)
 
 
 def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
@@ -207,3 +209,93 @@ def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
         names = ["/".join(way) for way in states.unknown]
         said.append(f"of the optimizer's state, {list_names(names, 3)} is of a kind that is not known")
     return said
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_TREES: dict[str, Any] = {"orbax": None, "flax": {}}
+"""Formats of trees, and what they store a state of optax as that keeps nothing."""
+
+
+def tree_of(checkpoint: Checkpoint, empty: Any) -> Any:
+    """The tree to write: that which was read, with the numbers of now, or else a new one.
+
+    `empty` is what a state of optax that keeps nothing is stored as.
+    """
+    kept = None
+    if checkpoint.format in _TREES:
+        items = {name: tree for name, tree in checkpoint.trees.items() if name != INFORMATION}
+        kept = next(iter(items.values())) if len(items) == 1 else items or None
+    if kept is None or not set(meaning_of(kept).parameters.values()) <= checkpoint.tensors.keys():
+        return new_tree(checkpoint, empty)
+    tree, stored_as = update_tree(kept, checkpoint), _TREES[checkpoint.format]
+    place = find(kept, OPTIMIZER, ())
+    if stored_as == empty or place is None:
+        return tree
+    inside = len(place)
+    return map_leaves(tree, lambda way, leaf: empty if way[:inside] == place and leaf == stored_as else leaf)
+
+
+def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
+    """A tree that was read, with the numbers that a checkpoint has now; all else is as it was."""
+    meaning, flat = meaning_of(tree), dict(leaves(tree))
+    new: dict[Way, Any] = {}
+    for places, tensors in (
+        (meaning.parameters | meaning.statistics, checkpoint.tensors),
+        (meaning.averages, checkpoint.averages),
+    ):
+        new |= {way: _like(flat[way], tensors[name]) for way, name in places.items() if name in tensors}
+    counts = {way: count for way in meaning.counters if (count := number(flat[way])) is not None}
+    before = updates_made(meaning, flat)
+    passed = 0 if checkpoint.step is None or before is None else checkpoint.step - before
+    for way, count in counts.items():
+        unit = count // before if before and count % before == 0 and count else 1  # in what a training counts
+        new[way] = _counter(flat[way], count + passed * unit)
+    if meaning.states and checkpoint.optimizers:
+        kept = checkpoint.optimizers[0].slots
+        for way, (name, slot, sign) in meaning.states.slots.items():
+            known = kept.get(name, {})
+            slot = LARGEST if slot == SECOND and LARGEST in known else slot
+            if slot in known:
+                new[way] = _like(flat[way], with_sign(known[slot], sign))
+        if passed and meaning.states.waiting:
+            new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
+    return map_leaves(tree, lambda way, leaf: new.get(way, leaf))
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    """A tensor in the shape and type that a tree has it in."""
+    if math.prod(old.shape) != math.prod(new.shape):
+        raise UnsupportedError(
+            f"a tensor of {list(old.shape)} has become one of {list(new.shape)}: the tree that was read does not fit",
+            hint="write what was read without changing shapes",
+        )
+    if old.shape == new.shape and old.dtype == new.dtype:
+        return new
+    return ComputedTensor(old.dtype, old.shape, lambda: new.array().reshape(old.shape).astype(old.dtype))
+
+
+def _counter(old: Any, count: int) -> Any:
+    if isinstance(old, Tensor):
+        return ArrayTensor(np.asarray(count, old.dtype))
+    return old.dtype.type(count) if isinstance(old, np.generic) else count
+
+
+def _zeros(old: Any) -> Any:
+    return ArrayTensor(np.zeros(old.shape, old.dtype)) if isinstance(old, Tensor) else _counter(old, 0)
+
+
+def new_tree(checkpoint: Checkpoint, empty: Any) -> dict[str, Any]:
+    """What a training in JAX saves, for a checkpoint of another framework: as the `TrainState` of Flax has it."""
+    slots = {name: each for of in checkpoint.optimizers for name, each in of.slots.items()}
+    trained = {name for of in checkpoint.optimizers for group in of.groups for name in group.parameters}
+    tensors = {name: slots.get(name, {}).get(MASTER, tensor) for name, tensor in checkpoint.tensors.items()}
+    others = {name: tensor for name, tensor in tensors.items() if trained and name not in trained}
+    tree = {"step": checkpoint.step or 0, "params": nest_names({k: v for k, v in tensors.items() if k not in others})}
+    if checkpoint.optimizers:
+        tree["opt_state"] = optimizer_state(checkpoint, empty)
+    if others:
+        tree["batch_stats"] = nest_names(others)
+    if checkpoint.averages:
+        tree["ema"] = nest_names(checkpoint.averages)
+    return tree

@@ -7,6 +7,7 @@ a branch of a Where never computes what the other branch is for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, function
 from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
-from onward.frameworks.formulas.graph_building import cast
+from onward.frameworks.formulas.graph_building import cast, same_operator
 
 # ---- exponentials and logarithms -------------------------------------------------------------------------------------
 
@@ -30,6 +31,12 @@ def log1p(op: Builder, x: Expr) -> Expr:
     near = op.Where(small, x, 0)
     far = op.Where(small, 1, x + 1)
     return op.Where(small, 2 * op.Atanh(near / (near + 2)), op.Log(far))
+
+
+def log_add_exp(op: Builder, a: Expr, b: Expr) -> Expr:
+    """Return log(exp(a) + exp(b)), also of infinities."""
+    largest, difference = op.Max(a, b), a - b  # which is NaN for two infinities that are equal
+    return op.Where(op.IsNaN(difference), a + b, largest + log1p(op, op.Exp(-op.Abs(difference))))
 
 
 def product_or_zero(op: Builder, x: Expr, compute: str, y: Expr) -> Expr:
@@ -165,6 +172,10 @@ def is_negative(op: Builder, x: Expr) -> Expr:
 # ---- division and rounding -------------------------------------------------------------------------------------------
 
 
+def relu6(op: Builder, x: Expr) -> Expr:
+    return op.Clip(x, op.scalar(0, x), op.scalar(6, x))
+
+
 def floor_mod(op: Builder, a: Expr, b: Expr) -> Expr:
     """Return the remainder with the sign of the divisor. `a - floor(a / b) * b` rounds, for large quotients to 0."""
     if not _is_float(a):
@@ -197,3 +208,21 @@ def saturating_cast(op: Builder, x: Expr, dtype: np.dtype) -> Expr:
 
 def _is_float(x: Expr) -> bool:
     return x.dtype is not None and x.dtype.is_floating_point()
+
+
+# ---- rows that importers have in common ------------------------------------------------------------------------------
+
+_SAME = (
+    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp", "Floor", "Log", "Pow",
+    "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
+)  # fmt: skip
+COMMON: dict[str, Callable[..., Expr]] = {
+    **{name: same_operator(name) for name in _SAME},
+    "Atan2": atan2,
+    "Erfc": erfc,
+    "Expm1": expm1,
+    "Log1p": log1p,
+    "Rsqrt": lambda op, x: op.Reciprocal(op.Sqrt(x)),
+    "Square": lambda op, x: x * x,
+}
+"""Functions of single elements, by the name that TensorFlow has for them, and JAX in small letters."""

@@ -8,21 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from onward.agreement.steps import StepResult, compare_steps, without_dropout
-from onward.agreement.tolerance import Comparison
+from onward.agreement.steps import without_dropout
 from onward.arguments import checked
 from onward.build import Builder, Names
-from onward.errors import MismatchError, UnsupportedError
+from onward.errors import DataError, MismatchError, UnsupportedError, first_line
 from onward.frameworks.jax.closures import Tree, named_leaves
-from onward.frameworks.jax.examples import check_function, check_optimizer
 from onward.frameworks.jax.jaxpr import export
-from onward.frameworks.jax.jaxpr.emitter import data_of
-from onward.frameworks.jax.optimizers import Optimization, read_optimizer
+from onward.frameworks.jax.optimizer import Optimization, read_optimizer
+from onward.frameworks.jax.probe import compare_outputs, probe_steps, try_updates
 from onward.frameworks.jax.traced import trace_optimizer
-from onward.frameworks.jax.trial import try_updates
+from onward.frameworks.randomness import no_chance
 from onward.model import Model
 from onward.model.core import values
 from onward.model.serde import stamp
@@ -30,7 +27,6 @@ from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import Parts
 from onward.run_state.state import Group, RunState, to_training_model
-from onward.runtime.sessions import evaluate
 from onward.transform import rename
 
 
@@ -70,21 +66,14 @@ def from_jax(
     state = optimizer.init(weights) if opt_state is None else opt_state
     idle: set[str] = set()
     with parts.reading():
-        model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
-        idle = _idle(model)
+        new = [] if statistics is None else [f"{name}/next" for name in named_leaves(statistics)]
+        model = captured.model(["loss", *new] if loss is None else None)
+        reached = ancestors(model.outputs)[1]
+        idle = {name for name, value in model.graph.initializers.items() if value not in reached}
     with parts.reading():
         found, is_traced = _updates(optimizer, state, weights, idle)
     parts.refuse()
-    run = RunState(
-        model=model,
-        loss="value:loss" if loss is None else loss,
-        groups=found.groups,
-        state=found.state,
-        step=found.step,
-        schedule=found.schedule,
-        clip=found.clip,
-        recipe=found.recipe,
-    )
+    run = RunState(model=model, loss="value:loss" if loss is None else loss, **found._asdict())
     training = _assemble(run, captured)
     if not probe:
         return training
@@ -92,16 +81,10 @@ def from_jax(
         try_updates(optimizer, state, weights, run)
     if loss is None:
         still = dataclasses.replace(run, model=without_dropout(model))
-        _probe_steps(_assemble(still, captured), captured, optimizer, state)
+        probe_steps(_assemble(still, captured), captured, optimizer, state)
     else:
-        _compare_outputs(model, captured)
+        compare_outputs(model, captured)
     return training
-
-
-def _idle(model: Model) -> set[str]:
-    """Parameters that no result depends on."""
-    _, reached = ancestors(model.outputs)
-    return {name for name, value in model.graph.initializers.items() if value not in reached}
 
 
 def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
@@ -121,32 +104,25 @@ def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: 
 
 
 def _drop_idle(found: Optimization, idle: set[str]) -> Optimization:
-    """The same without parameters that no result depends on, if their updates are zero."""
-    moving = [
-        name
-        for group in found.groups
-        for name in idle.intersection(group.parameters)
-        if group.spec.options.get("weight_decay") or _is_moving(found, name)
-    ]
+    """Leave out parameters that no result depends on, if their updates are zero."""
+    moving = []
+    for group in found.groups:
+        for name in idle.intersection(group.parameters):
+            momentum = (f"{name}/momentum_buffer", f"{name}/exp_avg", f"accum/{name}")
+            is_moving = any(found.state[key].any() for key in momentum if key in found.state)
+            moving += [name] if group.spec.options.get("weight_decay") or is_moving else []
     if moving:
         raise UnsupportedError(
             f"the optimizer changes {', '.join(f'`{name}`' for name in moving)}, on which the function does not depend",
             hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
         )
     groups = [Group(group.optimizer, [name for name in group.parameters if name not in idle]) for group in found.groups]
-    dropped = {key for name in idle for key in _slots(found, name)}
-    state = {key: array for key, array in found.state.items() if key not in dropped}
+    state = {
+        key: array
+        for key, array in found.state.items()
+        if key.rpartition("/")[0] not in idle and key.removeprefix("accum/") not in idle
+    }
     return found._replace(groups=[group for group in groups if group.parameters], state=state)
-
-
-def _is_moving(found: Optimization, parameter: str) -> bool:
-    """Whether it has momentum."""
-    kept = (f"{parameter}/momentum_buffer", f"{parameter}/exp_avg", f"accum/{parameter}")
-    return any(found.state[key].any() for key in kept if key in found.state)
-
-
-def _slots(found: Optimization, parameter: str) -> list[str]:
-    return [key for key in found.state if key.rpartition("/")[0] == parameter or key == f"accum/{parameter}"]
 
 
 class _Captured:
@@ -154,7 +130,11 @@ class _Captured:
 
     def __init__(self, function: Callable[..., Any], params: Tree, statistics: Tree, batch: Any):
         self.function, self.params, self.statistics, self.batch = function, params, statistics, batch
-        self.weights = jax.tree.map(lambda leaf: leaf if _is_parameter(leaf) else None, params)
+
+        def parameter(leaf: Any) -> Any:
+            return leaf if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating) else None
+
+        self.weights = jax.tree.map(parameter, params)
 
     def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
         """The result with other weights in the place of the parameters."""
@@ -162,9 +142,6 @@ class _Captured:
         if statistics is None:
             return self.function(params, batch)
         return self.function(params, jax.tree.map(lambda leaf: leaf, statistics), batch)  # a copy, which may be changed
-
-    def new_statistics(self) -> list[str]:
-        return [f"{name}/next" for name in named_leaves(self.statistics)] if self.statistics is not None else []
 
     def model(self, results: list[str] | None) -> Model:
         names = list(named_leaves(self.batch)) if isinstance(self.batch, Mapping) else None
@@ -179,26 +156,22 @@ class _Captured:
         return rename(made, {old: new for old, new in places.items() if old[:2] in ("0/", "1/")})
 
 
-def _is_parameter(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 def _assemble(run: RunState, captured: _Captured) -> Model:
     training = to_training_model(run)
     if captured.statistics is not None:
         for name in named_leaves(captured.statistics):
-            _bind(training, name, f"{name}/next")
+            _bind(training, name)
         stamp(training)
     return training
 
 
-def _bind(model: Model, name: str, new: str) -> None:
-    """Let a step put a value of the graph in the place of a statistic, and a reset what it is now."""
+def _bind(model: Model, name: str) -> None:
+    """Let a step replace a statistic by the output `<name>/next`, and a reset by what it is now."""
     step, graph = model.step(), model.graph
     value = graph.initializers[name]
     assert value.const_value is not None
     value.const_value = with_tags(value.const_value, role="statistics")
-    output = next(each for each in graph.outputs if each.name == new)
+    output = next(each for each in graph.outputs if each.name == f"{name}/next")
     graph.outputs.remove(output)
     op = Builder(step.algorithm, opset=model.opset, names=model.names())
     result = op.Identity(output).named(f"{name}/new").like(value)
@@ -213,48 +186,52 @@ def _bind(model: Model, name: str, new: str) -> None:
     step.reset[name] = start.name
 
 
-# ---- both sides ------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+_DECISIONS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where Python asks for the value of an array."""
 
 
-def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransformation, opt_state: Any) -> None:
-    """Three steps on both sides."""
-    types = {value.name: value.dtype.numpy() for value in training.inputs if value.dtype}
-    batch = {name: data_of(jnp.asarray(x)).astype(types[name]) for name, x in named_leaves(captured.batch).items()}
-    sides = [captured.weights, captured.statistics, opt_state]
-
-    def advance(weights: Tree, statistics: Tree, opt_state: Any) -> Any:
-        def loss(weights: Tree) -> Any:
-            result = captured(weights, statistics, captured.batch)
-            return result if statistics is not None else (result, None)
-
-        (value, following), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
-        updates, opt_state = tx.update(gradients, opt_state, weights)
-        return value, gradients, optax.apply_updates(weights, updates), following, opt_state
-
-    compiled = jax.jit(advance)
-
-    def step(_: Any) -> StepResult:
-        value, gradients, *sides[:] = compiled(*sides)
-        weights = {name: leaf for tree in sides[:2] for name, leaf in _arrays(tree).items()}
-        return StepResult(float(value), _arrays(gradients), weights)
-
-    compare_steps(training, [batch] * 3, step, framework="JAX", engine="jax")
-
-
-def _arrays(tree: Tree) -> dict[str, np.ndarray]:
-    return {name: data_of(leaf) for name, leaf in named_leaves(tree).items()}
-
-
-def _compare_outputs(model: Model, captured: _Captured) -> None:
-    """What the model computes, and what the function does."""
-    if captured.statistics is not None:
+def check_function(function: Callable[..., Any], weights: Any, statistics: Any, batch: Any) -> None:
+    """Refuse a function that fails with its example, which is the last argument."""
+    try:
+        with no_chance("the function"):
+            jax.eval_shape(function, weights, statistics, batch)
+    except _DECISIONS as error:
         raise UnsupportedError(
-            "predictions with statistics do not say how these change",
-            hint="give the loss itself as the function: (params, statistics, batch) -> (scalar, new statistics)",
+            f"the function asks in Python for the values of arrays, and a graph cannot: {first_line(error)}",
+            hint="choose by `jnp.where` or `jax.lax.cond`, repeat by `jax.lax.scan`",
+        ) from error
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), batch)
+        raise DataError(
+            f"the function fails with the example: {type(error).__name__}: {first_line(error)}",
+            hint=f"check names, shapes and types of the example: {shapes}",
+        ) from error
+
+
+def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
+    """Refuse what is no optimizer of optax, and a state that is another's."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UnsupportedError(
+            f"{optimizer!r} is no optimizer of optax", hint="give a transformation, such as `optax.adam(1e-3)`"
         )
-    fed = zip(model.inputs, jax.tree.leaves(captured.batch), strict=True)
-    feeds = {value.name or "": np.asarray(leaf, value.dtype.numpy()) for value, leaf in fed if value.dtype}
-    expected = jax.tree.leaves(captured.function(captured.params, captured.batch))
-    names = [value.name or "" for value in model.outputs]
-    compare = Comparison("what JAX computes", "the conversion is not exact: please report the function")
-    compare(dict(zip(names, evaluate(model.copy(), feeds), strict=True)), dict(zip(names, expected, strict=True)))
+    if state is None:
+        return
+    try:
+        jax.eval_shape(optimizer.update, weights, state, weights)
+    except (AttributeError, ValueError) as error:
+        raise DataError(
+            f"the optimizer does not take the state that is given: {first_line(error)}",
+            hint="give what its `init` made, after the updates since; or none for a run that begins",
+        ) from error
+    except TypeError as error:
+        raise UnsupportedError(
+            f"the optimizer cannot be carried: an update takes more than gradients: {first_line(error)}",
+            hint="use one that needs nothing but gradients and parameters",
+        ) from error

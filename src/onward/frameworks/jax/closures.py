@@ -16,7 +16,7 @@ import optax
 from optax.schedules import WrappedSchedule
 
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.jaxpr.trace import path_of
+from onward.frameworks.jax.jaxpr import path_of
 
 Tree = Any
 
@@ -36,24 +36,24 @@ Visit = Callable[[Transformation], Any]
 """Gives the state that is to be in place of the transformation's."""
 
 
-class Scheduled(float):
+class ScheduledNumber(float):
     """A number of `inject_hyperparams` as it is now, which knows the schedule that it comes from."""
 
     schedule: Callable[[Any], Any]
     factor: float
 
     @classmethod
-    def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> Scheduled:
+    def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> ScheduledNumber:
         made = cls(value)
         made.schedule, made.factor = schedule, factor
         return made
 
-    def __mul__(self, other: float) -> Scheduled:
-        return Scheduled.now(float(self) * other, self.schedule, self.factor * other)
+    def __mul__(self, other: float) -> ScheduledNumber:
+        return ScheduledNumber.now(float(self) * other, self.schedule, self.factor * other)
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> Scheduled:
+    def __neg__(self) -> ScheduledNumber:
         return self * -1
 
 
@@ -79,54 +79,42 @@ def free_variables(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def walk(update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
-    """Visit all transformations behind an `update`; the state with what the visits gave."""
-    maker = origin(update)
-    if maker in _COMBINATIONS:
-        return _COMBINATIONS[maker](free_variables(update), state, params, visit)
-    return visit(Transformation(maker, free_variables(update), state, params))
+    """Visit all transformations behind an `update`; return the state with what the visits gave."""
+    maker, free = origin(update), free_variables(update)
+    match maker:
+        case "with_extra_args_support":
+            return walk(free["tx"].update, state, params, visit)
+        case "chain":
+            return tuple(walk(each, s, params, visit) for each, s in zip(free["update_fns"], state, strict=True))
+        case "named_chain":
+            return type(state)((name, walk(tx.update, state[name], params, visit)) for name, tx in free["transforms"])
+        case "masked":
+            mask = free["mask"]
+            leaves = jax.tree.leaves(mask)
+            if callable(mask) or (leaves and all(map(callable, leaves))):
+                mask = mask(params)
+            return _walk_masked(mask, free["inner"].update, state, params, visit)
+        case "partition":
+            labels, inner = free["param_labels"], {}
+            labels = labels(params) if callable(labels) else labels
+            for group, tx in free["transforms"].items():
+                mask = jax.tree.map(lambda label, group=group: label == group, labels)
+                inner[group] = _walk_masked(mask, tx.update, state.inner_states[group], params, visit)
+            return state._replace(inner_states=inner)
+        case "inject_hyperparams":
+            visit(Transformation(maker, {}, state, optax.MaskedNode()))  # for its counts
+            inner_update = free["inner_factory"](**free["other_hps"], **_numbers_of(free, state)).update
+            return state._replace(inner_state=walk(inner_update, state.inner_state, params, visit))
+    return visit(Transformation(maker, free, state, params))
 
 
-def _extra(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    return walk(free["tx"].update, state, params, visit)
-
-
-def _chain(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    return tuple(walk(update, s, params, visit) for update, s in zip(free["update_fns"], state, strict=True))
-
-
-def _named_chain(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    return type(state)((name, walk(tx.update, state[name], params, visit)) for name, tx in free["transforms"])
-
-
-def _visit_masked(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    mask = free["mask"]
-    leaves = jax.tree.leaves(mask)
-    if callable(mask) or (leaves and all(map(callable, leaves))):
-        mask = mask(params)
-    return _only(mask, free["inner"].update, state, params, visit)
-
-
-def _only(mask: Tree, update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
+def _walk_masked(mask: Tree, update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
     seen = jax.tree.map(lambda keep, param: param if keep else optax.MaskedNode(), mask, params)
     return state._replace(inner_state=walk(update, state.inner_state, seen, visit))
 
 
-def _partition(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    labels = free["param_labels"]
-    labels = labels(params) if callable(labels) else labels
-    inner = {
-        group: _only(_equal(labels, group), tx.update, state.inner_states[group], params, visit)
-        for group, tx in free["transforms"].items()
-    }
-    return state._replace(inner_states=inner)
-
-
-def _equal(labels: Tree, group: Any) -> Tree:
-    return jax.tree.map(lambda label: label == group, labels)
-
-
-def _visit_injected(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
-    """The transformation with its numbers as they are in the state."""
+def _numbers_of(free: Mapping[str, Any], state: Any) -> dict[str, float]:
+    """Return injected hyper-parameters as they are in the state."""
     numbers = {name: float(value) for name, value in state.hyperparams.items()}
     for name, schedule in free["sched_hps"].items():
         if not isinstance(schedule, WrappedSchedule):
@@ -134,20 +122,20 @@ def _visit_injected(free: dict[str, Any], state: Any, params: Tree, visit: Visit
                 f"`{name}` follows a schedule with a state of its own", hint="use a function of the count of updates"
             )
         function = schedule.schedule_fn
-        numbers[name] = Scheduled.now(float(function(state.hyperparams_states[name].count)), function)
-    visit(Transformation("inject_hyperparams", {}, state, optax.MaskedNode()))  # for its counts
-    inner = free["inner_factory"](**free["other_hps"], **numbers)
-    return state._replace(inner_state=walk(inner.update, state.inner_state, params, visit))
+        numbers[name] = ScheduledNumber.now(float(function(state.hyperparams_states[name].count)), function)
+    return numbers
 
 
-_COMBINATIONS: dict[str, Callable[[dict[str, Any], Any, Tree, Visit], Any]] = {
-    "with_extra_args_support": _extra,
-    "chain": _chain,
-    "named_chain": _named_chain,
-    "masked": _visit_masked,
-    "partition": _partition,
-    "inject_hyperparams": _visit_injected,
-}
+def transformations(tx: Any, state: Any, params: Tree) -> list[Transformation]:
+    """Return all transformations that an optimizer is made of."""
+    found: list[Transformation] = []
+
+    def visit(each: Transformation) -> Any:
+        found.append(each)
+        return each.state
+
+    walk(tx.update, state, params, visit)
+    return found
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:

@@ -10,11 +10,10 @@ import numpy as np
 
 from onward.errors import InvalidModelError
 from onward.frameworks.files import check_numbers, compare
-from onward.frameworks.jax.restore import Parts
-from onward.frameworks.jax.source import child
-from onward.frameworks.jax.source.file import CONSTANTS, STATE, write_program
-from onward.frameworks.jax.source.runtime import fill_tree, leaves_by_name
-from onward.frameworks.jax.source.runtime import write as write_arrays
+from onward.frameworks.jax.forward import TrainingParts
+from onward.frameworks.jax.program import CONSTANTS, STATE, child, write_program
+from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
+from onward.frameworks.jax.runtime import write as write_arrays
 from onward.frameworks.program.child import try_out
 from onward.frameworks.program.trial import step_trial
 from onward.model import Model
@@ -26,34 +25,26 @@ from onward.run_state.problems import Problems
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write `run.py` and the arrays that it reads into a folder."""
-    parts = Parts(model)
+    parts = TrainingParts(model)
     state, _ = parts.state()
-    made = write_program(parts, state["params"], model.graph.name or path.name)
-    with replacing(path) as folder:
-        (folder / "run.py").write_text(made.source, encoding="utf-8")
+    source, constants = write_program(parts, state["params"], model.graph.name or path.name)
+    with replacing(path) as folder, tempfile.TemporaryDirectory() as place:
+        (folder / "run.py").write_text(source, encoding="utf-8")
         write_arrays(leaves_by_name(state), folder / STATE)
-        if made.constants:
-            write_arrays(made.constants, folder / CONSTANTS)
-        _try_files(folder, parts)
+        if constants:
+            write_arrays(constants, folder / CONSTANTS)
+        if trial := step_trial(parts.model, parts.index):  # a process of its own makes steps
+            batch, results = trial.save(Path(place)), Path(place, "results.npz")
+            if try_out(child.__file__, folder, batch, results):
+                with np.load(results) as arrays:
+                    trial.compare(arrays["losses"], same_random_numbers=True)
     return [path]
-
-
-def _try_files(folder: Path, parts: Parts) -> None:
-    """Let a process of its own make steps, and compare."""
-    trial = step_trial(parts.model, parts.index)
-    if trial is None:
-        return
-    with tempfile.TemporaryDirectory() as place:
-        batch, results = trial.save(Path(place)), Path(place, "results.npz")
-        if try_out(child.__file__, folder, batch, results):
-            with np.load(results) as arrays:
-                trial.compare(arrays["losses"], same_random_numbers=True)
 
 
 def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a folder, of which nothing is executed."""
     arrays = _arrays(path / STATE)
-    parts = Parts(like)
+    parts = TrainingParts(like)
     state, tx = parts.state()
     problems = Problems(f"the state of `{path}`")
     compare(problems, arrays, leaves_by_name(state))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ import optax
 from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.jax.closures import Transformation, Tree, named_leaves, path_name, walk
-from onward.frameworks.jax.executed import places_of
+from onward.frameworks.jax.closures import Tree, named_leaves, path_name, transformations
+from onward.frameworks.jax.exact import places_of
 from onward.frameworks.jax.jaxpr import export
 from onward.frameworks.jax.jaxpr.emitter import data_of
-from onward.frameworks.jax.optimizers import Optimization
+from onward.frameworks.jax.optimizer import Optimization
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -37,11 +37,14 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     """
     traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
     model = traced.model()
-    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, traced.begin)
+    begin = traced.state(traced.params, traced.opt_state)
+    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, begin)
     _try_updates(function, traced)
     places = places_of(function, "group0")  # there are no others
-    kept = {places[name]: value for name, value in traced.begin.items()}
-    return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
+    kept = {places[name]: value for name, value in begin.items()}
+    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if _word(path[-1]) == "count"]
+    step = max((int(count) for count in counts if count.ndim == 0), default=0)
+    return Optimization([Group(function, traced.trained)], kept, step, [], None, {})
 
 
 class _Traced:
@@ -54,12 +57,8 @@ class _Traced:
         of_others = [f"parameter.{name.replace('/', '.')}" for name in self.others]
         self.state_names = [*_state_names(opt_state, params, set(self.trained)), *of_others]
 
-    @property
-    def begin(self) -> dict[str, np.ndarray]:
+    def state(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
         """The state by name."""
-        return self._state(self.params, self.opt_state)
-
-    def _state(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
         leaves = jax.tree.leaves((opt_state, self.of(self.others, params)))
         return dict(zip(self.state_names, map(data_of, leaves), strict=True))
 
@@ -69,7 +68,7 @@ class _Traced:
     def arrays(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
         """The parameters that are trained, and the state."""
         trained = {name: data_of(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
-        return {**trained, **self._state(params, opt_state)}
+        return {**trained, **self.state(params, opt_state)}
 
     def whole(self, leaves: Mapping[str, Any]) -> Tree:
         """A tree like that of the parameters, with zeros where nothing is given."""
@@ -106,38 +105,19 @@ class _Traced:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    owner: str | None
-    path: tuple[Any, ...]
-
-    def named(self, label: str) -> str:
-        return f"{self.owner}/{label}" if self.owner else label
-
-    @property
-    def long(self) -> str:
-        return self.named(".".join(["state", *map(_word, self.path)]))
-
-    @property
-    def short(self) -> str:
-        words = [word for key in self.path if not (word := _word(key)).isdigit()]
-        return self.named(words[-1] if words else "state")
-
-
 def _state_names(state: Any, params: Tree, trained: set[str]) -> list[str]:
     """Names for the leaves of a state: those of what mirrors a parameter begin with the parameter's."""
     owners = {path: path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    places = [_place(path, owners, trained) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    taken = Counter(place.short for place in places)
+    short, long = [], []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        start = next((i for i in range(len(path)) if owners.get(path[i:]) in trained), len(path))
+        owner = f"{owners[path[start:]]}/" if start < len(path) else ""
+        words = [_word(key) for key in path[:start]]
+        short.append(owner + next((word for word in reversed(words) if not word.isdigit()), "state"))
+        long.append(owner + ".".join(["state", *words]))
+    taken = Counter(short)
     reserved = {RATE, COUNT, "x", "g", *trained, *map(gradient_of, trained)}
-    return [p.short if taken[p.short] == 1 and p.short not in reserved else p.long for p in places]
-
-
-def _place(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], str], trained: set[str]) -> _Place:
-    for start in range(len(path)):
-        owner = owners.get(path[start:])
-        if owner in trained:
-            return _Place(owner, path[:start])
-    return _Place(None, path)
+    return [s if taken[s] == 1 and s not in reserved else other for s, other in zip(short, long, strict=True)]
 
 
 def _word(key: Any) -> str:
@@ -146,29 +126,17 @@ def _word(key: Any) -> str:
 
 def _name_of(tx: Any, state: Any, params: Tree) -> str:
     """What the transformations that it is made of are called."""
-    found: list[str] = []
-
-    def visit(each: Transformation) -> Any:
-        maker = each.name.partition(".<locals>")[0].removesuffix(".update")  # a function, or a class
-        found.append(maker.rpartition(".")[2].removeprefix("scale_by_"))
-        return each.state
-
     try:
-        walk(tx.update, state, params, visit)
+        makers = [each.name.partition(".<locals>")[0] for each in transformations(tx, state, params)]
     except Exception:  # somebody else's objects need not look like those of optax
-        found = [type(tx).__name__]
+        makers = [type(tx).__name__]
+    found = [maker.removesuffix(".update").rpartition(".")[2].removeprefix("scale_by_") for maker in makers]
     names = [name for name in dict.fromkeys(found) if name not in _PLAIN]
     return re.sub(r"\W+", "_", "_".join(names[:3])) or "optax"
 
 
 _PLAIN = ("identity", "inject_hyperparams", "scale", "schedule", "add_decayed_weights")
 """What is part of most optimizers."""
-
-
-def _updates_in(state: Any) -> int:
-    """How many updates there were, as far as the state says."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return max((int(leaf) for path, leaf in leaves if _word(path[-1]) == "count" and leaf.ndim == 0), default=0)
 
 
 # ---- both sides ------------------------------------------------------------------------------------------------------

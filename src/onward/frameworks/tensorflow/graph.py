@@ -31,10 +31,7 @@ from onward.engines.framework import Operators, collect_operators, keywords
 from onward.frameworks.formulas.graph_building import cast, constant_of
 from onward.model.walk import ancestors
 
-FAMILIES = (
-    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "images",
-    "normalization", "loss", "random", "variables", "lists", "control",
-)  # fmt: skip
+FAMILIES = ("elementwise", "reduction", "movement", "indexing", "convolution", "control")
 
 
 @functools.cache

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.export
+import numpy as np
 import onnx_ir as ir
+from jax.extend.core import ClosedJaxpr
 
 from onward.build import Names
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.jax.jaxpr.emitter import Emitter, data_of, declare_value
-from onward.frameworks.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.model import Model
 from onward.standard import COMMON_OPSET
 from onward.transform.training import remove_unused
@@ -65,16 +67,20 @@ def _export(
     names: Sequence[str] | None,
     input_names: Sequence[str] | None,
 ) -> Model:
-    traced = trace(function, params, inputs)
+    jaxpr, shapes = trace(function, params, inputs)
     taken = Names()
     weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
     called = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
-    fed = [declare_value(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
-    result_names = _input_names(taken, "results", names, _result_names(traced.results))
+    fed = [declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], called, strict=True)]
+    found = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    default = [f"output_{place}" if place[:1].isdigit() else place for place in found]
+    if len(found) == 1 and (not found[0] or found[0].isdigit()):
+        default = ["output"]
+    result_names = _input_names(taken, "results", names, default)
     name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
-    op = Emitter.of(graph, COMMON_OPSET, taken, traced.sizes(fed))
-    results = op.inline(traced.jaxpr, *map(op, [*weights, *fed]))
+    op = Emitter.of(graph, COMMON_OPSET, taken)
+    results = op.inline(jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):
         put_out(op, result, wanted)
@@ -93,13 +99,6 @@ def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list
     return [f"{name}/{place}" if place else name for name, tree in trees for place, _ in leaves(tree, empty="")]
 
 
-def _result_names(results: Any) -> list[str]:
-    places = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
-    if len(places) == 1:
-        return [places[0] if places[0] and not places[0].isdigit() else "output"]
-    return [f"output_{place}" if place[:1].isdigit() else place for place in places]
-
-
 def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
     """The names that were given, or else such as nothing has yet."""
     if given is None:
@@ -113,3 +112,64 @@ def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: 
     if clashes:
         raise UnsupportedError(f"more than one value would be called {', '.join(clashes)}", hint="choose other names")
     return list(given)
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """Return the jaxpr of a function of the arrays in `params` and `inputs`, and the tree of shapes of its results.
+
+    Other leaves, such as functions and names, belong to the function.
+    """
+    flat, tree = jax.tree.flatten((params, inputs))
+    traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
+
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        whole = list(flat)
+        for i, array in zip(traced, arrays, strict=True):
+            whole[i] = array
+        given, arguments = jax.tree.unflatten(tree, whole)
+        return function(given, *arguments)
+
+    return jax.make_jaxpr(of_arrays, return_shape=True)([flat[i] for i in traced])
+
+
+def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
+    """The same shapes with a symbol for the first size, where there is one to set free."""
+    first = next((leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())), None)
+    if batch is None or not isinstance(first, int):
+        return inputs
+    symbol = jax.export.symbolic_shape(batch)
+
+    def freed(leaf: Any) -> Any:
+        if getattr(leaf, "shape", ())[:1] != (first,):
+            return leaf
+        return jax.ShapeDtypeStruct((*symbol, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(freed, inputs)
+
+
+def shape_of(leaf: Any) -> Any:
+    """An array as its shape and type; what is none stays itself."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float)
+
+
+def leaves(tree: Any, empty: str = "params") -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree with their places; that of a tree which is an array is `empty`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_array(leaf):
+            yield path_of(path) or empty, leaf
+
+
+def path_of(path: Any) -> str:
+    """A place in a tree, such as `dense/kernel`. The variable that Flax wraps an array in has no place of its own."""
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")

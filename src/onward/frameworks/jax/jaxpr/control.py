@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.frameworks.formulas.elementwise import log1p
-from onward.frameworks.jax.jaxpr.emitter import declare_value
+from onward.frameworks.formulas.elementwise import log_add_exp, relu6
+from onward.frameworks.formulas.reduction import where
+from onward.frameworks.jax.jaxpr.emitter import align_mask, declare_value
 from onward.frameworks.jax.jaxpr.movement import positions
-from onward.frameworks.jax.jaxpr.values import align_mask, where
 
 primitives = Operators()
 
@@ -23,15 +23,10 @@ def custom_call(op, *xs, call_jaxpr):
     return op.inline(call_jaxpr, *xs)
 
 
-def _log_add_exp(op, a, b):
-    largest, difference = op.Max(a, b), a - b  # which is NaN for two infinities that are equal
-    return op.Where(op.IsNaN(difference), a + b, largest + log1p(op, op.Exp(-op.Abs(difference))))
-
-
 _OWN_SLOPES = {
     ("relu", "jax/_src/nn/functions.py"): lambda op, x: op.Relu(x),
-    ("relu6", "jax/_src/nn/functions.py"): lambda op, x: op.Clip(x, op.scalar(0, x), op.scalar(6, x)),
-    ("logaddexp", "jax/_src/lax/other.py"): _log_add_exp,
+    ("relu6", "jax/_src/nn/functions.py"): relu6,
+    ("logaddexp", "jax/_src/lax/other.py"): log_add_exp,
 }
 """Functions whose derivative at kinks is not that of their parts -> the same with this derivative."""
 

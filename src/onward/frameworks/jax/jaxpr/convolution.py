@@ -1,13 +1,19 @@
-"""Convolutions."""
+"""Convolutions, reductions of sliding windows, and matmuls."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import string
+
 import numpy as np
+import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import as_pads, cast, inverse, permute
+from onward.frameworks.formulas.reduction import widely
+from onward.frameworks.jax.jaxpr.emitter import extreme, fill, reshape_to
 from onward.frameworks.jax.jaxpr.movement import pad_axes, spread_elements
-from onward.frameworks.jax.jaxpr.values import reshape_to
 
 primitives = Operators()
 
@@ -24,8 +30,11 @@ def convolution(
     zero = op.constant(np.zeros((), outs[0].dtype))
     shape = [ins[0].shape[axis] for axis in order_x]
     x, sizes = spread_elements(op, x, zero, shape, [0, 0, *(apart - 1 for apart in lhs_dilation)])
-    if batch_group_count > 1:
-        x = _groups_as_features(op, x, sizes, batch_group_count)
+    if batch_group_count > 1:  # groups of examples, with kernels of their own, become groups of features
+        (count, features, *rest), groups = sizes, batch_group_count
+        apart = reshape_to(op, x, [groups, count // groups, features, *rest])
+        swapped = op.Transpose(apart, perm=[1, 0, *range(2, 3 + len(rest))])
+        x = reshape_to(op, swapped, [count // groups, groups * features, *rest])
     around = [(0, 0), (0, 0), *padding]
     if any(min(pair) < 0 for pair in padding):
         x, around = pad_axes(op, x, zero, around), [(0, 0)] * len(around)
@@ -41,9 +50,154 @@ def convolution(
     return permute(op, y, inverse(order_y))
 
 
-def _groups_as_features(op, x, sizes, groups):
-    """Groups of examples, each of which has kernels of its own, as groups of features."""
-    count, features, *rest = sizes
-    apart = reshape_to(op, x, [groups, count // groups, features, *rest])
-    order = [1, 0, *range(2, 3 + len(rest))]
-    return reshape_to(op, op.Transpose(apart, perm=order), [count // groups, groups * features, *rest])
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """A window over some axes of a tensor, as pooling has it: two axes without a window first, then those with one."""
+
+    def __init__(self, shape, window, strides, padding, dilation=None):
+        dilation = dilation or [1] * len(shape)
+        settings = list(zip(window, strides, padding, dilation, strict=True))
+        self.sliding = [i for i, (size, step, pads, _) in enumerate(settings) if (size, step, pads) != (1, 1, (0, 0))]
+        self.sliding = self.sliding or [len(shape) - 1]
+        self.resting = [axis for axis in range(len(shape)) if axis not in self.sliding]
+        self.shape, self.order = shape, [*self.resting, *self.sliding]
+        chosen = [settings[axis] for axis in self.sliding]
+        self.attributes = {
+            "kernel_shape": [size for size, _, _, _ in chosen],
+            "strides": [step for _, step, _, _ in chosen],
+            "pads": as_pads(pads for _, _, pads, _ in chosen),
+            "dilations": [apart for _, _, _, apart in chosen],
+        }
+
+    def enter(self, op, x):
+        x = permute(op, x, self.order)
+        if len(self.resting) == 2:
+            return x
+        return op.Reshape(x, op.shape([1, -1, *(self.shape[axis] for axis in self.sliding)]))
+
+    def leave(self, op, y, shape):
+        if len(self.resting) != 2:
+            y = reshape_to(op, y, [shape[axis] for axis in self.order])
+        return permute(op, y, inverse(self.order))
+
+
+def _window_rule(slide, start):
+    """A reduction by a pooling operator: `slide(op, x, pool)`; `start(dtype)` is what lies around."""
+
+    def windowed(
+        op, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, ins, outs
+    ):  # fmt: skip
+        around, nothing = list(padding), op.constant(np.asarray(start(ins[0].dtype), ins[0].dtype))
+        x, sizes = spread_elements(op, x, nothing, ins[0].shape, [apart - 1 for apart in base_dilation])
+        if any(min(pads) < 0 or max(pads) >= size for pads, size in zip(around, window_dimensions, strict=True)):
+            x = pad_axes(op, x, nothing, around)
+            sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
+            around = [(0, 0)] * len(sizes)
+        pool = Pool(sizes, window_dimensions, window_strides, around, window_dilation)
+        x = x if x.dtype.is_floating_point() else cast(op, x, np.float64)  # which holds integers of 32 bits
+        y = slide(op, pool.enter(op, x), pool)
+        return cast(op, pool.leave(op, y, outs[0].shape), outs[0].dtype)
+
+    return windowed
+
+
+def _sum(op, x, pool):
+    """An average times its count; ONNX Runtime has none of doubles, for which the elements of windows are added."""
+    if x.dtype is not ir.DataType.DOUBLE:
+        return op.AveragePool(x, count_include_pad=1, **pool.attributes) * math.prod(pool.attributes["kernel_shape"])
+    kernel, steps, pads, apart = pool.attributes.values()
+    rank = len(kernel)
+    x = pad_axes(op, x, op.scalar(0, x), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
+    full = [pool.shape[axis] + pads[i] + pads[rank + i] for i, axis in enumerate(pool.sliding)]
+    last = [size - gap * (count - 1) for size, gap, count in zip(full, apart, kernel, strict=True)]
+    parts = []
+    for place in itertools.product(*map(range, kernel)):
+        starts = [i * gap for i, gap in zip(place, apart, strict=True)]
+        ends = [start + end for start, end in zip(starts, last, strict=True)]
+        parts.append(op.Slice(x, starts, op.shape(ends), list(range(2, 2 + rank)), steps))
+    return op.Sum(*parts)
+
+
+primitives(
+    reduce_window_max=_window_rule(
+        lambda op, x, pool: op.MaxPool(x, **pool.attributes), lambda dtype: extreme(dtype, largest=False)
+    ),
+    reduce_window_min=_window_rule(
+        lambda op, x, pool: -op.MaxPool(-x, **pool.attributes), lambda dtype: extreme(dtype, largest=True)
+    ),
+    reduce_window_sum=_window_rule(_sum, lambda dtype: 0),
+)
+
+
+# ---- derivatives of windows ------------------------------------------------------------------------------------------
+
+
+def _chosen_places(op, x, pool, select_prim):
+    """Where the largest (`ge`) or smallest element of each window is, if all elements are counted in a row."""
+    entered = pool.enter(op, x)
+    return op.MaxPool(entered if select_prim.name == "ge" else -entered, outputs=2, **pool.attributes)[1]
+
+
+@primitives.define("select_and_scatter_add")
+def select_and_scatter_add(op, source, x, *, select_prim, window_dimensions, window_strides, padding, ins):
+    """The way back through a MaxPool: what comes for a window goes to where its largest element was."""
+    shape = ins[1].shape
+    pool = Pool(shape, window_dimensions, window_strides, padding)
+    places = op.Reshape(_chosen_places(op, x, pool, select_prim), [-1])
+    given = op.Reshape(permute(op, source, pool.order), [-1])
+    empty = fill(op, [math.prod(shape)], 0, ins[0].dtype)
+    sums = op.ScatterElements(empty, places, given, axis=0, reduction="add")
+    entered = op.shape([shape[axis] for axis in pool.order])
+    return permute(op, op.Reshape(sums, entered), inverse(pool.order))
+
+
+@primitives.define("select_and_gather_add")
+def select_and_gather_add(
+    op, source, x, *, select_prim, window_dimensions, window_strides, padding, window_dilation, ins, outs
+):  # fmt: skip
+    """And forward: of each window, what `source` has where its largest element is."""
+    pool = Pool(ins[1].shape, window_dimensions, window_strides, padding, window_dilation)
+    flat = op.Reshape(permute(op, source, pool.order), [-1])
+    return pool.leave(op, op.Gather(flat, _chosen_places(op, x, pool, select_prim), axis=0), outs[0].shape)
+
+
+# ---- matmuls ---------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("dot_general")
+def dot_general(op, a, b, *, dimension_numbers, ins, outs):
+    """Gemm for two matrices, of which it transposes both for nothing; MatMul where axes lie well; Einsum otherwise."""
+    a, b = (cast(op, x, outs[0].dtype) for x in (a, b))
+    return _product(op, a, b, dimension_numbers=dimension_numbers, ranks=(len(ins[0].shape), len(ins[1].shape)))
+
+
+@widely
+def _product(op, a, b, *, dimension_numbers, ranks):
+    (summed_a, summed_b), (batch_a, batch_b) = dimension_numbers
+    # ONNX Runtime gets MatMul of a vector wrong where it takes a Transpose before it along: no vectors.
+    if len(summed_a) != 1 or 1 in ranks or batch_a != tuple(range(len(batch_a))) or batch_b != batch_a:
+        return _einsum(op, a, b, dimension_numbers, ranks)
+    (k_a,), (k_b,), batch = summed_a, summed_b, len(batch_a)
+    if ranks == (2, 2) and not batch and a.dtype.is_floating_point():
+        flipped = k_a == 0, k_b == 1
+        return op.Gemm(a, b, transA=int(flipped[0]), transB=int(flipped[1])) if any(flipped) else a @ b
+    if ranks[1] == batch + 2 and (ranks[0] == batch + 2 or not batch):
+        free_a = [axis for axis in range(ranks[0]) if axis != k_a]
+        free_b = [axis for axis in range(ranks[1]) if axis != k_b]
+        return permute(op, a, [*free_a, k_a]) @ permute(op, b, [*free_b[:batch], k_b, *free_b[batch:]])
+    return _einsum(op, a, b, dimension_numbers, ranks)
+
+
+def _einsum(op, a, b, dimension_numbers, ranks):
+    (summed_a, summed_b), (batch_a, batch_b) = dimension_numbers
+    letters = iter(string.ascii_letters)
+    terms = [next(letters) for _ in range(ranks[0])], [next(letters) for _ in range(ranks[1])]
+    for axis_a, axis_b in zip((*summed_a, *batch_a), (*summed_b, *batch_b), strict=True):
+        terms[1][axis_b] = terms[0][axis_a]
+    batch = [terms[0][axis] for axis in batch_a]
+    free_a = [terms[0][axis] for axis in range(ranks[0]) if axis not in (*summed_a, *batch_a)]
+    free_b = [terms[1][axis] for axis in range(ranks[1]) if axis not in (*summed_b, *batch_b)]
+    equation = f"{''.join(terms[0])},{''.join(terms[1])}->{''.join([*batch, *free_a, *free_b])}"
+    return op.Einsum(a, b, equation=equation)

@@ -10,29 +10,22 @@ import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.frameworks.formulas.elementwise import (
-    atan2,
-    erf_inv,
-    erfc,
-    expm1,
-    log1p,
-    multiply,
-    round_away,
-    saturating_cast,
-)
+from onward.frameworks.formulas.elementwise import COMMON, erf_inv, multiply, round_away, saturating_cast
 from onward.frameworks.formulas.graph_building import cast, constant_of, dtype_of, same_operator
-from onward.frameworks.jax.jaxpr.values import where, widely
+from onward.frameworks.formulas.reduction import where, widely
 from onward.recipe.assembly import stop_gradient
 
 primitives = Operators()
 
-_SAME = (
-    "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp",
-    "Floor", "Log", "Pow", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
-)  # fmt: skip
-"""Operators that primitives have the names of."""
-primitives(**{name.lower(): same_operator(name) for name in _SAME})
-primitives(add_any=same_operator("Add"), eq=same_operator("Equal"), logistic=same_operator("Sigmoid"))
+
+primitives(**{name.lower(): row for name, row in COMMON.items()})
+primitives(
+    add=same_operator("Add"),
+    add_any=same_operator("Add"),
+    erf_inv=erf_inv,
+    eq=same_operator("Equal"),
+    logistic=same_operator("Sigmoid"),
+)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -40,8 +33,7 @@ primitives(add_any=same_operator("Add"), eq=same_operator("Equal"), logistic=sam
 primitives(
     mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else multiply(op, a, b),
     neg=widely(lambda op, x: -x),
-    square=lambda op, x: x * x,
-    rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
+    exp2=lambda op, x: op.Exp(x * math.log(2)),
     cbrt=lambda op, x: op.Sign(x) * op.Abs(x) ** (1 / 3),
 )
 
@@ -153,14 +145,6 @@ def select(op, which, *cases):
     for i, case in reversed(list(enumerate(cases[:-1]))):
         result = where(op, op.Equal(which, i), case, result)
     return result
-
-
-# ---- functions -------------------------------------------------------------------------------------------------------
-
-primitives(
-    exp2=lambda op, x: op.Exp(x * math.log(2)),
-    **{function.__name__: function for function in (atan2, erf_inv, erfc, expm1, log1p)},
-)
 
 
 # ---- types and marks -------------------------------------------------------------------------------------------------

@@ -27,10 +27,7 @@ from onward.build import Builder, Expr, Names
 from onward.engines.framework import Operators, collect_operators, keywords
 from onward.errors import UnsupportedError
 
-FAMILIES = (
-    "elementwise", "bits", "reduction", "cumulative", "movement", "indexing", "sorting", "matrix", "convolution",
-    "pooling", "control", "random",
-)  # fmt: skip
+FAMILIES = ("elementwise", "bits", "reduction", "movement", "convolution", "control")
 
 
 @functools.cache
@@ -47,12 +44,14 @@ class Emitter(Builder):
     refused: list[str]
 
     @classmethod
-    def of(cls, graph: ir.Graph, opset: int, names: Names, places: dict[str, tuple[ir.Value, int]]) -> Emitter:
+    def of(cls, graph: ir.Graph, opset: int, names: Names) -> Emitter:
+        """Return a builder for a graph, with a scalar for each symbol in the shapes of inputs."""
         op = cls(graph, opset=opset, names=names, share=True)
-        op.refused = []
-        op.sizes = {
-            name: op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value for name, (value, axis) in places.items()
-        }
+        op.refused, op.sizes = [], {}
+        for value in graph.inputs:
+            for axis, size in enumerate(value.shape or ()):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None and size.value not in op.sizes:
+                    op.sizes[size.value] = op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value
         return op
 
     def _for(self, graph: ir.Graph, scope: str) -> Emitter:
@@ -186,10 +185,37 @@ def _typed_value(expr: Expr, var: Var) -> ir.Value:
     """The result of an equation, which has the type and shape that JAX says it has."""
     value, expected = expr.value, declare_value(var.aval)
     assert value.dtype in (None, expected.dtype), f"{value.name} is {value.dtype} and should be {expected.dtype}"
-    if value.producer() is not None and not _same(value.shape, expected.shape):
+    if value.producer() is not None and (value.shape is None or list(value.shape) != list(expected.shape or ())):
         value.type, value.shape = expected.type, expected.shape
     return value
 
 
-def _same(a: ir.Shape | None, b: ir.Shape | None) -> bool:
-    return a is not None and b is not None and list(a) == list(b)
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:
+    """A mask over the first axes, for what has more axes after them."""
+    return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
+
+
+def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
+    """`x` in another shape, in which one size may be a symbol that need not be computed."""
+    unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(unknown) == 1 and 0 not in sizes:
+        return op.Reshape(x, [-1 if i in unknown else size for i, size in enumerate(sizes)])
+    return op.Reshape(x, op.shape(sizes), allowzero=1 if 0 in sizes else None)
+
+
+def fill(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:
+    """A tensor that is the same number everywhere."""
+    return op.ConstantOfShape(op.shape(sizes), value=ir.Tensor(np.full((1,), number, dtype)))
+
+
+def extreme(dtype: Any, largest: bool) -> Any:
+    """The largest or smallest number of a type."""
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        return largest
+    if kind.kind in "iu":
+        return np.iinfo(kind).max if largest else np.iinfo(kind).min
+    return np.inf if largest else -np.inf

@@ -1,13 +1,33 @@
-"""Shapes, and elements that move."""
+"""Shapes, elements that move, and reading and writing at computed indices.
+
+JAX's gather and scatter are general: for each of many starts they move a window. Here the axes of the operand that are
+indexed come first, the indices of all elements of all windows are written out, and GatherND or ScatterND does the rest.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
+from onward.build import Expr
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.frameworks.formulas.graph_building import END, as_pads, cast, constant_of, permute, reverse, stack, unstack
-from onward.frameworks.jax.jaxpr.values import fill, reshape_to
+from onward.frameworks.formulas.graph_building import (
+    END,
+    as_pads,
+    cast,
+    constant_of,
+    inverse,
+    permute,
+    reverse,
+    stack,
+    unstack,
+)
+from onward.frameworks.formulas.reduction import where
+from onward.frameworks.jax.jaxpr.emitter import align_mask, extreme, fill, reshape_to
 
 primitives = Operators()
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -121,3 +141,247 @@ def positions(op, size):
 
 
 primitives(**dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, outs[0].shape, 0, outs[0].dtype)))
+
+
+# ---- indexing --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherWindows:
+    """Which elements of an operand are meant: a window of `sizes` at each start."""
+
+    operand: Sequence[Any]
+    """Its shape."""
+    starts: Sequence[Any]
+    """The shape of the starts, without their last axis, which has a number for each axis in `mapped`."""
+    sizes: Sequence[Any]
+    mapped: Sequence[int]
+    paired: dict[int, int]
+    """Axes of the operand that go along with an axis of the starts."""
+    dropped: Sequence[int]
+    """Axes, all of size 1 in a window, that its result does not have."""
+
+    @property
+    def indexed(self) -> list[int]:
+        partial = [axis for axis, size in enumerate(self.sizes) if size != self.operand[axis]]
+        return list(dict.fromkeys([*self.paired, *self.mapped, *partial]))
+
+    @property
+    def whole(self) -> list[int]:
+        return [axis for axis in range(len(self.operand)) if axis not in self.indexed]
+
+    @property
+    def windowed(self) -> list[int]:
+        return [axis for axis in self.indexed if axis not in self.dropped]
+
+    @property
+    def kept(self) -> list[int]:
+        return [axis for axis in range(len(self.operand)) if axis not in self.dropped]
+
+    def order(self, offsets: Sequence[int]) -> list[int]:
+        """For each axis of the result, of which `offsets` are the window's, its place in starts + windowed + whole."""
+        count, inner = len(self.starts), [*self.windowed, *self.whole]
+        outer = iter(range(count))
+        own = {place: count + inner.index(axis) for place, axis in zip(offsets, self.kept, strict=True)}
+        return [own[place] if place in own else next(outer) for place in range(count + len(inner))]
+
+
+def _columns(op, indices, windows):
+    """The starts along each axis that is mapped, in 64 bits."""
+    wide = cast(op, indices, np.int64)
+    return {axis: op.Gather(wide, op.constant(np.int64(i)), axis=-1) for i, axis in enumerate(windows.mapped)}
+
+
+def _bound_starts(op, columns, windows, mode):
+    """The starts moved to where windows are inside, and which of them were; None where they are known to be."""
+    name = getattr(mode, "name", str(mode))
+    if name == "PROMISE_IN_BOUNDS":
+        return columns, None
+    bounded, inside = {}, None
+    for axis, start in columns.items():
+        last = op.size(windows.operand[axis] - windows.sizes[axis])
+        bounded[axis] = op.Min(op.Max(start, 0), last)
+        fits = op.Equal(bounded[axis], start)
+        inside = fits if inside is None else op.And(inside, fits)
+    return bounded, None if name == "CLIP" else inside
+
+
+def _places(op, columns, windows):
+    """The index of each element of each window, along the indexed axes."""
+    windowed, count = windows.windowed, len(windows.starts)
+    grid = [*windows.starts, *(windows.sizes[axis] for axis in windowed)]
+    parts = []
+    for axis in windows.indexed:
+        place = _start(op, columns, windows, axis, len(grid))
+        if axis in windowed and windows.sizes[axis] != 1:
+            inside = positions(op, windows.sizes[axis])
+            place = place + _along(op, inside, count + windowed.index(axis), len(grid))
+        parts.append(op.Unsqueeze(op.Expand(place, op.shape(grid)), [len(grid)]))
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=-1)
+
+
+def _start(op, columns, windows, axis, rank):
+    if axis in windows.paired:
+        beside = windows.paired[axis]
+        return _along(op, positions(op, windows.starts[beside]), beside, rank)
+    if axis not in columns:
+        return op.constant(np.zeros((1,) * rank, np.int64))
+    new = list(range(len(windows.starts), rank))
+    return op.Unsqueeze(columns[axis], new) if new else columns[axis]
+
+
+def _along(op, vector, axis, rank):
+    new = [other for other in range(rank) if other != axis]
+    return op.Unsqueeze(vector, new) if new else vector
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("gather")
+def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, ins, outs):
+    numbers = dimension_numbers
+    paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    dropped = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
+    windows = GatherWindows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
+    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+    if windows.indexed == list(numbers.collapsed_slice_dims) and len(windows.indexed) == 1:
+        found = _take(op, x, columns, windows)
+    else:
+        ordered = permute(op, x, [*windows.indexed, *windows.whole])
+        found = op.GatherND(ordered, _places(op, columns, windows)) if windows.indexed else _repeat(op, x, windows)
+    if inside is not None:
+        fill = op.constant(np.asarray(_fill(fill_value, outs[0].dtype), outs[0].dtype))
+        found = where(op, align_mask(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
+    return permute(op, found, windows.order(numbers.offset_dims))
+
+
+def _take(op, x, columns, windows):
+    """Along one axis; the axes of the starts come first, as they do after GatherND."""
+    (axis,), count = windows.indexed, len(windows.starts)
+    found = op.Gather(x, columns[axis], axis=axis)
+    rest = [other for other in range(count + len(windows.whole)) if not axis <= other < axis + count]
+    return permute(op, found, [*range(axis, axis + count), *rest])
+
+
+def _repeat(op, x, windows):
+    return op.Expand(x, op.shape([*windows.starts, *windows.operand]))
+
+
+def _fill(value, dtype):
+    if value is not None:
+        return value
+    kind = np.dtype(dtype).kind
+    return extreme(dtype, largest=True) if kind in "bu" else extreme(dtype, largest=False) if kind == "i" else np.nan
+
+
+# ---- scatter ---------------------------------------------------------------------------------------------------------
+
+
+def _scatter(reduction, neutral):
+    """A write that combines with what is there. Outside, it writes what changes nothing, which is `neutral(dtype)`."""
+
+    def scatter(op, x, indices, updates, *, dimension_numbers, mode, ins):
+        windows, order = _scatter_windows(dimension_numbers, ins)
+        columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+        updates = permute(op, updates, inverse(order))
+        if inside is not None:
+            mask = align_mask(op, inside, len(ins[2].shape), len(windows.starts))
+            nothing = op.constant(np.asarray(neutral(ins[0].dtype), ins[0].dtype))
+            updates = where(op, mask, updates, nothing)
+        return _scatter_updates(op, x, _places(op, columns, windows), updates, windows, reduction)
+
+    return scatter
+
+
+primitives.update(
+    {
+        "scatter-add": _scatter("add", lambda dtype: 0),
+        "scatter-mul": _scatter("mul", lambda dtype: 1),
+        "scatter-min": _scatter("min", lambda dtype: extreme(dtype, largest=True)),
+        "scatter-max": _scatter("max", lambda dtype: extreme(dtype, largest=False)),
+    }
+)
+
+
+@primitives.define("scatter-sub")
+def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
+    add = primitives["scatter-add"]
+    return add(op, x, indices, -updates, dimension_numbers=dimension_numbers, mode=mode, ins=ins)
+
+
+@primitives.define("scatter")
+def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
+    """Writes outside go to an element more along the first axis, which is cut off again."""
+    windows, order = _scatter_windows(dimension_numbers, ins)
+    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+    updates = permute(op, updates, inverse(order))
+    places = _places(op, columns, windows)
+    if inside is None:
+        return _scatter_updates(op, x, places, updates, windows, None)
+    first = windows.indexed[0]
+    size = op.size(windows.operand[first])
+    beyond = op.Concat(op.Unsqueeze(size, [0]), op.constant(np.zeros(len(windows.indexed) - 1, np.int64)), axis=0)
+    mask = align_mask(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
+    places = op.Where(mask, places, beyond)
+    longer = pad_axes(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
+    written = _scatter_updates(op, longer, places, updates, windows, None)
+    return op.Slice(written, [0], op.Unsqueeze(size, [0]), [first])
+
+
+def _scatter_windows(numbers, ins):
+    """The windows of a scatter, and the order in which axes of the updates come."""
+    paired = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    dropped = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+    own = iter(numbers.update_window_dims)
+    sizes = [1 if axis in dropped else ins[2].shape[next(own)] for axis in range(len(ins[0].shape))]
+    windows = GatherWindows(
+        ins[0].shape, ins[1].shape[:-1], sizes, numbers.scatter_dims_to_operand_dims, paired, dropped
+    )
+    return windows, windows.order(numbers.update_window_dims)
+
+
+def _scatter_updates(op, x, places, updates, windows, reduction):
+    order = [*windows.indexed, *windows.whole]
+    written = op.ScatterND(permute(op, x, order), places, updates, reduction=reduction)
+    return permute(op, written, inverse(order))
+
+
+# ---- windows at one start --------------------------------------------------------------------------------------------
+
+
+def _partial(op, starts, sizes, shape) -> list[tuple[int, Expr, Expr]]:
+    """Axis, start and end of what is cut, where that is not all; starts are moved to where all is inside."""
+    parts = []
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        if size == shape[axis]:
+            continue
+        last = op.size(shape[axis] - size)
+        begin = op.Unsqueeze(op.Min(op.Max(cast(op, start, np.int64), 0), last), [0])
+        parts.append((axis, begin, begin + op.Unsqueeze(op.size(size), [0])))
+    return parts
+
+
+@primitives.define("dynamic_slice")
+def dynamic_slice(op, x, *starts, slice_sizes, ins):
+    parts = _partial(op, starts, slice_sizes, ins[0].shape)
+    if not parts:
+        return x
+    axes, begins, ends = zip(*parts, strict=True)
+    together = (part[0] if len(part) == 1 else op.Concat(*part, axis=0) for part in (begins, ends))
+    return op.Slice(x, *together, list(axes))
+
+
+@primitives.define("dynamic_update_slice")
+def dynamic_update_slice(op, x, update, *starts, ins):
+    return _overwrite(op, x, update, _partial(op, starts, ins[1].shape, ins[0].shape))
+
+
+def _overwrite(op, x, update, parts):
+    """What is before along an axis, the part, in which other axes may be written in part too, and what is after."""
+    if not parts:
+        return update
+    (axis, begin, end), *rest = parts
+    within = op.Slice(x, begin, end, [axis]) if rest else x
+    before, after = op.Slice(x, [0], begin, [axis]), op.Slice(x, end, [np.iinfo(np.int64).max], [axis])
+    return op.Concat(before, _overwrite(op, within, update, rest), after, axis=axis)

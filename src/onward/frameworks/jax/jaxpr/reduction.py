@@ -1,25 +1,21 @@
-"""Reductions along axes."""
+"""Reductions along axes, cumulative reductions, and sorting."""
 
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import cast
-from onward.frameworks.jax.jaxpr.values import widely
+from onward.frameworks.formulas.reduction import arg_reduce, cumulative, cumulative_sum, log_sum_exp, reduce
+from onward.frameworks.jax.jaxpr.emitter import declare_value, extreme, fill
 
 primitives = Operators()
 
 
 def _reduction_rule(operator):
-    """A reduction. Truth values and small integers are counted in 64 bits."""
-
-    @widely
-    def reduced(op, x, axes):
-        return getattr(op, operator)(x, axes, keepdims=0) if axes else x
-
-    return lambda op, x, *, axes: reduced(op, x, list(axes))
+    return lambda op, x, *, axes: reduce(op, x, operator, axes)
 
 
 primitives(
@@ -54,12 +50,58 @@ def reduce_xor(op, x, *, axes):
     return op.Equal(op.Mod(count, 2), 1)
 
 
-def _position(operator):
-    def position(op, x, *, axes, index_dtype):
-        wide = x if x.dtype.is_floating_point() else cast(op, x, np.int64)
-        return cast(op, getattr(op, operator)(wide, axis=axes[0], keepdims=0), index_dtype)
-
-    return position
+def _index_rule(operator):
+    return lambda op, x, *, axes, index_dtype: arg_reduce(op, x, operator, axes[0], index_dtype)
 
 
-primitives(argmax=_position("ArgMax"), argmin=_position("ArgMin"))
+primitives(argmax=_index_rule("ArgMax"), argmin=_index_rule("ArgMin"))
+
+
+# ---- cumulative ------------------------------------------------------------------------------------------------------
+
+
+def _scan_rule(combine, start):
+    """A cumulative reduction, where `start(dtype)` changes nothing."""
+
+    def scanned(op, x, *, axis, reverse, ins):
+        rest = [size for i, size in enumerate(ins[0].shape) if i != axis]
+        shape = ir.Shape([size if isinstance(size, int) else str(size) for size in rest])
+        first = fill(op, rest, start(ins[0].dtype), ins[0].dtype)
+        return cumulative(op, x, first, axis, combine, shape, reverse).like(declare_value(ins[0]))
+
+    return scanned
+
+
+primitives(
+    cumsum=lambda op, x, *, axis, reverse: cumulative_sum(op, x, op.constant(np.int64(axis)), reverse=reverse),
+    cumprod=_scan_rule(lambda op, a, b: a * b, lambda dtype: 1),
+    cummax=_scan_rule(lambda op, a, b: op.Max(a, b), lambda dtype: extreme(dtype, largest=False)),
+    cummin=_scan_rule(lambda op, a, b: op.Min(a, b), lambda dtype: extreme(dtype, largest=True)),
+    cumlogsumexp=_scan_rule(log_sum_exp, lambda dtype: np.finfo(dtype).min),
+)
+
+
+# ---- sorting ---------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("sort")
+def sort(op, *xs, dimension, num_keys, ins):
+    """By the last key first: TopK leaves what is equal in its order, so that earlier keys count for more."""
+    size = op.shape([ins[0].shape[dimension]])
+    for key in reversed(range(num_keys)):
+        _, order = op.TopK(_comparable(op, xs[key]), size, axis=dimension, largest=0, sorted=1, outputs=2)
+        xs = tuple(op.GatherElements(x, order, axis=dimension) for x in xs)
+    return xs
+
+
+@primitives.define("top_k")
+def top_k(op, x, *, k, axis):
+    _, places = op.TopK(_comparable(op, x), op.shape([k]), axis=axis, largest=1, sorted=1, outputs=2)
+    return op.GatherElements(x, places, axis=axis), cast(op, places, np.int32)
+
+
+def _comparable(op, x):
+    """In a type that ONNX Runtime sorts."""
+    if x.dtype is ir.DataType.UINT64:
+        raise UnsupportedError("unsigned numbers of 64 bits have no order in ONNX Runtime")
+    return x if x.dtype.is_floating_point() or x.dtype is ir.DataType.INT32 else cast(op, x, np.int64)

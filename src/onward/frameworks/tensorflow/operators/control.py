@@ -1,4 +1,4 @@
-"""Calls, branches and loops."""
+"""Calls, branches and loops, variables, and random numbers, of which only those of dropout have a counterpart."""
 
 from __future__ import annotations
 
@@ -120,3 +120,55 @@ def _shape(body, index, value):
     if result.dtype == tf.variant:
         return value.value.shape
     return None if result.shape.rank is None else ir.Shape(result.shape.as_list())
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+
+operators(ReadVariableOp=lambda op, variable, *, node: node.read(op, variable))
+
+
+@operators.define("AssignVariableOp")
+def assign(op, variable, value, *, node):
+    node.walk.updates[variable.value] = value
+    return ()
+
+
+@operators.define("AssignAddVariableOp")
+def assign_add(op, variable, value, *, node):
+    return assign(op, variable, node.read(op, variable) + value, node=node)
+
+
+@operators.define("AssignSubVariableOp")
+def assign_sub(op, variable, value, *, node):
+    return assign(op, variable, node.read(op, variable) - value, node=node)
+
+
+# ---- random ----------------------------------------------------------------------------------------------------------
+
+DRAWN = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")
+
+
+@operators.define(*DRAWN, "RandomStandardNormal", "StatelessRandomNormalV2", "TruncatedNormal")
+def random(op, *_):
+    raise Refused("random numbers other than those of `tf.nn.dropout`")
+
+
+@operators.define("SelectV2")
+def select(op, condition, x, y, *, node):
+    """`tf.nn.dropout` chooses what is left, larger by as much as is missing, or 0."""
+    drawn, rate, source = _dropout(node)
+    if drawn:
+        return op.Dropout(node.value(source), rate)
+    return op.Where(condition, x, y)
+
+
+def _dropout(node):
+    """Whether it is one, its rate and the tensor behind it."""
+    condition, scaled, otherwise = (x.op for x in node.operation.inputs)
+    if condition.type != "GreaterEqual" or condition.inputs[0].op.type not in DRAWN or scaled.type != "Mul":
+        return False, None, None
+    rate, scale = node.constant(condition.inputs[1]), node.constant(scaled.inputs[1])
+    nothing = node.constant(otherwise.outputs[0])
+    if rate is None or scale is None or nothing is None or nothing.any() or abs(scale * (1 - rate) - 1) > 1e-5:
+        return False, None, None
+    return True, rate.astype("f4"), scaled.inputs[0]

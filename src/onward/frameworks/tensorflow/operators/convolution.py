@@ -1,4 +1,7 @@
-"""Convolutions and pools. ONNX has channels first: tensors and kernels are transposed on the way in and out."""
+"""Convolutions, pools, resized images, batch normalization and matmuls.
+
+ONNX has channels first: tensors and kernels are transposed on the way in and out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings, reach
 from onward.frameworks.formulas.graph_building import as_pads, permute
-from onward.frameworks.tensorflow.graph import Refused
+from onward.frameworks.tensorflow.graph import Refused, Statistics
 
 operators = Operators()
 
@@ -28,60 +31,46 @@ def _spatial(numbers, layout):
     return [number for number, axis in zip(numbers, layout, strict=True) if axis not in "NC"]
 
 
-def _padding(padding, explicit, layout):
+def _slide(node, layout, kernel=()):
+    """How a window slides over images; of kernels that are dilated, the size must be known."""
+    padding, steps = node.attribute("padding"), _spatial(node.attribute("strides"), layout)
+    gaps = _spatial(node.attribute("dilations"), layout) if kernel else [1]
+    slide = {"strides": steps, **({"dilations": gaps} if kernel else {})}
     if padding == "EXPLICIT":
-        return {"pads": as_pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))}
-    return {"auto_pad": "SAME_UPPER"} if padding == "SAME" else {}
-
-
-def _slide(node, strides, dilations, padding, explicit, layout):
-    """How a kernel, the second input, slides over images."""
-    amount, gaps, steps = _padding(padding, explicit, layout), _spatial(dilations, layout), _spatial(strides, layout)
+        explicit = node.attribute("explicit_paddings")
+        return {**slide, "pads": as_pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))}
     if padding == "SAME" and max(gaps) > 1:  # of which ONNX Runtime has no kernel
-        kernel = [node.size(1, axis) for axis in range(len(gaps))]
         sizes = [node.size(0, axis) if max(steps) > 1 else 1 for axis, name in enumerate(layout) if name not in "NC"]
-        amount = {"pads": as_pads(paddings("SAME_UPPER", None, sizes, kernel, steps, gaps))}
-    return {"strides": steps, "dilations": gaps, **amount}
+        sides = [node.size(1, axis) for axis in kernel]
+        return {**slide, "pads": as_pads(paddings("SAME_UPPER", None, sizes, sides, steps, gaps))}
+    return {**slide, "auto_pad": "SAME_UPPER"} if padding == "SAME" else slide
 
 
-def _kernel(op, w, rank):
-    """[..., in, out] as [out, in, ...]."""
-    return permute(op, w, [rank - 1, rank - 2, *range(rank - 2)])
-
-
-@operators.define("Conv2D")
-def conv_2d(op, x, w, *, node, strides, dilations, padding, explicit_paddings, data_format):
-    return _conv(op, x, w, node, data_format, _slide(node, strides, dilations, padding, explicit_paddings, data_format))
-
-
-@operators.define("Conv3D")
-def conv_3d(op, x, w, *, node, strides, dilations, padding, data_format):
-    return _conv(op, x, w, node, data_format, _slide(node, strides, dilations, padding, [], data_format))
-
-
-def _conv(op, x, w, node, layout, slide):
-    groups = node.size(0, layout.index("C")) // node.size(1, -2)
-    y = op.Conv(channels_first(op, x, layout), _kernel(op, w, len(layout)), group=groups, **slide)
-    return channels_last(op, y, layout)
+@operators.define("Conv2D", "Conv3D")
+def conv(op, x, w, *, node, data_format):
+    """A kernel is [..., in, out]."""
+    rank = len(data_format)
+    kernel = permute(op, w, [rank - 1, rank - 2, *range(rank - 2)])
+    groups = node.size(0, data_format.index("C")) // node.size(1, -2)
+    slide = _slide(node, data_format, range(rank - 2))
+    return channels_last(op, op.Conv(channels_first(op, x, data_format), kernel, group=groups, **slide), data_format)
 
 
 @operators.define("DepthwiseConv2dNative")
-def depthwise(op, x, w, *, node, strides, dilations, padding, explicit_paddings, data_format):
+def depthwise(op, x, w, *, node, data_format):
     """A kernel is [height, width, channels, multiplier]."""
     height, width, channels, multiplier = (node.size(1, axis) for axis in range(4))
     kernel = op.Reshape(permute(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
-    slide = _slide(node, strides, dilations, padding, explicit_paddings, data_format)
-    y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **slide)
+    y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **_slide(node, data_format, range(2)))
     return channels_last(op, y, data_format)
 
 
 @operators.define("Conv2DBackpropInput")
-def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, explicit_paddings, data_format):
+def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, data_format):
     """What a convolution would have had to be given: `tf.nn.conv2d_transpose`."""
     if padding == "EXPLICIT":
         raise Refused("its padding is explicit")
-    sizes = node.operation.outputs[0].shape.as_list()
-    wanted = _spatial(sizes, data_format)
+    wanted = _spatial(node.operation.outputs[0].shape.as_list(), data_format)
     if None in wanted:
         raise Refused("the size of its result is not known")
     steps, gaps = _spatial(strides, data_format), _spatial(dilations, data_format)
@@ -90,28 +79,15 @@ def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, expli
     numbers = zip(wanted, windows, kernel, steps, gaps, strict=True)
     # What no window of the convolution reached, at the end, is zero.
     more = [(n + sum(both) - reach(k, gap)) % step for n, both, k, step, gap in numbers]
-    y = op.ConvTranspose(
-        channels_first(op, dy, data_format),
-        permute(op, w, [3, 2, 0, 1]),
-        strides=steps,
-        dilations=gaps,
-        pads=as_pads(windows),
-        output_padding=more,
-    )
+    slide = {"strides": steps, "dilations": gaps, "pads": as_pads(windows), "output_padding": more}
+    y = op.ConvTranspose(channels_first(op, dy, data_format), permute(op, w, [3, 2, 0, 1]), **slide)
     return channels_last(op, y, data_format)
 
 
-def _pool(name, **more):
-    def pool(op, x, *, ksize, strides, padding, data_format):
-        y = op.node(
-            "",
-            name,
-            channels_first(op, x, data_format),
-            kernel_shape=_spatial(ksize, data_format),
-            strides=_spatial(strides, data_format),
-            **_padding(padding, [], data_format),
-            **more,
-        )
+def _pool(name):
+    def pool(op, x, *, ksize, data_format, node):
+        sizes, slide = _spatial(ksize, data_format), _slide(node, data_format)
+        y = op.node("", name, channels_first(op, x, data_format), kernel_shape=sizes, **slide)
         return channels_last(op, y, data_format)
 
     return pool
@@ -133,37 +109,100 @@ def bias_add(op, x, bias, *, data_format, node):
 def space_to_batch(op, x, _, __, *, node):
     """How `tf.nn.convolution` dilates: every n-th element of an axis goes to a batch of its own."""
     blocks, rank = node.numbers(1), node.rank(0)
+    count = len(blocks)
     widths = np.zeros((rank, 2), np.int64)
-    widths[1 : 1 + len(blocks)] = node.array(2)
+    widths[1 : 1 + count] = node.array(2)
     if widths.any():
         x = op.Pad(x, as_pads(widths.tolist()))
-    sizes = [node.size(0, axis + 1) + int(widths[axis + 1].sum()) for axis in range(len(blocks))]
-    rest = [node.size(0, axis) for axis in range(1 + len(blocks), rank)]
-    apart = op.Reshape(
-        x, [-1, *(n for size, block in zip(sizes, blocks, strict=True) for n in (size // block, block)), *rest]
-    )
-    count = len(blocks)
-    order = [
-        *range(2, 2 + 2 * count, 2),
-        0,
-        *range(1, 1 + 2 * count, 2),
-        *range(1 + 2 * count, 1 + 2 * count + len(rest)),
-    ]
-    together = [size // block for size, block in zip(sizes, blocks, strict=True)]
+    rest = [node.size(0, axis) for axis in range(1 + count, rank)]
+    together = [(node.size(0, i) + int(widths[i].sum())) // block for i, block in enumerate(blocks, 1)]
+    apart = op.Reshape(x, [-1, *(n for pair in zip(together, blocks, strict=True) for n in pair), *rest])
+    order = [*range(2, 2 + 2 * count, 2), 0, *range(1, 1 + 2 * count, 2), *range(1 + 2 * count, rank + count)]
     return op.Reshape(permute(op, apart, order), [-1, *together, *rest])
 
 
 @operators.define("BatchToSpaceND")
 def batch_to_space(op, x, _, __, *, node):
-    blocks, rank = node.numbers(1), node.rank(0)
-    count, cut = len(blocks), node.array(2)
+    blocks, rank, cut = node.numbers(1), node.rank(0), node.array(2)
+    count = len(blocks)
     sizes = [node.size(0, axis + 1) for axis in range(count)]
     rest = [node.size(0, axis) for axis in range(1 + count, rank)]
     apart = op.Reshape(x, [*blocks, -1, *sizes, *rest])
-    order = [count, *(i for pair in zip(range(count + 1, 2 * count + 1), range(count), strict=True) for i in pair)]
-    order += range(2 * count + 1, 2 * count + 1 + len(rest))
-    y = op.Reshape(permute(op, apart, order), [-1, *(n * b for n, b in zip(sizes, blocks, strict=True)), *rest])
+    order = [count, *(axis for i in range(count) for axis in (count + 1 + i, i)), *range(2 * count + 1, rank + count)]
+    whole = [size * block for size, block in zip(sizes, blocks, strict=True)]
+    y = op.Reshape(permute(op, apart, order), [-1, *whole, *rest])
     if not cut.any():
         return y
-    ends = [size * block - int(high) for size, block, high in zip(sizes, blocks, cut[:, 1], strict=True)]
+    ends = [size - int(high) for size, high in zip(whole, cut[:, 1], strict=True)]
     return op.Slice(y, cut[:, 0].tolist(), ends, list(range(1, count + 1)))
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def _resize(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
+    """Where the places of new elements lie on the old image, TensorFlow says with two switches."""
+    places = "align_corners" if align_corners else "half_pixel" if half_pixel_centers else "asymmetric"
+    images = channels_first(op, x, "NHWC")
+    whole = op.Concat(op.Shape(images, start=0, end=2), np.array(sizes, np.int64), axis=0)
+    y = op.Resize(images, None, None, whole, mode=mode, coordinate_transformation_mode=places, **more)
+    return channels_last(op, y, "NHWC")
+
+
+@operators.define("ResizeBilinear")
+def bilinear(op, x, _, *, align_corners, half_pixel_centers, node):
+    return _resize(op, x, node.numbers(1), "linear", align_corners, half_pixel_centers)
+
+
+@operators.define("ResizeNearestNeighbor")
+def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
+    rounding = "round_prefer_ceil" if align_corners or half_pixel_centers else "floor"
+    return _resize(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)
+
+
+# ---- normalization ---------------------------------------------------------------------------------------------------
+
+
+@operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")
+def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon, data_format):
+    """In training it hands out the statistics of the batch, for running averages: see running.py.
+
+    The model has the form of inference. Statistics that are given, and not averaged, do not follow the data in training
+    either: ONNX has an Identity between, which says so.
+    """
+    images = channels_first(op, x, data_format)
+    if not is_training:
+        if any(value.value.producer() and node.known(i) is None for i, value in ((3, mean), (4, variance))):
+            raise Refused("its statistics are computed, and TensorFlow would not differentiate them")
+        y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
+        return channels_last(op, y, data_format), mean, variance
+    if node.operation.type == "FusedBatchNormV3" and node.attribute("exponential_avg_factor") != 1:
+        raise Refused("it averages its statistics itself")
+    _, like_mean, like_variance, *_ = node.operation.outputs
+    likes = like_mean, like_variance
+    kept = [node.walk.placeholder(op, node, "it keeps no running averages", like) for like in likes]
+    batch = [node.walk.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
+    y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
+    node.walk.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
+    return channels_last(op, y, data_format), *batch
+
+
+# ---- matmuls ---------------------------------------------------------------------------------------------------------
+
+
+def _transpose(op, x, rank):
+    """The matrices of a batch, transposed."""
+    return permute(op, x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+@operators.define("MatMul")
+def matmul(op, a, b, *, transpose_a, transpose_b):
+    return (_transpose(op, a, 2) if transpose_a else a) @ (_transpose(op, b, 2) if transpose_b else b)
+
+
+@operators.define("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+def batch_matmul(op, a, b, *, adj_x, adj_y, node):
+    return (_transpose(op, a, node.rank(0)) if adj_x else a) @ (_transpose(op, b, node.rank(1)) if adj_y else b)
+
+
+operators(Einsum=lambda op, *xs, equation: op.Einsum(*xs, equation=equation))

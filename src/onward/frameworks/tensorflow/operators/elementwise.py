@@ -1,4 +1,4 @@
-"""Arithmetic, comparison, functions of each element, and types."""
+"""Arithmetic, comparison, activations and losses of each element or row, and types."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import tensorflow as tf
 from onward.constants import is_relu6
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import (
-    atan2,
+    COMMON,
     erf_inv,
-    erfc,
-    expm1,
     floor_divide,
     floor_mod,
-    log1p,
     multiply,
     product_or_zero,
+    relu6,
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
-from onward.frameworks.tensorflow.graph import Refused, dtype_of
+from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
 from onward.recipe.assembly import stop_gradient
 
 operators = Operators()
@@ -28,17 +26,15 @@ def _is_float(x):
     return x.dtype.is_floating_point()
 
 
-_SAME = (
-    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor",
-    "IsInf", "Log", "Neg", "Pow", "Reciprocal", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan",
-)  # fmt: skip
+_SAME = ("Abs", "Equal", "IsInf", "Neg", "Reciprocal", "Elu", "LogSoftmax", "Relu", "Selu", "Sigmoid", "Softmax",
+         "Softplus", "Softsign")  # fmt: skip
 """Operations that the standard has under the same names, and below those that it has under others."""
 _OTHERWISE_NAMED = {
     "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
     "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
 }  # fmt: skip
-operators(**{name: same_operator(name) for name in _SAME})
+operators(**COMMON, **{name: same_operator(name) for name in _SAME})
 operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()})
 
 
@@ -52,8 +48,6 @@ operators(
     TruncateMod=lambda op, a, b: op.Mod(a, b, fmod=1),
     Mul=multiply,
     SquaredDifference=lambda op, a, b: (a - b) * (a - b),
-    Square=lambda op, x: x * x,
-    Rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
 )
 
 
@@ -87,11 +81,7 @@ def clip_by_value(op, x, low, high, *, node):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 operators(
-    Atan2=atan2,
-    Erfc=erfc,
     Erfinv=erf_inv,
-    Expm1=expm1,
-    Log1p=log1p,
     Xdivy=lambda op, x, y: product_or_zero(op, x, "divide", y),
     Xlog1py=lambda op, x, y: product_or_zero(op, x, "log1p", y),
     Xlogy=lambda op, x, y: product_or_zero(op, x, "log", y),
@@ -123,7 +113,7 @@ def select(op, condition, x, y, *, node):
 operators(
     Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
     Identity=lambda op, x: x,
-    RunState=lambda op, x: x,
+    Snapshot=lambda op, x: x,
     CheckNumerics=lambda op, x: x,
     EnsureShape=lambda op, x: x,
 )
@@ -163,3 +153,24 @@ operators(
 @operators.define("L2Loss")
 def half_of_squares(op, x):
     return op.ReduceSumSquare(x, keepdims=0) * 0.5
+
+
+# ---- activation ------------------------------------------------------------------------------------------------------
+
+operators(
+    Relu6=relu6,
+    LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
+)
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+@operators.define("SparseSoftmaxCrossEntropyWithLogits")
+def sparse_cross_entropy(op, logits, labels):
+    return op.SoftmaxCrossEntropyLoss(logits, as_int64(op, labels), reduction="none")
+
+
+@operators.define("SoftmaxCrossEntropyWithLogits")
+def cross_entropy(op, logits, targets):
+    return -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)

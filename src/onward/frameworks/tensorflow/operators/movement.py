@@ -47,20 +47,14 @@ operators(
 
 @operators.define("Reshape")
 def reshape(op, x, shape, *, node):
-    wanted = node.known(1)
-    if wanted is None:
-        wanted = _shape_with_one_unknown(node)
-    if wanted is None:
+    known, made = node.known(1), node.operation.outputs[0].shape
+    if known is not None:
+        sizes = known.reshape(-1).tolist()
+    elif made.rank is None or 0 in made.as_list() or made.as_list().count(None) > 1:
         return op.Reshape(x, as_int64(op, shape), allowzero=1)
-    return op.Reshape(x, wanted.reshape(-1).tolist(), allowzero=1 if 0 in wanted else None)
-
-
-def _shape_with_one_unknown(node):
-    """The new shape with -1 for one size, if that is all that is not known of it."""
-    sizes = node.operation.outputs[0].shape
-    if sizes.rank is None or 0 in sizes.as_list() or sizes.as_list().count(None) > 1:
-        return None
-    return np.array([-1 if size is None else size for size in sizes.as_list()])
+    else:
+        sizes = [-1 if size is None else size for size in made.as_list()]
+    return op.Reshape(x, sizes, allowzero=1 if 0 in sizes else None)
 
 
 @operators.define("Squeeze")

@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import cast
+from onward.frameworks.formulas.reduction import arg_reduce, cumulative_sum, reduce
 from onward.frameworks.tensorflow.graph import as_int64, dtype_of
 
 operators = Operators()
 
-INT32 = ir.DataType.INT32
 
-
-def _reduction(name):
-    def reduced(op, x, _, *, keep_dims, node):
-        axes = node.numbers(1)
-        return op.node("", name, x, axes, keepdims=int(keep_dims), noop_with_empty_axes=None if axes else 1)
-
-    return reduced
-
-
-def _of_truth(name):
-    """All and Any, as the smallest and the largest of 0 and 1."""
-    reduce = _reduction(name)
-
-    def reduced(op, x, axes, *, keep_dims, node):
-        return op.Cast(reduce(op, op.Cast(x, to=INT32), axes, keep_dims=keep_dims, node=node), to=ir.DataType.BOOL)
-
-    return reduced
+def _reduction_rule(operator):
+    return lambda op, x, _, *, keep_dims, node: reduce(op, x, operator, node.numbers(1), keep_dims)
 
 
 operators(
-    Sum=_reduction("ReduceSum"),
-    Mean=_reduction("ReduceMean"),
-    Max=_reduction("ReduceMax"),
-    Min=_reduction("ReduceMin"),
-    Prod=_reduction("ReduceProd"),
-    EuclideanNorm=_reduction("ReduceL2"),
-    All=_of_truth("ReduceMin"),
-    Any=_of_truth("ReduceMax"),
+    Sum=_reduction_rule("ReduceSum"),
+    Mean=_reduction_rule("ReduceMean"),
+    Max=_reduction_rule("ReduceMax"),
+    Min=_reduction_rule("ReduceMin"),
+    Prod=_reduction_rule("ReduceProd"),
+    EuclideanNorm=_reduction_rule("ReduceL2"),
+    All=_reduction_rule("ReduceMin"),
+    Any=_reduction_rule("ReduceMax"),
 )
 
 
-def _position(name):
-    def position(op, x, _, *, output_type, node):
-        found = op.node("", name, x, axis=node.number(1), keepdims=0)
-        return cast(op, found, dtype_of(output_type))
-
-    return position
+def _index_rule(operator):
+    return lambda op, x, _, *, output_type, node: arg_reduce(op, x, operator, node.number(1), dtype_of(output_type))
 
 
-operators(ArgMax=_position("ArgMax"), ArgMin=_position("ArgMin"))
-
-
-@operators.define("Cumsum")
-def cumulative_sum(op, x, axis, *, exclusive, reverse):
-    return op.CumSum(x, as_int64(op, axis), exclusive=int(exclusive), reverse=int(reverse))
+operators(
+    ArgMax=_index_rule("ArgMax"),
+    ArgMin=_index_rule("ArgMin"),
+    Cumsum=lambda op, x, axis, *, exclusive, reverse: cumulative_sum(
+        op, x, as_int64(op, axis), exclusive=exclusive, reverse=reverse
+    ),
+)
 
 
 @operators.define("TopKV2")

@@ -1,17 +1,20 @@
-"""The file `run.py`."""
+"""A training run as a program of its own, `run.py`: a graph as a function, with the source of what it calls.
+
+The operators that a program calls are those of the engine: their source is copied from there, with everything that it
+mentions, so that a program computes what the engine does, and can be read and changed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from onward.frameworks.jax.restore import Parts, types_of
-from onward.frameworks.jax.source.literals import pairs, type_name, variables
-from onward.frameworks.jax.source.operators import INSTEAD
-from onward.frameworks.jax.source.printer import Printer
-from onward.frameworks.jax.source.spelling import Spelling
+from onward.frameworks.jax.forward import TrainingParts, types_of
+from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
+from onward.frameworks.jax.program.printer import GraphPrinter
+from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.layout import arrange_imports, break_lines
 from onward.frameworks.program.names import docstring, quote
@@ -21,21 +24,14 @@ from onward.model.state import STEP
 
 STATE = "state.safetensors"
 CONSTANTS = "constants.safetensors"
-_RULE = 120
 
 
-class Program(NamedTuple):
-    source: str
-    constants: Mapping[str, np.ndarray]
-    """What the source reads from a file of its own."""
-
-
-def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
-    """The program that goes on with a run."""
-    printer = Printer(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
+def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
+    """Return the program that resumes a run, and the constants that it reads from a file of their own."""
+    printer = GraphPrinter(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
-    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
+    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
     spelling = Spelling(printer, params)
     optimizer = spelling.optimizer(parts.run)
     sections = {
@@ -46,11 +42,12 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
         "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
     }
     imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
-    written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
+    heads = {title: f"# ---- {title} ".ljust(120, "-") for title in sections}
+    written = [f"{heads[title]}\n\n\n{text}" if title else text for title, text in sections.items() if text]
     said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
     head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
     source = "\n\n".join([head, *(f"{text}\n" for text in written)])
-    return Program(audit_program(source, ["jax", "optax"]), printer.constants)
+    return audit_program(source, ["jax", "optax"]), printer.constants
 
 
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
@@ -67,18 +64,10 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
 """
 
 
-def _title(text: str) -> str:
-    return f"# ---- {text} ".ljust(_RULE, "-")
-
-
-def _batch(parts: Parts) -> list[str]:
-    return parts.forward()[1].batch
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def _take_inputs(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
+def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
     """Statements that take what a model is fed, and the expressions for all its inputs."""
     kinds, types, lines, given = parts.kinds, types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
@@ -93,7 +82,7 @@ def _take_inputs(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[
     return lines, given
 
 
-def _loss(parts: Parts, printer: Printer) -> str:
+def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
     model, contract = parts.forward()
     assert contract.loss is not None
     taken, given = _take_inputs(parts, model, "batch")
@@ -113,7 +102,7 @@ def _loss(parts: Parts, printer: Printer) -> str:
     )
 
 
-def _apply(parts: Parts, printer: Printer) -> str:
+def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
     model = parts.inference()
     taken, given = _take_inputs(parts, model, "inputs")
     lines, results = printer.body(model, given)
@@ -129,7 +118,7 @@ def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(parts: Parts, optimizer: str) -> str:
+def _run(parts: TrainingParts, optimizer: str) -> str:
     recipe = parts.run.recipe
     accumulates = int(recipe.get("accumulate", 1)) > 1
     count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'

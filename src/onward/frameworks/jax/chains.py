@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.closures import Scheduled, Transformation, free_variables, origin
+from onward.frameworks.jax.closures import ScheduledNumber, Transformation, free_variables, origin
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
+from onward.vocabulary.optax import TRANSFORMATIONS, row_of
 
 
-class Rate(NamedTuple):
+class ChainRate(NamedTuple):
     """A constant factor, times what a schedule says if there is one."""
 
     factor: float
@@ -29,7 +30,7 @@ class Recognized(NamedTuple):
     """An optimizer without its learning rate, and that rate."""
 
     optimizer: Given
-    rate: Rate
+    rate: ChainRate
     buffer_over_trace: Callable[[float], float] = lambda lr: 1.0
     """What our momentum buffer is, as a multiple of optax's trace."""
     needs_constant_rate: bool = False
@@ -45,8 +46,9 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
         )
     if any(t.name == "scale_by_factored_rms" for t in chain):
         return _adafactor(tokens)
-    if any(t.name in ("transformation", "joint") for t in chain):
-        return _ours(tokens)
+    if (ours := tokens.take("transformation", "joint")) is not None:
+        tokens.finish()
+        return _ours(ours.arguments)
     coupled = tokens.decay()
     direction = tokens.take(*_DIRECTIONS)
     inner = tokens.momentum()
@@ -55,9 +57,12 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
     rate = tokens.rate()
     outer = tokens.momentum()
     tokens.finish()
-    name, options = _DIRECTIONS[direction.name](direction.arguments) if direction else ("sgd", {"variant": "optax"})
+    name, options = _direction(direction) if direction else ("sgd", {"variant": "optax"})
     if trust:
-        name, options = _lamb(name, options, trust.arguments)
+        if name != "adam":
+            what = f"`scale_by_trust_ratio` after {name}"
+            raise UnsupportedError(f"{what} has no counterpart in a recipe, only after Adam")
+        name, options = "lamb", {**options, **_numbers(trust.name, trust.arguments), "weight_decay": 0.0}
     options |= _decay(name, options, coupled, decoupled)
     spec = Spec(_WITH_DECAY[name] if decoupled and name in _WITH_DECAY else name, options)
     return _with_momentum(spec, rate, inner, outer)
@@ -75,23 +80,21 @@ class _Tokens:
 
     def decay(self) -> float:
         found = self.take("add_decayed_weights")
-        return number(found.arguments, "weight_decay") if found else 0.0
+        return float(_numbers(found.name, found.arguments)["weight_decay"]) if found else 0.0
 
     def momentum(self) -> dict[str, Any] | None:
         found = self.take("trace")
-        if found is None:
-            return None
-        _only(found.arguments, accumulator_dtype=None)
-        return {"momentum": number(found.arguments, "decay"), "nesterov": bool(found.arguments["nesterov"])}
+        numbers = _numbers(found.name, found.arguments) if found else None
+        return {**numbers, "nesterov": bool(numbers["nesterov"])} if numbers else None
 
-    def rate(self) -> Rate:
+    def rate(self) -> ChainRate:
         factor, schedule = 1.0, None
         while found := self.take("scale", "scale_by_schedule"):
             more = _rate(found)
             if schedule and more.schedule:
                 raise UnsupportedError("the learning rate is the product of two schedules")
             factor, schedule = factor * more.factor, schedule or more.schedule
-        return Rate(factor, schedule)
+        return ChainRate(factor, schedule)
 
     def finish(self) -> None:
         if self._left:
@@ -100,108 +103,63 @@ class _Tokens:
             raise UnsupportedError(f"{names} at this place of the chain has no counterpart in a recipe")
 
 
-def _rate(found: Transformation) -> Rate:
+def _rate(found: Transformation) -> ChainRate:
     if found.name == "scale":
         size = found.arguments["step_size"]
-        return Rate(size.factor, size.schedule) if isinstance(size, Scheduled) else Rate(float(size))
+        return ChainRate(size.factor, size.schedule) if isinstance(size, ScheduledNumber) else ChainRate(float(size))
     function = found.arguments["step_size_fn"]
     if origin(function) == "scale_by_learning_rate":
         free = free_variables(function)
-        return Rate(float(free["m"]), free["learning_rate"])
-    return Rate(1.0, function)
+        return ChainRate(float(free["m"]), free["learning_rate"])
+    return ChainRate(1.0, function)
 
 
 def number(arguments: Mapping[str, Any], name: str) -> float:
     value = arguments[name]
-    if callable(value) or isinstance(value, Scheduled):
+    if callable(value) or isinstance(value, ScheduledNumber):
         raise UnsupportedError(f"`{name}` follows a schedule, and only the learning rate can")
     return float(value)
 
 
-def _only(arguments: Mapping[str, Any], **expected: Any) -> None:
-    """Refuse settings that optimizers of a recipe do not have."""
-    for name, value in expected.items():
-        given = arguments.get(name, value)
-        if given is not value and given != value:
-            raise UnsupportedError(f"`{name}={given}` has no counterpart in a recipe, where it is always {value}")
-
-
 # ---- directions ------------------------------------------------------------------------------------------------------
 
-Found = tuple[str, dict[str, Any]]
-
-
-def _numbers(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    return {"variant": "optax", **{ours: number(arguments, theirs) for ours, theirs in names.items()}}
-
-
-_BETAS = {"beta1": "b1", "beta2": "b2", "eps": "eps"}
-
-
-def _adam(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, eps_root=0.0, mu_dtype=None)
-    return "nadam" if arguments["nesterov"] else "adam", _numbers(arguments, **_BETAS)
-
-
-def _amsgrad(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, eps_root=0.0, mu_dtype=None, bias_correction_mu=True, bias_correction_nu=True)
-    return "amsgrad", _numbers(arguments, **_BETAS)
-
-
-def _radam(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, threshold=5.0, nesterov=False)
-    update = free_variables(arguments["_radam_update"])
-    _only(update, eps_root=0.0)
-    return "radam", _numbers({**arguments, **update}, **_BETAS)
-
-
-def _lion(arguments: Mapping[str, Any]) -> Found:
-    _only(arguments, mode="hard", mu_dtype=None)
-    return "lion", {**_numbers(arguments, beta1="b1", beta2="b2"), "weight_decay": 0.0}
-
-
-def _adagrad(arguments: Mapping[str, Any]) -> Found:
-    if not number(arguments, "eps"):
-        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
-    return "adagrad", _numbers(arguments, eps="eps")
-
-
-def _rmsprop(arguments: Mapping[str, Any], *, centered: bool) -> Found:
-    _only(arguments, bias_correction=False)
-    variant = "optax" if arguments["eps_in_sqrt"] else "torch"
-    return "rmsprop", {**_numbers(arguments, alpha="decay", eps="eps"), "variant": variant, "centered": centered}
-
-
-_DIRECTIONS: dict[str, Callable[[Mapping[str, Any]], Found]] = {
-    "scale_by_adam": _adam,
-    "scale_by_amsgrad": _amsgrad,
-    "scale_by_adamax": lambda arguments: ("adamax", _numbers(arguments, **_BETAS)),
-    "scale_by_radam": _radam,
-    "scale_by_lion": _lion,
-    "scale_by_rss": _adagrad,
-    "scale_by_rms": lambda arguments: _rmsprop(arguments, centered=False),
-    "scale_by_stddev": lambda arguments: _rmsprop(arguments, centered=True),
-    "scale_by_adadelta": lambda arguments: ("adadelta", _numbers(arguments, rho="rho", eps="eps")),
-}
-
-
+_DIRECTIONS = {name for name, row in TRANSFORMATIONS.items() if row.slots} - {"trace", "scale_by_factored_rms"}
 _KNOWN = {*_DIRECTIONS, "add_decayed_weights", "trace", "scale", "scale_by_schedule", "scale_by_trust_ratio"}
 
 
-def _lamb(name: str, options: dict[str, Any], trust: Mapping[str, Any]) -> Found:
-    if name != "adam":
-        raise UnsupportedError(f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe, only after Adam")
-    _only(trust, min_norm=0.0, trust_coefficient=1.0, eps=0.0)
-    return "lamb", {**options, "weight_decay": 0.0}
+def _direction(found: Transformation) -> tuple[str, dict[str, Any]]:
+    """Return the name of an optimizer, and its settings."""
+    arguments = dict(found.arguments)
+    if found.name == "scale_by_radam":
+        arguments |= free_variables(arguments["_radam_update"])
+    numbers, row = _numbers(found.name, arguments), row_of(found.name, arguments)
+    if row.name == "adagrad" and not numbers["eps"]:
+        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
+    if row.name == "rmsprop":
+        numbers["centered"] = found.name == "scale_by_stddev"
+    if row.name in _ALWAYS_DECOUPLED:
+        numbers["weight_decay"] = 0.0
+    return row.optimizers[0], {"variant": row.variants[0], **numbers}
+
+
+def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a recipe that the arguments of a transformation say."""
+    row = TRANSFORMATIONS[name]
+    for argument, value in row.fixed.items():
+        given = arguments.get(argument, value)
+        if given is not value and given != value:
+            raise UnsupportedError(f"`{argument}={given}` has no counterpart in a recipe, where it is always {value}")
+    return {
+        ours.removeprefix("-"): -number(arguments, theirs) if ours[0] == "-" else number(arguments, theirs)
+        for theirs, ours in row.settings.items()
+        if theirs in arguments
+    }
 
 
 # ---- what is around them ---------------------------------------------------------------------------------------------
 
 _WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
-_DECOUPLED_AS_A_CHOICE = ("amsgrad", "nadam", "radam")
 _ALWAYS_DECOUPLED = ("lion", "lamb")
-_DECOUPLED_BY_KERAS = ("adagrad", "rmsprop", "adadelta")
-"""Which compute the same in both but for that."""
 
 
 def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
@@ -213,16 +171,18 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
         return {"weight_decay": coupled}
     if not decoupled:
         return {}
-    if name in _DECOUPLED_AS_A_CHOICE:
+    if name in ("amsgrad", "nadam", "radam"):
         return {"weight_decay": decoupled, "decoupled_weight_decay": True}
     if name in _WITH_DECAY or name in _ALWAYS_DECOUPLED:
         return {"weight_decay": decoupled}
-    if name in _DECOUPLED_BY_KERAS and options["variant"] == "optax":
+    if name in ("adagrad", "rmsprop", "adadelta") and options["variant"] == "optax":  # in Keras all else is the same
         return {"weight_decay": decoupled, "variant": "keras"}
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 
 
-def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: dict[str, Any] | None) -> Recognized:
+def _with_momentum(
+    spec: Spec, rate: ChainRate, inner: dict[str, Any] | None, outer: dict[str, Any] | None
+) -> Recognized:
     """Momentum has the rate outside its buffer (inner) or inside (outer)."""
     momentum = inner or outer
     if momentum is None:
@@ -244,13 +204,12 @@ def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: 
         raise UnsupportedError("weight decay between RMSprop and its momentum has no counterpart in a recipe")
     options["momentum"] = momentum["momentum"]
     inside = options["variant"] == "optax"
-    factors: dict[tuple[bool, bool], Callable[[float], float]] = {
-        (False, False): lambda lr: 1.0,
-        (True, True): lambda lr: -1.0,
-        (True, False): lambda lr: lr,
-        (False, True): lambda lr: -1.0 / lr,
-    }
-    return Recognized(Spec(name, options), rate, factors[inside, outer is not None], inside != (outer is not None))
+    sign, moves = (-1.0 if outer else 1.0), inside != bool(outer)
+
+    def buffer_over_trace(lr: float) -> float:
+        return sign * ((lr if inside else 1.0 / lr) if moves else 1.0)
+
+    return Recognized(Spec(name, options), rate, buffer_over_trace, moves)
 
 
 def _adafactor(tokens: _Tokens) -> Recognized:
@@ -261,22 +220,16 @@ def _adafactor(tokens: _Tokens) -> Recognized:
     decay = tokens.decay()
     sign = tokens.rate()
     tokens.finish()
-    if found is None or scale is None or sign != Rate(-1.0):
+    if found is None or scale is None or sign != ChainRate(-1.0):
         raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
-    arguments = found.arguments
-    _only(arguments, step_offset=0)
-    if origin(arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
+    options: dict[str, Any] = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
+    for each in (found, clip, scale):
+        options |= _numbers(each.name, each.arguments) if each else {}
+    if origin(found.arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
         raise UnsupportedError("a `decay_rate_fn` of one's own cannot be read")
-    options = {
-        "variant": "optax",
-        "beta2_decay": -number(arguments, "decay_rate"),
-        "eps1": number(arguments, "epsilon"),
-        "eps2": number(scale.arguments, "min_scale"),
-        "d": number(clip.arguments, "threshold") if clip else _NEVER,
-        "weight_decay": decay,
-        "min_dim_size_to_factor": int(arguments["min_dim_size_to_factor"]) if arguments["factored"] else _NO_AXIS,
-    }
-    return Recognized(Spec("adafactor", options), Rate(-rate.factor, rate.schedule))
+    factored = found.arguments["factored"]
+    options["min_dim_size_to_factor"] = int(options["min_dim_size_to_factor"]) if factored else _NO_AXIS
+    return Recognized(Spec("adafactor", options), ChainRate(-rate.factor, rate.schedule))
 
 
 _NEVER = 1e300
@@ -285,12 +238,9 @@ _NO_AXIS = 2**31
 """Longer than any axis."""
 
 
-def _ours(tokens: _Tokens) -> Recognized:
-    """One that `to_jax` made."""
-    found = tokens.take("transformation", "joint")
-    tokens.finish()
-    assert found is not None
-    rate, rules = found.arguments["rate"], found.arguments.get("rules")
-    _, rule = next(iter(rules.values())) if rules else (None, found.arguments["rule"])
+def _ours(arguments: Mapping[str, Any]) -> Recognized:
+    """Return the optimizer of a transformation that `to_jax` made."""
+    rate, rules = arguments["rate"], arguments.get("rules")
+    rule = next(iter(rules.values()))[1] if rules else arguments["rule"]
     optimizer = free_variables(rule)["function" if rules is None else "spec"]
-    return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))
+    return Recognized(optimizer, ChainRate(-1.0, rate) if callable(rate) else ChainRate(-float(rate)))

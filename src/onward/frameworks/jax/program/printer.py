@@ -21,9 +21,20 @@ from onward.engines.plan import GraphPlan as Plan
 from onward.engines.plan import OperatorCall as Call
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.source.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
-from onward.frameworks.jax.source.operators import defaults, define, is_optional, rows, short
-from onward.frameworks.jax.source.runtime import TYPES
+from onward.frameworks.jax.program.operators import (
+    MENTIONED,
+    attribute,
+    defaults,
+    define,
+    identifier,
+    is_optional,
+    literal,
+    plain_type,
+    rows,
+    short,
+    type_literal,
+)
+from onward.frameworks.jax.runtime import TYPES
 from onward.frameworks.program import expressions
 from onward.frameworks.program.calls import Body, Step, Value, call_key, in_order, with_stores
 from onward.frameworks.program.expressions import Expression, is_idle
@@ -39,7 +50,7 @@ from onward.model.core import values
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 
-_RUNTIME = "onward.frameworks.jax.source.runtime"
+_RUNTIME = "onward.frameworks.jax.runtime"
 _MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
 """What they return is of numpy."""
 _DRAW = (
@@ -53,7 +64,7 @@ _FEW = 64
 """Arrays with more elements than this are computed when the program runs."""
 
 
-class Printer:
+class GraphPrinter:
     """Writes graphs as functions; the operators that they call are collected on the way."""
 
     def __init__(self, own: OwnSource):
@@ -70,22 +81,17 @@ class Printer:
 
         `stores` says where some outputs are kept, by their names.
         """
-        recorder, plan = self._recorded(model, given)
-        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
-        plan.outputs = [value for value in plan.outputs if value not in kept]
-        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
-        return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
-
-    def _recorded(self, model: Model, given: Mapping[str, str]) -> tuple[_Recorder, Plan]:
         called = [f"{domain}.{name}" for domain, name, _ in model.functions]
         model = inline(model, [name for name in called if name not in rows()])
         fill_in_types(model, values(model.graph))
         framework = _OneByOne()
-        plan = make_plan(model, framework)
-        recorder = _Recorder(self, framework)
+        plan, recorder = make_plan(model, framework), _Recorder(self, framework)
         recorder.open(plan, given)
         recorder.record(plan)
-        return recorder, plan
+        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
+        plan.outputs = [value for value in plan.outputs if value not in kept]
+        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
+        return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
     def helper(self, name: str) -> str:
         return self.own.define(_RUNTIME, name)
@@ -140,7 +146,7 @@ class _OneByOne(Jax):
 class _Recorder:
     """The calls of one function, or of one that is defined in it."""
 
-    def __init__(self, printer: Printer, framework: Jax):
+    def __init__(self, printer: GraphPrinter, framework: Jax):
         self._printer = printer
         self._framework = framework
         self._sizes = Sizes()
@@ -160,7 +166,7 @@ class _Recorder:
             if value.shape is not None and value.dtype is not None:
                 made.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
                 if is_identifier(given[name]):
-                    self._sizes.name(made, [_dim(names, size) for size in value.shape], _shape_call)
+                    self._sizes.name(made, [_dim(names, size) for size in value.shape], lambda x: (".shape", [x]))
             self._values[value] = made
 
     def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
@@ -256,7 +262,10 @@ class _Recorder:
         if call.operator in ("Shape", "Size") and isinstance(given[0], Value) and given[0].tensor:
             sizes, attributes = self._sizes.of(given[0]), _attributes(call)
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
-            self._set(call, [whole if call.operator == "Shape" else _box(np.prod(whole))])
+            if call.operator == "Size":
+                size = np.prod(whole)
+                whole = np.array(size, object) if isinstance(size, Size) else np.asarray(size)
+            self._set(call, [whole])
             return True
         if call.operator in sequence.operators and _has_known_elements(call, given):
             assert call.function is not None
@@ -292,7 +301,8 @@ class _Recorder:
         at_once = (
             bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
         )
-        at_once = at_once and not _is_filled(call, found)
+        if call.operator == "Expand" and is_open(found[1]) and isinstance(found[0], np.ndarray):
+            at_once = at_once and found[0].dtype.kind != "f"  # a tensor of numbers, which say nothing about sizes
         results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
         step = None if at_once or bodies else self._short(call, found, results)
         if isinstance(step, Value):
@@ -364,7 +374,10 @@ class _Recorder:
                     return [filled(item, on_host) for item in x]
                 if isinstance(x, Value):
                     return next(remaining)
-                array = _choose_sizes(x, choice)
+                array = x
+                if is_open(x):
+                    numbers = [each.value.pair[choice] if isinstance(each, Size) else each for each in x.flat]
+                    array = np.array(numbers, np.int64).reshape(x.shape)
                 return array if on_host or x is None else jnp.asarray(array)
 
             return function(*(filled(x, i in hosted) for i, x in enumerate(given)))
@@ -392,10 +405,10 @@ class _Recorder:
             if call.operator == "Conv" and i == 2 and given is not None and given.array is not None:
                 given = given if given.array.any() else None  # exporters write zeros for no bias
             if isinstance(given, Value) and not at_once and not bodies:
-                is_array = given in self.arrays
+                is_array, is_number = given in self.arrays, given.array is not None and given.array.ndim == 0
                 if i in on_host and not is_array:
                     given = self._made(Step(printer.own.define("onward.engines.jax.types", "known_array"), [given]))
-                elif i not in on_host and is_array and library is None and not _is_number(given):
+                elif i not in on_host and is_array and library is None and not is_number:
                     given = self._made(Step("jnp.asarray", [given]))
             arguments.append(given)
         usual = defaults(call.operator)
@@ -449,10 +462,6 @@ def _dim(names: Identifiers, size: Any) -> str | None:
     return names.fresh(f"{plain}_size" if plain in MENTIONED else plain)
 
 
-def _shape_call(x: Value) -> tuple[str, list[Any]]:
-    return ".shape", [x]
-
-
 def _flat(given: Iterable[Any]) -> list[Any]:
     """Return arguments, with the elements of sequences in the place of these."""
     return [item for x in given for item in (x if isinstance(x, list) else [x])]
@@ -467,24 +476,6 @@ def _has_known_elements(call: Call, given: Sequence[Any]) -> bool:
     return bool(given) and isinstance(given[0], list) and is_known
 
 
-def _box(size: Any) -> np.ndarray:
-    return np.array(size, object) if isinstance(size, Size) else np.asarray(size)
-
-
-def _is_number(value: Value) -> bool:
-    return value.array is not None and value.array.ndim == 0
-
-
-def _is_filled(call: Call, found: Sequence[Any]) -> bool:
-    """Whether it makes a tensor of numbers, which say nothing about sizes."""
-    return (
-        call.operator == "Expand"
-        and is_open(found[1])
-        and isinstance(found[0], np.ndarray)
-        and found[0].dtype.kind == "f"
-    )
-
-
 def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
     """Whether the result is the same formula whatever sizes are."""
     if call.operator == "Equal":
@@ -492,14 +483,6 @@ def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
     if call.operator in ("Cast", "CastLike"):
         return bool(_attributes(call).get("to") == ir.DataType.INT64)
     return True
-
-
-def _choose_sizes(array: Any, choice: int) -> Any:
-    """An array in which sizes are numbers."""
-    if not is_open(array):
-        return array
-    numbers = [x.value.pair[choice] if isinstance(x, Size) else x for x in array.flat]
-    return np.array(numbers, np.int64).reshape(array.shape)
 
 
 def _attributes(call: Call) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An optimizer of optax and the one of a recipe that it was read as, or made from, side by side."""
+"""JAX and training models side by side: updates of an optimizer, steps of a run, predictions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import onnx_ir as ir
 import optax
 
 from onward import engines
-from onward.agreement.steps import Trial, compare_updates
-from onward.agreement.tolerance import Arrays
+from onward.agreement.steps import StepResult, Trial, compare_steps, compare_updates
+from onward.agreement.tolerance import Arrays, Comparison
 from onward.build import Builder
-from onward.errors import list_names
+from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import initializer, model_of
 from onward.frameworks.jax.closures import Tree, named_leaves, path_name
+from onward.frameworks.jax.jaxpr.emitter import data_of
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.run_state.state import RunState, to_training_model
+from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET
 
 
@@ -29,7 +31,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
     """Let both make a few updates with the same random gradients, in float64 if they can, and compare."""
     typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        theirs, state = (params, opt_state) if typed else (_double(params), _double_state(opt_state))
+        theirs, state = (params, opt_state) if typed else (_double(params), _double(opt_state))
         start = _arrays(theirs)
         inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
         compiled = jax.jit(tx.update)
@@ -61,17 +63,13 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
 
 
 def _arrays(tree: Tree) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+    return {name: data_of(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def _double(tree: Tree) -> Tree:
+    if isinstance(tree, optax.MultiStepsState):  # whose accumulators have a type of their own
+        return tree._replace(inner_opt_state=_double(tree.inner_opt_state))
     return jax.tree.map(lambda x: jnp.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-
-def _double_state(state: Any) -> Any:
-    if isinstance(state, optax.MultiStepsState):  # whose accumulators have a type of their own
-        return state._replace(inner_opt_state=_double(state.inner_opt_state))
-    return _double(state)
 
 
 def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
@@ -89,9 +87,49 @@ def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
-    run = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
-    made = to_training_model(run)
+    fed = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
+    made = to_training_model(fed)
     for state in states(made):
         if state.role != "parameter" and state.name in run.state:
             made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))
     return made
+
+
+def probe_steps(training: Model, captured: Any, tx: optax.GradientTransformation, opt_state: Any) -> None:
+    """Make three steps on both sides, and compare; `captured` is what `from_jax` was called with."""
+    types = {value.name: value.dtype.numpy() for value in training.inputs if value.dtype}
+    batch = {name: data_of(jnp.asarray(x)).astype(types[name]) for name, x in named_leaves(captured.batch).items()}
+    sides = [captured.weights, captured.statistics, opt_state]
+
+    def advance(weights: Tree, statistics: Tree, opt_state: Any) -> Any:
+        def loss(weights: Tree) -> Any:
+            result = captured(weights, statistics, captured.batch)
+            return result if statistics is not None else (result, None)
+
+        (value, following), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        updates, opt_state = tx.update(gradients, opt_state, weights)
+        return value, gradients, optax.apply_updates(weights, updates), following, opt_state
+
+    compiled = jax.jit(advance)
+
+    def step(_: Any) -> StepResult:
+        value, gradients, *sides[:] = compiled(*sides)
+        weights = {name: leaf for tree in sides[:2] for name, leaf in _arrays(tree).items()}
+        return StepResult(float(value), _arrays(gradients), weights)
+
+    compare_steps(training, [batch] * 3, step, framework="JAX", engine="jax")
+
+
+def compare_outputs(model: Model, captured: Any) -> None:
+    """Compare the predictions of the model with those of the function."""
+    if captured.statistics is not None:
+        raise UnsupportedError(
+            "predictions with statistics do not say how these change",
+            hint="give the loss itself as the function: (params, statistics, batch) -> (scalar, new statistics)",
+        )
+    fed = zip(model.inputs, jax.tree.leaves(captured.batch), strict=True)
+    feeds = {value.name or "": np.asarray(leaf, value.dtype.numpy()) for value, leaf in fed if value.dtype}
+    expected = jax.tree.leaves(captured.function(captured.params, captured.batch))
+    names = [value.name or "" for value in model.outputs]
+    compare = Comparison("what JAX computes", "the conversion is not exact: please report the function")
+    compare(dict(zip(names, evaluate(model.copy(), feeds), strict=True)), dict(zip(names, expected, strict=True)))

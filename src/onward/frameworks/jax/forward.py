@@ -16,13 +16,12 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
-from onward.frameworks.jax.native import make_optimizer
-from onward.frameworks.jax.optimizers import read_optimizer
-from onward.frameworks.jax.trial import try_updates
+from onward.frameworks.jax.optimizer import make_optimizer, read_optimizer
+from onward.frameworks.jax.probe import try_updates
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
-from onward.model.state import STEP, State, carried_state, states
+from onward.model.state import STEP, carried_state, states
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState, from_training_model, step_of
@@ -66,7 +65,7 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
     - `step`: which one, of a training model with several
     - `probe`: make a few updates on both sides, and compare
     """
-    parts = Parts(of_one_opset(load(training)), step)
+    parts = TrainingParts(of_one_opset(load(training)), step)
     run = parts.run
     state, tx = parts.state()
     if probe:
@@ -104,15 +103,14 @@ def _check_rounding(run: RunState) -> None:
     clips = "value" not in clip and clip["variant"] == "torch" and {types[name] for name in run.parameters} <= {*HALVES}
     for group in run.groups:
         is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
-        is_theirs = is_theirs or clips
-        if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
+        if (is_theirs or clips) and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{list_names(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
                 hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
             )
 
 
-class Parts:
+class TrainingParts:
     """What of a training model is what in JAX."""
 
     def __init__(self, model: Model, asked: int | None = None):
@@ -133,7 +131,8 @@ class Parts:
     def arrays(self, role: str) -> dict[str, jax.Array]:
         """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""
         found = [state for state in self._states if state.role == role]
-        return {_key(state): self.framework.tensor(state.array) for state in found}
+        names = [state.parameter or state.name if role == "ema" else state.name for state in found]
+        return {name: self.framework.tensor(state.array) for name, state in zip(names, found, strict=True)}
 
     def state(self) -> tuple[Tree, optax.GradientTransformation]:
         """Where the run is, and its optimizer."""
@@ -212,10 +211,6 @@ class Parts:
         for name, array in {**numbers, STEP: state["step"]}.items():
             made.set(name, np.asarray(array), self.index)
         return made
-
-
-def _key(state: State) -> str:
-    return state.parameter or state.name if state.role == "ema" else state.name
 
 
 def types_of(model: Model) -> dict[str, np.dtype]:

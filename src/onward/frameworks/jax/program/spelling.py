@@ -8,11 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.frameworks.jax.exact import Sizes, rate_model, sizes_of, slots_of, update_model
-from onward.frameworks.jax.executed import initial_state, places_of
-from onward.frameworks.jax.native import transformation
-from onward.frameworks.jax.source.literals import identifier, pairs, type_name, write_literal
-from onward.frameworks.jax.source.printer import Printer
+from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
+from onward.frameworks.jax.optimizer import transformation
+from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
+from onward.frameworks.jax.program.printer import GraphPrinter
 from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -31,9 +30,9 @@ class Text(str):
 
 
 class Spelling:
-    """Says which functions of optax make an optimizer, in place of calling them (see native.py)."""
+    """Says which functions of optax make an optimizer, in place of calling them (see optimizer.py)."""
 
-    def __init__(self, printer: Printer, params: Mapping[str, Any]):
+    def __init__(self, printer: GraphPrinter, params: Mapping[str, Any]):
         self.functions: list[str] = []
         """Definitions that what is said needs."""
         self._printer = printer

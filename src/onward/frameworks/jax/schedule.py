@@ -1,0 +1,91 @@
+"""Schedules of optax as those of a recipe, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onward.errors import UnsupportedError
+from onward.frameworks.jax.closures import free_variables, origin
+from onward.frameworks.jax.exact import OBJECTS
+from onward.recipe.schedules import schedule
+from onward.recipe.spec import Spec
+from onward.vocabulary.optax import (
+    SCHEDULE_CALLS,
+    SCHEDULES,
+    Pieces,
+    RateCurve,
+    RateLine,
+    clip_pieces,
+    line_call,
+    scale_rates,
+    words_of_pieces,
+)
+
+Schedule = Callable[[Any], Any]
+
+
+def read_schedule(function: Schedule, factor: float = 1.0) -> tuple[float, list[Spec]]:
+    """Return the base rate and the schedules of a recipe for `factor` times a schedule of optax."""
+    if origin(function) == "rate_of":
+        free = free_variables(function)
+        return free["lr"] * factor, [scale_rates(spec, factor) for spec in free["specs"]]
+    scaled: Pieces = []
+    for piece, end in _pieces(function):
+        if isinstance(piece, RateLine):
+            scaled.append((RateLine(piece.start * factor, piece.end * factor, piece.steps), end))
+        else:
+            scaled.append((RateCurve(piece.base * factor, scale_rates(piece.spec, factor)), end))
+    return words_of_pieces(scaled)
+
+
+def _pieces(function: Schedule) -> Pieces:
+    maker, free = origin(function), free_variables(function)
+    if maker == "join_schedules":
+        ends = [*map(float, free["boundaries"]), math.inf]
+        pieces: Pieces = []
+        for each, start, end in zip(free["schedules"], [0.0, *ends], ends, strict=False):
+            pieces += [(piece, start + last) for piece, last in clip_pieces(_pieces(each), end - start)]
+        return pieces
+    if maker not in SCHEDULES:
+        raise UnsupportedError(
+            f"the schedule `{maker}` is a function that cannot be read",
+            hint="make it of optax's own schedules, with `optax.join_schedules`",
+        )
+    return SCHEDULES[maker](free)
+
+
+def make_schedule(specs: Sequence[Spec], lr: float, ox: Any = OBJECTS) -> Any:
+    """Return the rate, or the schedule of optax, for schedules of a recipe and a base rate.
+
+    Where optax has none that computes the same, it is a function that does. `ox` has both (see `Objects`).
+    """
+    if not specs:
+        return lr
+    made = [function for spec in specs if (function := _native(ox, spec.without("until"), lr))]
+    if len(made) < len(specs):
+        return ox.rate_of(specs, lr)
+    return made[0] if len(made) == 1 else ox.join_schedules(made, [int(s.options["until"]) for s in specs[:-1]])
+
+
+def _native(ox: Any, spec: Spec, lr: float) -> Any:
+    numbers, choices = schedule(spec.name).resolve(spec.options)
+    known = {**numbers, **choices, **spec.options}
+    warmup = known.get("warmup", 0)
+    if warmup and "steps" in known:
+        known["steps"] -= warmup
+    write = SCHEDULE_CALLS.get(spec.name) if known.get("every", 1) == 1 else None
+    call = write(lr, known) if write else None
+    if call is None or warmup != int(warmup):
+        return None
+    made = _make(ox, call)
+    if not warmup:
+        return made
+    rising = _make(ox, line_call(lr * float(known["warmup_start"]), lr, int(warmup)))
+    return ox.join_schedules([rising, made], [int(warmup)])
+
+
+def _make(ox: Any, call: tuple[str, dict[str, Any]]) -> Any:
+    name, arguments = call
+    return getattr(ox, name)(**arguments)
