@@ -25,7 +25,7 @@ from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.definition import Slot
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-from onward.recipe.schedules import schedule, sequence
+from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.recipe.spec import Spec, parse
 from onward.run_state.state import Group
 from onward.standard import COMMON_OPSET
