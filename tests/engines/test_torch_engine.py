@@ -310,7 +310,7 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
 
     monkeypatch.setattr(compilation._Traced, "compiled", compiled)
     library.touch()
-    step = compilation.Compiled(lambda state, constants, batch: ({}, {"loss": batch["x"].sum()}), None)
+    step = compilation.CompiledStep(lambda state, constants, batch: ({}, {"loss": batch["x"].sum()}), None)
     assert step({}, {}, {"x": torch.ones(2)})[1]["loss"] == "compiled"
     assert not library.exists()
     monkeypatch.setattr(compilation, "_is_torn_library", lambda error: False)
