@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
     from onward.model.sharding import Sharding as Sharding
+    from onward.options import TrainConfig as TrainConfig
     from onward.planning import plan as plan
     from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
     from onward.recipe.preprocessing.standalone import detach_pipeline as detach_pipeline
@@ -71,6 +72,7 @@ _NAMES = {
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
     "model.sharding": ("Sharding",),
+    "options": ("TrainConfig",),
     "planning": ("plan",),
     "recipe": ("Recipe", "lora", "prepare", "replace_head"),
     "recipe.preprocessing.standalone": ("detach_pipeline", "join_pipeline"),

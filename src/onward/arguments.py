@@ -165,6 +165,7 @@ def kinds_of(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Rang
     """What a hint allows, one by one, with the range of numbers."""
     if hint in OPENED:
         yield Any, None
+        yield from ((kind, None) for kind in get_args(hint) if kind is float)
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
         yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), within))

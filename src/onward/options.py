@@ -10,21 +10,66 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, get_type_hints
 
-from onward.arguments import Count, Range, Seed, Threads, bind, fitting
+from onward.arguments import OPENED, Count, Range, Seed, Threads, bind, fitting
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
 _FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
 _MACHINES, _PAGE, _WHOLE = "The machines", "The page", "The part `run`"
 UNTOLD = "What a checkpoint does not tell"
 _PANELS = (_MACHINES, _PAGE, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE, UNTOLD)
+
+
+class Proto(Protocol):
+    """A message of ONNX, such as a `ModelProto` or a `FunctionProto`."""
+
+    def SerializeToString(self) -> bytes: ...
+
+
+class InMemory(Protocol):
+    """A model in memory, such as `onward.Model`."""
+
+    def to_proto(self) -> Any: ...
+
+
+class Parsed(Protocol):
+    """An optimizer or a schedule that was read already."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Indexed(Protocol):
+    """Samples by number, such as a `Dataset` of PyTorch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Graph: TypeAlias = os.PathLike[str] | bytes | Proto | InMemory
+Named: TypeAlias = str | Mapping[str, Any] | None
+Loss: TypeAlias = Named | Sequence[Any] | Graph
+Optimizer: TypeAlias = str | Mapping[str, Any] | Parsed | Graph
+Schedule: TypeAlias = Named | Sequence[Any] | Parsed
+Distill: TypeAlias = Schedule
+Teacher: TypeAlias = str | Graph | None
+Preprocess: TypeAlias = str | Mapping[str, Any] | Sequence[Any] | Graph | None
+Data: TypeAlias = (
+    str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | Indexed | Callable[[], Iterable[Any]] | None
+)
+Validation: TypeAlias = float | Data
+OPENED.update((Named, Loss, Optimizer, Schedule, Teacher, Preprocess, Data, Validation))
+"""These are checked where they are opened, with messages of their own."""
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
@@ -61,6 +106,14 @@ class Option:
     def sentence(self) -> str:
         return f"{self.said[:1].upper()}{self.said[1:]}.{' May be repeated.' if self.repeated else ''}"
 
+    @property
+    def line(self) -> str:
+        """Its line in the documentation of a function."""
+        told = f"{self.text}; {self.also}" if self.also else self.text
+        return f"- `{self.name}`: {told}" + (
+            "" if self.default in (None, False, (), {}) else f" (default: {self.default})"
+        )
+
 
 def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -75,11 +128,11 @@ def _option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-def _as_in(kind: type, name: str, panel: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
+def as_in(kind: type, name: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
     """Declare an option as another class does, but for its default and what is `said` of it."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
     default = declared.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={**declared.metadata, "panel": panel, **said})
+    return dataclasses.field(default=default, metadata={**declared.metadata, **said})
 
 
 def options_of(kind: type) -> Iterator[Option]:
@@ -90,6 +143,42 @@ def options_of(kind: type) -> Iterator[Option]:
         flags = field.metadata["flags"] or f"--{field.name.replace('_', '-')}"
         default = {} if field.default is dataclasses.MISSING else field.default
         yield Option(field.name, hints[field.name], default, **{**field.metadata, "flags": tuple(flags.split())})
+
+
+class Fields:
+    """A dataclass of options that are checked when it is made, and shown where they differ from their defaults."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, hint in field_types(kind).items():
+            object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
+
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        declared = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: value for field in declared if _differs(value := getattr(self, field.name), field)}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
+
+
+def documented(kind: type[_T]) -> type[_T]:
+    """Add the lines of its options to the documentation of a dataclass."""
+    kind.__doc__ = "\n\n".join([inspect.cleandoc(kind.__doc__ or ""), *_sections(options_of(kind))])
+    return kind
+
+
+@functools.cache
+def field_types(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _differs(value: Any, field: dataclasses.Field[Any]) -> bool:
+    """Arrays are not compared: they are no defaults."""
+    default = {} if field.default is dataclasses.MISSING else field.default
+    return value is not default and not (type(value) in (str, bool, int, float, tuple, dict) and value == default)
 
 
 def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -110,12 +199,19 @@ def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P
 
         call.__dict__["is_checked"] = True
         call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
-        lines = (f"- `{o.name}`: {o.text}{f'; {o.also}' if o.also else ''}" for o in options_of(kind))
-        wrapped = (textwrap.fill(line, 116, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
-        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), *wrapped])
+        text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\nExamples:\n")
+        sections = [text.rstrip(), *_sections(options_of(kind)), *([f"Examples:\n{examples}"] if examples else [])]
+        call.__doc__ = "\n\n".join(sections)
         return call
 
     return decorate
+
+
+def _sections(options: Iterable[Option]) -> Iterator[str]:
+    """Yield the documentation of options, heading by heading."""
+    for panel, group in itertools.groupby(options, lambda option: option.panel):
+        lines = (textwrap.fill(o.line, 116, subsequent_indent="  ", break_on_hyphens=False) for o in group)
+        yield "\n".join([f"{panel}:\n", *lines])
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -125,7 +221,7 @@ def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P
 class RecipeOptions:
     """What turns an inference model into a training model."""
 
-    loss: Any = _option(
+    loss: Loss = _option(
         None,
         _HOW,
         "SPEC",
@@ -142,7 +238,7 @@ class RecipeOptions:
         "a column by which the loss of each sample is multiplied: an input of the step. The mean is over samples, or "
         "with `COLUMN:by=weights` the sum is divided by that of the weights",
     )
-    optimizer: Any = _option(
+    optimizer: Optimizer = _option(
         "adamw",
         _HOW,
         "SPEC",
@@ -150,7 +246,7 @@ class RecipeOptions:
         also='an ONNX model or function, which can be given a rate: `{"function": update, "lr": 1e-3}`',
     )
     lr: float | None = _option(None, _HOW, "X", "the learning rate, where the optimizer does not say it")
-    schedule: Any = _option(
+    schedule: Schedule = _option(
         None,
         _HOW,
         "SPEC",
@@ -181,10 +277,10 @@ class RecipeOptions:
     variance: Variance = _option(
         "population", _HOW, "KIND", "running variance of BatchNormalization, as in ONNX, or `sample` as in PyTorch"
     )
-    teacher: Any = _option(
+    teacher: Teacher = _option(
         None, _HOW, "MODEL", "a model to learn from, beside the loss or alone", also="then `loss=None`"
     )
-    distill: Any = _option(
+    distill: Distill = _option(
         None,
         _HOW,
         "SPEC",
@@ -236,7 +332,7 @@ class RecipeOptions:
         "X",
         "give each block of the network X times the learning rate of the block after it, such as 0.8",
     )
-    preprocess: Any = _option(
+    preprocess: Preprocess = _option(
         None,
         _FIRST,
         "SPECS",
@@ -244,7 +340,7 @@ class RecipeOptions:
         "does it; `INPUT=...` where several inputs take pictures",
         repeated=True,
     )
-    augment: Any = _option(
+    augment: Preprocess = _option(
         None, _FIRST, "SPECS", "what happens to them in training alone, such as `flip crop:padding=4`", repeated=True
     )
     move_with_image: Sequence[str] | str | None = _option(
@@ -280,11 +376,11 @@ class StepOptions(RecipeOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """Which data a model gets, and in which order."""
+class ModelAndData:
+    """What functions take without a name."""
 
     model: Any = None
-    data: Any = _option(
+    data: Data = _option(
         None,
         _DATA,
         "DATA",
@@ -293,7 +389,12 @@ class DataOptions:
         repeated=True,
         also="arrays by name, or anything that gives batches",
     )
-    _: dataclasses.KW_ONLY
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which data a model gets, and in which order."""
+
     columns: Mapping[str, str | Sequence[str]] = _option(
         {},
         _DATA,
@@ -328,11 +429,10 @@ class DataOptions:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedOptions(DataOptions):
     """Which data a model gets, and what executes it."""
 
-    _: dataclasses.KW_ONLY
     noise: Mapping[str, str] = _option(
         {},
         _DATA,
@@ -368,7 +468,7 @@ class FeedOptions(DataOptions):
 class HeldOutOptions:
     """What a model is validated with."""
 
-    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    validation: Validation = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
     stratify: bool | None = _option(
         None,
         _DATA,
@@ -377,11 +477,17 @@ class HeldOutOptions:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions(HeldOutOptions, FeedOptions):
-    """How a model is trained on data."""
+@documented
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class TrainConfig(Fields, HeldOutOptions, FeedOptions):
+    """How a run goes: data, epochs, metrics, folder, engine. What it trains with is a `Recipe`.
 
-    _: dataclasses.KW_ONLY
+        config = onward.TrainConfig(epochs=10, validation=0.1, engine="torch")
+        run = onward.train("digits.onnx", "digits.npz", recipe=onward.Recipe(loss="cross_entropy"), config=config)
+
+    `dataclasses.replace(config, seed=1)` makes another like it.
+    """
+
     checkpoint: str | os.PathLike[str] | None = _option(
         None, _RUN, "CHECKPOINT", "go on from a checkpoint of another framework, which is of the model", flags="--from"
     )
@@ -490,29 +596,27 @@ class RunOptions(HeldOutOptions, FeedOptions):
         "N",
         "into how many parts a batch is divided that goes through a pipeline; four for each process unless given",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions(RunOptions, RecipeOptions):
-    """Everything that a training can be told: the keys of a configuration file."""
-
-    _: dataclasses.KW_ONLY
     run: str | os.PathLike[str] | None = _option(
         None, _RUN, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class TrainOptions(TrainConfig, RecipeOptions, ModelAndData):
+    """Everything that a training can be told: the keys of a configuration file."""
+
+
 def _untold(name: str, **said: str) -> Any:
-    return _as_in(TrainOptions, name, UNTOLD, default=None, **said)
+    return as_in(TrainOptions, name, panel=UNTOLD, default=None, **said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UntoldOptions:
     """What a checkpoint of another framework may not hold, and a user or a training model says."""
 
-    loss: Any = _untold("loss")
-    optimizer: Any = _untold("optimizer", also="numbers given here win over stored ones")
-    schedule: Any = _untold("schedule")
+    loss: Loss = _untold("loss")
+    optimizer: Named = _untold("optimizer", also="numbers given here win over stored ones")
+    schedule: Named = _untold("schedule")
     step: Annotated[int, Range(least=0)] | None = _untold("step")
     updates_per_epoch: Count | None = _untold("updates_per_epoch")
     clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _untold("clip")
@@ -531,11 +635,14 @@ class UntoldOptions:
 class WholeRunOptions:
     """What is settled when entire training becomes one ONNX model. All else is told to it when it runs."""
 
-    batch_size: BatchSize | None = _as_in(
-        RunOptions, "batch_size", _WHOLE, text="samples in a batch; 32 unless given, or as many as the model is for"
+    batch_size: BatchSize | None = as_in(
+        TrainConfig,
+        "batch_size",
+        panel=_WHOLE,
+        text="samples in a batch; 32 unless given, or as many as the model is for",
     )
-    last: Last = _as_in(RunOptions, "last", _WHOLE)
-    shuffle: bool = _as_in(RunOptions, "shuffle", _WHOLE)
+    last: Last = as_in(TrainConfig, "last", panel=_WHOLE)
+    shuffle: bool = as_in(TrainConfig, "shuffle", panel=_WHOLE)
     noise: Sequence[str] | str = _option(
         (),
         _WHOLE,
@@ -549,19 +656,18 @@ class WholeRunOptions:
         None,
         "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
     )
-    metrics: Sequence[str] | str | None = _as_in(RunOptions, "metrics", _WHOLE)
-    monitor: str | None = _as_in(RunOptions, "monitor", _WHOLE)
-    patience: Count | None = _as_in(RunOptions, "patience", _WHOLE)
+    metrics: Sequence[str] | str | None = as_in(TrainConfig, "metrics", panel=_WHOLE)
+    monitor: str | None = as_in(TrainConfig, "monitor", panel=_WHOLE)
+    patience: Count | None = as_in(TrainConfig, "patience", panel=_WHOLE)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class PageOptions(HeldOutOptions, DataOptions, RecipeOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageOptions(HeldOutOptions, DataOptions, RecipeOptions, ModelAndData):
     """What a page trains, and on what."""
 
-    _: dataclasses.KW_ONLY
     title: str | None = _option(None, _PAGE, "TEXT", "the heading of the page; the name of the model unless given")
     picture: str | None = _option(
         None,

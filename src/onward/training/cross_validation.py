@@ -13,10 +13,11 @@ from onward.engines.group import join_group
 from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file
-from onward.options import taking
-from onward.training.api import TrainArguments, new_folder, resume, train
+from onward.options import TrainConfig, taking
+from onward.recipe import Recipe
+from onward.training.api import CrossValidationArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
-from onward.training.config import Config, read_settings, refuse_placeholders, write_settings
+from onward.training.config import Config, read_settings, refuse_placeholders, settings_from, write_settings
 from onward.training.run import CONFIG, TRAINING, Run
 
 _USUAL = 5
@@ -136,9 +137,10 @@ def _is_done(run: Run) -> bool:
     return last.get("event") == "end" and last.get("reason") in _DONE
 
 
-@taking(TrainArguments)
+@taking(CrossValidationArguments)
 def cross_validate(
-    config: str | os.PathLike[str] | None = None,
+    recipe: Recipe | None = None,
+    config: str | os.PathLike[str] | TrainConfig | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **given: Any,
@@ -151,9 +153,9 @@ def cross_validate(
     Folds depend on `seed` alone; where labels are classes, each has its share of every class. Each is a run of its own
     below `run`. Ctrl-C finishes a step, saves and returns; `found.go_on()` trains what is missing.
 
-    - `model`, `config`, `callbacks`, `quiet`: as for `onward.train`
+    - `model`, `recipe`, `config`, `callbacks`, `quiet`: as for `onward.train`
     """
-    asked = {**(read_settings(config) if config is not None else {}), **given}
+    asked = settings_from("cross_validate", given, recipe, config)
     asked.setdefault("folds", _USUAL)
     run = asked.pop("run", None)
     if asked.get("fold") is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import Range
 from onward.errors import RecipeError
 from onward.model import load
-from onward.options import FeedOptions, RecipeOptions, taking
+from onward.options import FeedOptions, ModelAndData, RecipeOptions, taking
 from onward.recipe.optimizers.table import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -40,7 +40,7 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments(FeedOptions, RecipeOptions):
+class _Arguments(FeedOptions, RecipeOptions, ModelAndData):
     _: dataclasses.KW_ONLY
     lowest: Annotated[float, Range(above=0)] = 1e-6
     highest: Annotated[float, Range(above=0)] = 1.0
