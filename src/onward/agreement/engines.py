@@ -27,7 +27,7 @@ from onward.model.state import states
 
 @checked()
 def verify(
-    source: Source,
+    training: Source,
     *,
     engines: Sequence[str] | None = None,
     steps: Count = 5,
@@ -46,7 +46,7 @@ def verify(
 
         print(onward.verify("training.onnx", engines=["onnxruntime", "torch"]))
 
-    - `source`: a training model
+    - `training`: a training model
     - `engines`: those that are compared; all that are installed unless given
     - `steps`: how many are made
     - `inputs`: a dict of arrays or the path of an .npz file: one batch, used in each step; what it lacks is made up
@@ -56,7 +56,7 @@ def verify(
     - `compile`: whether frameworks compile the step
     - `on_start`: told the name of each engine before it runs
     """
-    model = load(source)
+    model = load(training)
     model.step(step)  # which refuses a model without training
     for name in engines or ():
         if name not in ENGINES:

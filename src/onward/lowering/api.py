@@ -32,7 +32,7 @@ class _Arguments(WholeRunOptions):
 
 @taking(_Arguments)
 def lower(
-    source: Source, step: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
+    model: Source, step: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
 ) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
@@ -62,14 +62,14 @@ def lower(
 
     It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
 
-    - `source`: a training model, or any other for `"inference"`
+    - `model`: a training model, or any other for `"inference"`
     - `step`, `recompute`: see above
     - `part`: what it computes. What follows is for the part `"run"` alone
     """
     if part == RUN:
-        return for_onnxruntime(lower_run(load(source), step, Manner(recompute), WholeRunOptions(**settled)))
+        return for_onnxruntime(lower_run(load(model), step, Manner(recompute), WholeRunOptions(**settled)))
     if settled:
         raise RecipeError(
             f"`{next(iter(settled))}` is for the part `{RUN}` alone", hint=f'add `part="{RUN}"` (`--part {RUN}`)'
         )
-    return for_onnxruntime(lower_for_engine(source, step, part, Manner(recompute)))
+    return for_onnxruntime(lower_for_engine(model, step, part, Manner(recompute)))

@@ -17,7 +17,7 @@ from onward.model import Source
 
 @checked()
 def check_gradients(
-    source: Source,
+    model: Source,
     y: str | None = None,
     xs: Sequence[str] | None = None,
     *,
@@ -35,7 +35,7 @@ def check_gradients(
     All is computed in float64, by the engine `numpy`. Where a gradient is wrong, each operator on the way is checked
     alone, and the report names the first that is.
 
-    - `source`: any model
+    - `model`: any model
     - `y`, `xs`: without them, what the Gradient of a training model names; else the output that is a single number, or
       the first, by all parameters and floating-point inputs on which it depends. A `y` of several elements is weighed
       by random numbers
@@ -46,7 +46,7 @@ def check_gradients(
     - `tolerance`: relative to the size of a gradient
     - `step`: which one, of a training model with several
     """
-    what = subject(source, y, xs, step)
+    what = subject(model, y, xs, step)
     settings = Settings(directions, order, seed, tolerance)
     given = given_inputs(what, inputs)
     function = function_of(what)

@@ -74,12 +74,12 @@ def join_pipeline(pipeline: Source, model: Source) -> Model:
 
 
 @checked()
-def detach_pipeline(source: Source) -> tuple[Model, Model]:
+def detach_pipeline(model: Source) -> tuple[Model, Model]:
     """What happens to data before a model, and the model without it, its training included.
 
-    - `source`: a model with preprocessing: one that `onward.prepare` or `onward.train` made with `preprocess`
+    - `model`: a model with preprocessing: one that `onward.prepare` or `onward.train` made with `preprocess`
     """
-    model = load(source)
+    model = load(model)
     ends = {v.name: v for v in values(model.graph) if v.name and v.name.endswith(_JOINED) and v.producer() is not None}
     if not ends:
         raise RecipeError(
