@@ -132,7 +132,7 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.prepare("digits.onnx"), "there is nothing to learn from"),
         (lambda: onward.resume(None), "`run` is `None`"),
         (lambda: onward.resume("nope", epoch=3), "did you mean `epochs`?"),
-        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", steps="x"), "`steps` is `'x'`"),
+        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", updates="x"), "`updates` is `'x'`"),
         (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", lowest=NAN), "`lowest` is nan"),
         (lambda: onward.load(None), "a `NoneType` is no ONNX model"),
         (lambda: onward.load(["digits.onnx"]), "a `list` is no ONNX model"),
@@ -145,8 +145,8 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.transform.rename("digits.onnx", {"image": 3}), "`names` is"),
         (lambda: onward.transform.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
         (lambda: onward.transform.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
-        (lambda: onward.lower("training.onnx", 1.5), "`step` is `1.5`"),
-        (lambda: onward.verify("training.onnx", engines=["onnxruntime"], steps=0), "`steps` is 0"),
+        (lambda: onward.lower("training.onnx", 1.5), "`steps` is `1.5`"),
+        (lambda: onward.verify("training.onnx", engines=["onnxruntime"], updates=0), "`updates` is 0"),
         (lambda: onward.check_gradients("digits.onnx", order=3), "`order` is 3"),
         (lambda: onward.replace_head("digits.onnx", 2.5), "`classes` is `2.5`"),
         (lambda: onward.lora.add("digits.onnx", targets=3), "`targets` is `3`"),
@@ -336,3 +336,16 @@ def test_arguments_of_converters_have_names() -> None:
 )
 def test_ranges(within: Range, inside: float, outside: float, words: str) -> None:
     assert inside in within and outside not in within and str(within) == words
+
+
+def test_names_of_the_release_before_are_understood(folder: Path, tmp_path: Path) -> None:
+    for now, before in (("describe", "show"), ("gradient", "grad")):
+        assert CliRunner().invoke(app, [now, "--help"]).output == CliRunner().invoke(
+            app, [before, "--help"]
+        ).output.replace(f"onward {before}", f"onward {now}")
+    out = str(tmp_path / "step.onnx")
+    given = ["--part", "run", "--validation", "--noise=image", "-o", out]
+    assert "image" in CliRunner().invoke(app, ["lower", "training.onnx", *given]).output
+    assert onward.verify("training.onnx", engines=["numpy"], steps=1).ok  # type: ignore[call-arg]
+    assert onward.plan("training.onnx", recompute=True).model["recompute"]
+    assert "`verify` has no argument `steps`" in told(onward.verify, "training.onnx", steps=1, updates=1)

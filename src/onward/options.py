@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, get_type_hints
 
-from onward.arguments import OPENED, Count, Range, Seed, Threads, bind, fitting
+from onward.arguments import OPENED, Count, Range, Seed, Threads, bind, fitting, with_new_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -95,6 +95,8 @@ class Option:
     repeated: bool
     also: str
     """What can be given in Python only."""
+    formerly: tuple[str, ...]
+    """Other names that it has until the next release: an argument, a flag."""
 
     @property
     def said(self) -> str:
@@ -120,9 +122,18 @@ def _word(value: Any) -> str:
 
 
 def _option(
-    default: Any, panel: str, metavar: str | None, text: str, *, flags: str = "", repeated: bool = False, also: str = ""
+    default: Any,
+    panel: str,
+    metavar: str | None,
+    text: str,
+    *,
+    flags: str = "",
+    repeated: bool = False,
+    also: str = "",
+    formerly: str = "",
 ) -> Any:
     facts = {"panel": panel, "metavar": metavar, "text": text, "flags": flags, "repeated": repeated, "also": also}
+    facts["formerly"] = formerly
     if isinstance(default, Mapping):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
@@ -142,7 +153,8 @@ def options_of(kind: type) -> Iterator[Option]:
     for field in sorted(declared, key=lambda field: _PANELS.index(field.metadata["panel"])):
         flags = field.metadata["flags"] or f"--{field.name.replace('_', '-')}"
         default = {} if field.default is dataclasses.MISSING else field.default
-        yield Option(field.name, hints[field.name], default, **{**field.metadata, "flags": tuple(flags.split())})
+        words = {"flags": tuple(flags.split()), "formerly": tuple(field.metadata["formerly"].split())}
+        yield Option(field.name, hints[field.name], default, **{**field.metadata, **words})
 
 
 class Fields:
@@ -181,20 +193,31 @@ def _differs(value: Any, field: dataclasses.Field[Any]) -> bool:
     return value is not default and not (type(value) in (str, bool, int, float, tuple, dict) and value == default)
 
 
-def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+def former_names(kind: type) -> dict[str, str]:
+    """Return the names and flags that options of a dataclass had, and those that they have now."""
+    return {
+        old: option.flags[0] if old.startswith("--") else option.name
+        for option in options_of(kind)
+        for old in option.formerly
+    }
+
+
+def taking(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Give a function the arguments of a dataclass: to people, type checkers and editors. It gets those that are given.
 
-    They are checked first, names, types and ranges, and its docstring gets a line for each that is an option.
+    They are checked first, names, types and ranges, and its docstring gets a line for each that is an option. What is
+    no option may have other names, too, until the next release: those are given here.
     """
 
     def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
         assert isinstance(kind, type)
         signature = inspect.signature(kind)
         hints = get_type_hints(kind, include_extras=True)
+        renamed = former_names(kind) | formerly
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given = bind(function.__name__, signature, args, kwargs).arguments
+            given = bind(function.__name__, signature, args, with_new_names(kwargs, renamed)).arguments
             return function(**{name: fitting(f"`{name}`", value, hints[name]) for name, value in given.items()})
 
         call.__dict__["is_checked"] = True
@@ -400,8 +423,9 @@ class DataOptions:
         _DATA,
         "INPUT=COLUMN",
         "which column an input takes, such as `image=pixels`, where names and shapes do not say it",
-        flags="--map",
+        flags="--column",
         repeated=True,
+        formerly="--map",
     )
     batch_size: BatchSize | None = _option(
         None,
@@ -489,7 +513,11 @@ class TrainConfig(Fields, HeldOutOptions, FeedOptions):
     """
 
     checkpoint: str | os.PathLike[str] | None = _option(
-        None, _RUN, "CHECKPOINT", "go on from a checkpoint of another framework, which is of the model", flags="--from"
+        None,
+        _RUN,
+        "CHECKPOINT",
+        "go on from a checkpoint of another framework, which is of the model",
+        formerly="--from",
     )
     names: Mapping[str, str] | Sequence[str] | None = _option(
         None,
@@ -499,8 +527,12 @@ class TrainConfig(Fields, HeldOutOptions, FeedOptions):
         "parameters of its optimizer in their order, one in each line",
         also="a mapping or a list",
     )
-    step: Annotated[int, Range(least=0)] | None = _option(
-        None, _RUN, "N", "updates that the run of a checkpoint has made, where the checkpoint does not count them"
+    updates: Annotated[int, Range(least=0)] | None = _option(
+        None,
+        _RUN,
+        "N",
+        "updates that the run of a checkpoint has made, where the checkpoint does not count them",
+        formerly="step --step",
     )
     updates_per_epoch: Count | None = _option(
         None,
@@ -617,7 +649,7 @@ class UntoldOptions:
     loss: Loss = _untold("loss")
     optimizer: Named = _untold("optimizer", also="numbers given here win over stored ones")
     schedule: Named = _untold("schedule")
-    step: Annotated[int, Range(least=0)] | None = _untold("step")
+    updates: Annotated[int, Range(least=0)] | None = _untold("updates")
     updates_per_epoch: Count | None = _untold("updates_per_epoch")
     clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _untold("clip")
     accumulate: Count | None = _untold("accumulate")
@@ -643,18 +675,21 @@ class WholeRunOptions:
     )
     last: Last = as_in(TrainConfig, "last", panel=_WHOLE)
     shuffle: bool = as_in(TrainConfig, "shuffle", panel=_WHOLE)
-    noise: Sequence[str] | str = _option(
+    batch_inputs: Sequence[str] | str = _option(
         (),
         _WHOLE,
         "INPUT",
         "an input that takes no rows of the data but numbers for each batch, such as the noise of a GAN",
+        flags="--batch-input",
         repeated=True,
+        formerly="noise --noise",
     )
-    validation: bool = _option(
+    validate: bool = _option(
         False,
         _WHOLE,
         None,
         "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
+        formerly="validation --validation",
     )
     metrics: Sequence[str] | str | None = as_in(TrainConfig, "metrics", panel=_WHOLE)
     monitor: str | None = as_in(TrainConfig, "monitor", panel=_WHOLE)
@@ -737,4 +772,10 @@ class PlanOptions(RecipeOptions):
     precision: Literal["bfloat16", "float16"] | None = _option(
         None, ENGINE, "TYPE", "`bfloat16` or `float16` for products of a model in float32"
     )
-    recompute: bool = _option(False, ENGINE, None, "compute blocks a second time on the way back, to save memory")
+    recompute_blocks: bool = _option(
+        False,
+        ENGINE,
+        None,
+        "compute blocks a second time on the way back, to save memory",
+        formerly="recompute --recompute",
+    )

@@ -25,12 +25,12 @@ from onward.model import Model, Source, load
 from onward.model.state import states
 
 
-@checked()
+@checked(steps="updates")
 def verify(
     training: Source,
     *,
     engines: Sequence[str] | None = None,
-    steps: Count = 5,
+    updates: Count = 5,
     inputs: Given = None,
     tolerance: Annotated[float, Range(least=0)] | None = None,
     seed: Seed = 0,
@@ -48,7 +48,7 @@ def verify(
 
     - `training`: a training model
     - `engines`: those that are compared; all that are installed unless given
-    - `steps`: how many are made
+    - `updates`: how many steps are made
     - `inputs`: a dict of arrays or the path of an .npz file: one batch, used in each step; what it lacks is made up
     - `tolerance`: relative to the largest element of a tensor; 1e-4 unless given, 1e-9 for models in float64
     - `seed`: what is made up is drawn from it
@@ -72,7 +72,7 @@ def verify(
         on_start(f"{way.engine} ({way.derivative})")
         try:
             with _load(model, step, way, compile) as engine:
-                batches = batches or batches_made_up(model, step, engine, given, steps, seed)
+                batches = batches or batches_made_up(model, step, engine, given, updates, seed)
                 runs[way] = _run(engine, batches)
         except Error as error:
             refusals[way] = error
@@ -89,7 +89,7 @@ def verify(
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)
-    return Report(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
+    return Report(tuple(rows), f"{reference.engine} ({reference.derivative})", updates, limit, unknown)
 
 
 def _rules(engine: str) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ from onward.cli.app import BUILD, Misuse, command
 from onward.cli.catalogue import Catalogue, print_catalogue
 from onward.cli.console import print_json, print_rows, remark
 from onward.cli.files import Target, refuse_to_overwrite, target, working
-from onward.cli.options import floats_matching, option, parameters_for, recomputation, select_given
+from onward.cli.options import floats_matching, option, options_from, recomputation, select_given
 from onward.options import StepOptions, WholeRunOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference", "run"]
 
 _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
-"""What `onward show` tells about a step, and what is said otherwise here or goes without saying."""
+"""What `onward describe` tells about a step, and what is said otherwise here or goes without saying."""
 
 
 @command(
@@ -34,7 +34,7 @@ _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
     "onward prepare gan.onnx --loss score=bce_with_logits:constant=1 --trainable 'maker.*' --append --name maker",
     "onward prepare --list optimizers",
     usage="MODEL --loss SPEC [OPTIONS]",
-    parameters=parameters_for(StepOptions),
+    **options_from(StepOptions),
 )
 def prepare(
     model: options.OptionalModel = None,
@@ -102,7 +102,7 @@ def _print_prepared(summary: Summary, place: Target) -> None:
         ("feed", ", ".join(fed)),
         *(("note", text) for text in summary.remarks),
         ("wrote", place.describe()),
-        ("next", f"onward show {place.path}"),
+        ("next", f"onward describe {place.path}"),
         ("", f"onward check {place.path}"),
     ]
     print_rows([[label, line] for label, text in rows for line in text.splitlines()], styles=("bold",))
@@ -110,13 +110,13 @@ def _print_prepared(summary: Summary, place: Target) -> None:
 
 @command(
     BUILD,
-    "onward grad digits.onnx --of logits --wrt image -o saliency.onnx",
-    "onward grad digits.onnx --of logits --wrt 'fc1.*'",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute 2",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute '*gelu*' --recompute '*norm*'",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --keep-functions",
+    "onward gradient digits.onnx --of logits --wrt image -o saliency.onnx",
+    "onward gradient digits.onnx --of logits --wrt 'fc1.*'",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --recompute 2",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --recompute '*gelu*' --recompute '*norm*'",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --keep-functions",
 )
-def grad(
+def gradient(
     model: options.Model,
     of: Annotated[str, option("--of", "NAME", "The value to differentiate; the sum of its elements.")],
     wrt: Annotated[
@@ -151,8 +151,8 @@ def grad(
     "onward lower training.onnx --all lowered/ --recompute 2",
     "onward lower gan.onnx --steps discriminator:2,generator",
     "onward lower model.onnx --part inference",
-    "onward lower training.onnx --part run --validation --batch-size 64 --patience 5 -o train.onnx",
-    parameters=parameters_for(WholeRunOptions),
+    "onward lower training.onnx --part run --validate --batch-size 64 --patience 5 -o train.onnx",
+    **options_from(WholeRunOptions),
 )
 def lower(
     model: options.Model,

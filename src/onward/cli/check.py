@@ -180,8 +180,9 @@ def check_gradients(
 @command(
     LOOK,
     "onward verify training.onnx",
-    "onward verify training.onnx --engine onnxruntime --engine torch --steps 50",
+    "onward verify training.onnx --engine onnxruntime --engine torch --updates 50",
     "onward verify training.onnx --inputs batch.npz --json | jq '.rows[] | {engine, verdict}'",
+    formerly={"--steps": "--updates"},
 )
 def verify(
     model: options.Model,
@@ -189,7 +190,7 @@ def verify(
         list[str] | None,
         option("--engine", "NAME", "An engine; all that are installed unless given. May be repeated."),
     ] = None,
-    steps: Annotated[int, option("--steps", "N", "How many steps to run.", min=1)] = 5,
+    updates: Annotated[int, option("--updates", "N", "How many steps to run.", min=1)] = 5,
     inputs: Annotated[
         Path | None, option("--inputs", "FILE", "An .npz file with a batch; made up unless given.")
     ] = None,
@@ -213,7 +214,7 @@ def verify(
         report = onward.verify(
             str(model),
             engines=engine or None,
-            steps=steps,
+            updates=updates,
             inputs=inputs,
             tolerance=tolerance,
             seed=seed,

@@ -9,7 +9,7 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
-from onward.cli.options import argument, example_in, option, parameters_for, select_given
+from onward.cli.options import argument, example_in, option, options_from, select_given
 from onward.errors import InvalidModelError, WriteError, near
 from onward.options import UNTOLD, UntoldOptions
 
@@ -39,7 +39,7 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
-    parameters=parameters_for(UntoldOptions),
+    **options_from(UntoldOptions),
 )
 def convert(
     source: Annotated[

@@ -9,7 +9,7 @@ from onward.cli import options
 from onward.cli.app import BUILD, command
 from onward.cli.console import print_json, remark
 from onward.cli.files import working
-from onward.cli.options import option, parameters_for, select_given, source_of
+from onward.cli.options import option, options_from, select_given, source_of
 from onward.options import PageOptions
 
 
@@ -20,7 +20,7 @@ from onward.options import PageOptions
     "onward page net.onnx --loss cross_entropy --new-head 3 --class cat --class dog --class bird -o site/",
     "onward page net.onnx --data table.csv --loss mse --picture none --runtime node_modules/onnxruntime-web -o site/",
     usage="MODEL [--data DATA] -o FOLDER [OPTIONS]",
-    parameters=parameters_for(PageOptions),
+    **options_from(PageOptions),
 )
 def page(
     model: options.Model,

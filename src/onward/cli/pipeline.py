@@ -25,6 +25,7 @@ _ARRAYS = ".npz"
     "onward pipeline pipeline.onnx --data texts.csv -o inputs.npz",
     "onward pipeline pipeline.onnx --before model.onnx -o whole.onnx",
     "onward pipeline whole.onnx -o pipeline.onnx --rest model.onnx",
+    formerly={"--map": "--column"},
 )
 def pipeline(
     source: Annotated[
@@ -47,7 +48,7 @@ def pipeline(
     ] = None,
     columns: Annotated[
         list[str] | None,
-        option("--map", "INPUT=COLUMN", "Which column an input takes, such as `text=review`. May be repeated."),
+        option("--column", "INPUT=COLUMN", "Which column an input takes, such as `text=review`. May be repeated."),
     ] = None,
     output: Annotated[
         Path | None,

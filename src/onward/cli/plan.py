@@ -9,17 +9,18 @@ from onward.cli import options
 from onward.cli.app import LOOK, command
 from onward.cli.console import print_json, remark, say
 from onward.cli.files import target, working
-from onward.cli.options import option, parameters_for, select_given
+from onward.cli.options import option, options_from, select_given
 from onward.options import PlanOptions
 
 
 @command(
     LOOK,
     "onward plan model.onnx --devices 64 --memory 80GB",
-    "onward plan llama.onnx --shape tokens=N,4096 --devices 8 --memory 80GB --recompute --bandwidth 450GB --flops 989T",
+    "onward plan llama.onnx --shape tokens=N,4096 --devices 8 --memory 80GB --recompute-blocks --bandwidth 450GB \\\n"
+    "      --flops 989T",
     "onward plan training.onnx --devices 16 --strategy fsdp --json | jq .estimates[0].memory",
     "onward plan training.onnx --devices 8 --strategy fsdp -o sharded.onnx",
-    parameters=parameters_for(PlanOptions),
+    **options_from(PlanOptions),
 )
 def plan(
     model: options.Model,

@@ -1,4 +1,4 @@
-"""`onward show`, `diff` and `report`: what is in a file, in two of them, in the folder of a run."""
+"""`onward describe`, `diff` and `report`: what is in a file, in two of them, in the folder of a run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @command(
     LOOK,
-    "onward show training.onnx",
-    "onward show training.onnx --params",
-    "onward show training.onnx --blocks",
-    "onward show training.onnx --graph training.svg",
-    "onward show training.onnx --json | jq .",
-    "onward show checkpoint-500/",
-    "onward show checkpoint-500/ --unsafe",
+    "onward describe training.onnx",
+    "onward describe training.onnx --params",
+    "onward describe training.onnx --blocks",
+    "onward describe training.onnx --graph training.svg",
+    "onward describe training.onnx --json | jq .",
+    "onward describe checkpoint-500/",
+    "onward describe checkpoint-500/ --unsafe",
 )
-def show(
+def describe(
     model: options.Model,
     params: Annotated[
         bool,
@@ -59,7 +59,8 @@ def show(
     it is executed.
     """
     from onward.checkpoint import is_checkpoint
-    from onward.inspect import describe, draw, render, render_parameters
+    from onward.inspect import describe as summarize
+    from onward.inspect import draw, render, render_parameters
     from onward.model import load
     from onward.model.storage import write_file
 
@@ -77,7 +78,7 @@ def show(
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
     with working(f"reading {model}", model):
         source = load(model)
-        summary = describe(source)
+        summary = summarize(source)
     if graph is not None:
         with working("laying out the graph", model):
             picture = draw(source, step)

@@ -12,7 +12,7 @@ from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
 from onward.cli.files import Target, target
-from onward.cli.options import option, parameters_for, select_given, source_of
+from onward.cli.options import option, options_from, select_given, source_of
 from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "s
     "      -o digits-trained.onnx",
     "onward train net.onnx --data train.parquet --validation 0.1 --loss ce --schedule cosine:steps=2000 --patience 3",
     "onward train net.onnx --data patients.csv --loss ce --sample-weight weight --folds 5 --epochs 20",
-    "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
+    "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --column image=pixels",
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data reviews.csv --loss ce --preprocess tokenize:words,vocabulary=10000,length=64",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
     "onward train net.onnx --data tokens/ --loss ce --engine torch --strategy tensor --nproc 2",
-    "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
+    "onward train net.onnx --checkpoint checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",
     "onward train --config run.yaml --epochs 10",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
-    parameters=parameters_for(TrainOptions),
+    **options_from(TrainOptions),
 )
 def train(
     model: options.OptionalModel = None,

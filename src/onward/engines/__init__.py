@@ -41,7 +41,7 @@ def is_installed(engine: str) -> bool:
 
 
 @needing_memory("start the engine")
-def start(training: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
+def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """An engine with a training model on it, ready to run.
 
         with onward.engines.start("training.onnx", engine="torch", device="cuda") as engine:
@@ -49,7 +49,7 @@ def start(training: Source, step: Steps = None, *, engine: str = "onnxruntime", 
             model = engine.updated()
 
     - `training`: a training model
-    - `step`: of several, the number or the name of one, or how often each runs in a round:
+    - `steps`: of several, the number or the name of one, or how often each runs in a round:
       `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
@@ -71,19 +71,19 @@ def start(training: Source, step: Steps = None, *, engine: str = "onnxruntime", 
 
         options.pop("compile", None)  # it does what it does
         check_options(engine, options, OnnxRuntime)
-        return OnnxRuntime(load(training), step, **options)
+        return OnnxRuntime(load(training), steps, **options)
     if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
         from onward.engines.torch.strategies import start_together
 
-        return start_together(load(training), step, **options)
+        return start_together(load(training), steps, **options)
     if engine == "jax" and options.get("mesh") is not None:
         from onward.engines.jax.on_mesh import OnMesh
 
-        return OnMesh.on(engine, load(training), step, **options)
+        return OnMesh.on(engine, load(training), steps, **options)
     from onward.engines.framework_engine import Interpreted
 
     options.pop("mesh", None)
-    return Interpreted.on(engine, load(training), step, **options)
+    return Interpreted.on(engine, load(training), steps, **options)
 
 
 @needing_memory("start the engine")

@@ -411,7 +411,7 @@ def _way_out(graph: ir.Graph) -> str:
     classical = {f"`{node.op_type}`" for node in graph if node.domain == DOMAIN}
     if classical:
         return f"of `{DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
-    return "`onward show MODEL --params` says what each tensor is"
+    return "`onward describe MODEL --params` says what each tensor is"
 
 
 def _summary(choices: Iterable[Choice]) -> str:

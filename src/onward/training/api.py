@@ -39,7 +39,7 @@ from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
-_OF_CHECKPOINTS = ("names", "step", "updates_per_epoch")
+_OF_CHECKPOINTS = ("names", "updates", "updates_per_epoch")
 """Options of a run that have a meaning for checkpoints only."""
 
 
@@ -295,7 +295,7 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
     if wanted.checkpoint is None:
         if useless := [name for name in _OF_CHECKPOINTS if getattr(wanted, name) is not None]:
             raise RecipeError(
-                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`"
+                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--checkpoint CHECKPOINT`"
             )
         return load(wanted.model), []
     untold = {field.name for field in dataclasses.fields(UntoldOptions)}

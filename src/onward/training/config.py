@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from onward import engines
-from onward.arguments import Range, fitting, from_text
+from onward.arguments import Range, fitting, from_text, with_new_names
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
 from onward.engines.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
@@ -26,6 +26,7 @@ from onward.options import (
     TrainConfig,
     TrainOptions,
     field_types,
+    former_names,
     options_of,
 )
 from onward.recipe import Recipe
@@ -90,7 +91,7 @@ def read_settings(
     path: str | os.PathLike[str], hint: str = "`onward train --help` says what is what"
 ) -> dict[str, Any]:
     """The arguments of `onward.train` that a configuration file holds, checked."""
-    settings = read_configuration(path)
+    settings = with_new_names(read_configuration(path), former_names(TrainOptions))
     hints = field_types(_Stored)
     if unknown := [key for key in settings if key not in hints]:
         raise DataError(

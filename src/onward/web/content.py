@@ -46,7 +46,7 @@ _TYPES = {
 _PARTS = ("step", "evaluation", "gradients", "apply")
 
 _ROWS = {"loss", "optimizer", "schedule", "clipping", "accumulate", "average", "loss scale"}
-"""What of a step the page tells, of what `onward show` does."""
+"""What of a step the page tells, of what `onward describe` does."""
 
 Files = dict[str, bytes]
 

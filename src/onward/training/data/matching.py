@@ -136,7 +136,7 @@ class _Sides:
             takers = f"`{name}` takes {shape[0]} numbers" + "".join(f", `{other}` 1" for other in others)
             return f"{takers}: the data have {len(numbers)} columns of numbers; add what is missing"
         listed = ", ".join(f'"{column}"' for column in numbers[: min(shape[0], 3)]) + (", ..." if shape[0] > 3 else "")
-        return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --map '{name}=PATTERN'"
+        return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --column '{name}=PATTERN'"
 
     def _may_be_one_hot(self, name: str, chosen: Sequence[str]) -> bool:
         """Whether an input takes the number of a class, and a column has a number for each class."""
@@ -185,7 +185,7 @@ class _Sides:
 
 
 def _say(name: str, column: str) -> str:
-    return f'--map {name}={column}, or columns={{"{name}": "{column}"}}'
+    return f'--column {name}={column}, or columns={{"{name}": "{column}"}}'
 
 
 def _list_names(what: str, names: Mapping[str, object]) -> str:
