@@ -59,6 +59,7 @@ def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime",
       how these divide tensors
     """
     check_engine(engine)
+    steps = options.pop("step", steps)  # its name until the next release
     if options.get("deepspeed_config") is not None and options.get("strategy") != "deepspeed":
         raise ArgumentError(
             "`deepspeed_config` has no effect without DeepSpeed",
