@@ -344,7 +344,7 @@ def test_names_of_the_release_before_are_understood(folder: Path, tmp_path: Path
         assert told_of[0] == told_of[1]
     out = str(tmp_path / "step.onnx")
     given = ["--part", "run", "--validation", "--noise=image", "-o", out]
-    assert "image" in CliRunner().invoke(app, ["lower", "training.onnx", *given]).output
+    assert "wrote" in CliRunner().invoke(app, ["lower", "training.onnx", *given]).output
     assert onward.verify("training.onnx", engines=["numpy"], steps=1).ok  # type: ignore[call-arg]
     assert onward.plan("training.onnx", recompute=True).model["recompute"]
     assert "`verify` has no argument `steps`" in told(onward.verify, "training.onnx", steps=1, updates=1)
