@@ -308,7 +308,7 @@ def test_every_public_function_is_checked() -> None:
     flat = {
         name: getattr(onward, name) for name in onward.__all__ if name.islower() and not name.startswith(frameworks)
     }
-    rooms = {room: flat[room] for room in ("lora", "transform")}
+    rooms = {room: flat[room] for room in ("lora", "pipelines", "transform")}
     nested = {f"{room}.{name}": getattr(module, name) for room, module in rooms.items() for name in module.__all__}
     functions = {name: value for name, value in (flat | nested).items() if inspect.isfunction(value) and name != "load"}
     assert functions.keys() >= {"train", "lora.add", "transform.merge"}

@@ -497,7 +497,7 @@ def again(recompute: Any) -> onnx.ModelProto:
         ("prefix T net/", "training-prefixed", lambda: reference(transform.add_prefix, "net/")),
         ("gradient digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
         ("gradient digits.onnx --of logits --wrt fc1.* --recompute 1", "digits-gradient", lambda: again(1)),
-        ("gradient digits.onnx --of logits --wrt fc1.* --recompute active", "digits-gradient", lambda: again(["active"])),
+        ("grad digits.onnx --of logits --wrt fc1.* --recompute active", "digits-gradient", lambda: again(["active"])),
         ("inline T", "training-inlined", lambda: reference(transform.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(transform.inline, ["onward.A*"])),
         ("opset T 22", "training-opset22", lambda: reference(transform.convert_opset, 22)),

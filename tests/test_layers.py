@@ -48,7 +48,7 @@ TIERS = [
     ["frameworks"],
     ["checkpoint"],
     ["training"],
-    ["distribute"],
+    ["distribute", "pipelines"],
     ["cli", "web"],
     ["__main__"],
 ]

@@ -79,9 +79,9 @@ def pipeline(
     other: Model | None = None
     with working(f"making {place.path}", *([Path(source)] if is_file else [])):
         if before is not None:
-            made = onward.join_pipeline(source if is_file else _made(source, before, data, mapping), str(before))
+            made = onward.pipelines.join(source if is_file else _made(source, before, data, mapping), str(before))
         elif is_file:
-            made, other = onward.detach_pipeline(source)
+            made, other = onward.pipelines.detach(source)
         else:
             made = _made(source, model, data, mapping)
     _write(made, place, as_json)
@@ -108,7 +108,7 @@ def _check_together(
 def _made(source: str, model: Path | None, data: list[str] | None, mapping: dict[str, str] | None) -> Model:
     import onward
 
-    return onward.pipeline(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
+    return onward.pipelines.make(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
 
 
 def _one_or_all(data: list[str] | None) -> str | list[str] | None:
@@ -120,7 +120,7 @@ def _run(made: Model, data: list[str] | None, mapping: dict[str, str] | None, ou
 
     import onward
 
-    arrays = onward.run_pipeline(made, _one_or_all(data), columns=mapping)
+    arrays = onward.pipelines.run(made, _one_or_all(data), columns=mapping)
     np.savez(output, allow_pickle=False, **arrays)
     if as_json:
         shapes = {name: {"type": str(a.dtype), "shape": list(a.shape)} for name, a in arrays.items()}

@@ -218,7 +218,7 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
         return
     folder, place = Run(run), None
     if output is not None:
-        place = target(Path(folder.config.get("model", "model.onnx")), output, "trained", force=force)
+        place = target(Path(folder.read_config().get("model", "model.onnx")), output, "trained", force=force)
     _finish(resume(folder, **asked, quiet=quiet), place, as_json)
 
 
@@ -226,15 +226,15 @@ def _finish(run: Run, place: Target | None, as_json: bool) -> None:
     """Write the best model and say what came out; of several processes, the first does."""
     from onward.engines.group import current_group
 
-    end = run.log[-1]
+    end = run.read_log()[-1]
     interrupted = end.get("reason") == "interrupted"
     if not current_group().is_first:
         raise SystemExit(INTERRUPTED if interrupted else 0)
     if place is not None and not interrupted:
-        place.save(run.best)
+        place.save(run.load_best())
     if as_json:
         output = str(place.path) if place is not None and not interrupted else None
-        print_json({"run": str(run.path), "output": output, **end, "validation": run.results})
+        print_json({"run": str(run.path), "output": output, **end, "validation": run.read_results()})
     else:
         steps = f"{end['step']:,} step{'' if end['step'] == 1 else 's'}"
         remark(f"{end['reason'].replace('_', ' ')} after {steps}: {run.path}")

@@ -32,6 +32,10 @@ ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
 __all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def is_installed(engine: str) -> bool:
     """Whether the framework of an engine is there: `onward.engines.is_installed("jax")`.
 

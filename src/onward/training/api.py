@@ -20,7 +20,17 @@ from onward.inspect.optimizer import rate_now
 from onward.inspect.summary import blame_model
 from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
-from onward.options import ModelAndData, Parallel, TrainConfig, TrainOptions, UntoldOptions, as_in, taking
+from onward.options import (
+    Data,
+    ModelAndData,
+    Parallel,
+    TrainConfig,
+    TrainOptions,
+    UntoldOptions,
+    Validation,
+    as_in,
+    taking,
+)
 from onward.recipe import Recipe, quantize
 from onward.recipe.folded_layers import folding_remarks
 from onward.recipe.measures import chosen_metrics, measures_of
@@ -80,7 +90,7 @@ def train(
     quiet: bool = False,
     **given: Any,
 ) -> Run:
-    """Train a model on data. What comes back is a folder with everything: `run.best` is the model to use.
+    """Train a model on data. What comes back is a folder with everything: `run.load_best()` is the model to use.
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
 
@@ -98,7 +108,7 @@ def train(
     Examples:
 
         run = onward.train("digits.onnx", "digits.npz", loss="cross_entropy", epochs=10, validation=0.1)
-        run.best.save("digits-trained.onnx")
+        run.load_best().save("digits-trained.onnx")
 
         recipe = onward.Recipe(loss="cross_entropy", optimizer="adamw:lr=1e-3", clip="norm:1")
         config = onward.TrainConfig(epochs=10, validation=0.1, engine="torch")
@@ -164,9 +174,9 @@ def train(
 @checked()
 def resume(
     run: str | os.PathLike[str] | Run,
-    data: Any = None,
+    data: Data = None,
     *,
-    validation: Any = None,
+    validation: Validation = None,
     data_changed: bool = False,
     epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
@@ -191,13 +201,14 @@ def resume(
     """
     run = run if isinstance(run, Run) else Run(run)
     run.refuse_if_empty()
-    group = join_group(device or run.config.get("device", "cpu"), engine or run.config.get("engine", "onnxruntime"))
+    stored = run.read_config()
+    group = join_group(device or stored.get("device", "cpu"), engine or stored.get("engine", "onnxruntime"))
     folder = Folder(run.path) if group.is_first else Follower(run.path)
     with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
-        if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
+        if isinstance(stored.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own
-        before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
+        before = Config.from_settings(stored, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)

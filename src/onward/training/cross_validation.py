@@ -13,7 +13,7 @@ from onward.engines.group import join_group
 from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file
-from onward.options import TrainConfig, taking
+from onward.options import Data, TrainConfig, taking
 from onward.recipe import Recipe
 from onward.training.api import CrossValidationArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
@@ -64,7 +64,7 @@ class CrossValidation:
     @property
     def results(self) -> list[dict[str, float]]:
         """What each run that has ended gives on its fold, as its last epoch left it."""
-        return [run.results for run in self.runs if _is_done(run)]
+        return [run.read_results() for run in self.runs if _is_done(run)]
 
     @property
     def mean(self) -> dict[str, float]:
@@ -88,12 +88,12 @@ class CrossValidation:
     def to_json(self) -> dict[str, Any]:
         """The same for programs."""
         runs = [run for run in self.runs if _is_done(run)]
-        folds = [{"run": str(run.path), **run.results} for run in runs]
+        folds = [{"run": str(run.path), **run.read_results()} for run in runs]
         return {"run": str(self.path), "folds": folds, "mean": self.mean, "deviation": self.deviation}
 
     def go_on(
         self,
-        data: Any = None,
+        data: Data = None,
         *,
         data_changed: bool = False,
         callbacks: Sequence[Callback] = (),
@@ -133,7 +133,7 @@ class CrossValidation:
 
 
 def _is_done(run: Run) -> bool:
-    last = run.log[-1]
+    last = run.read_log()[-1]
     return last.get("event") == "end" and last.get("reason") in _DONE
 
 

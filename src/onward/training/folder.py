@@ -102,7 +102,7 @@ class Folder(Run):
             self._refuse_links()
             self._sweep()
             self._verify()
-            model, original, shared = self.model, load(self.path / ORIGINAL), self._shared_files()
+            model, original, shared = self.load_training(), load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # as an older version has left it
@@ -146,7 +146,7 @@ class Folder(Run):
 
     def export_last(self) -> None:
         """Write the inference model with the weights that were saved last."""
-        self.export(self.model, LAST)
+        self.export(self.load_training(), LAST)
 
     def note_lengths(self, at: Place) -> None:
         """Note how long the log and the event file are."""
@@ -203,7 +203,7 @@ class Follower(Folder):
 
     @contextlib.contextmanager
     def reopen(self) -> Iterator[Model]:
-        yield self.model
+        yield self.load_training()
 
     def configure(self, config: Mapping[str, Any]) -> None:
         pass

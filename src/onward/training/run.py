@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.checker import Finding, check
 from onward.checker.findings import make_finding, worst_first
@@ -37,6 +37,16 @@ TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "ori
 CONFIG, LOG = "config.yaml", "log.jsonl"
 _RESTORE = "restore it from a copy of the run"
 _WHEN = ("event", "step", "epoch")
+_FORMER = {
+    "model": "load_training",
+    "best": "load_best",
+    "last": "load_last",
+    "config": "read_config",
+    "progress": "read_progress",
+    "log": "read_log",
+    "results": "read_results",
+}
+"""Attributes of a run that are understood until the next release, and the methods in their place."""
 
 
 @dataclasses.dataclass
@@ -85,7 +95,7 @@ class Run:
     """A run on disk: what `train` and `resume` return, and `onward.Run("runs/digits")` opens.
 
         run = onward.Run("runs/digits")
-        run.best.save("digits-trained.onnx")
+        run.load_best().save("digits-trained.onnx")
 
     - `path`: its folder
     """
@@ -93,43 +103,37 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
 
-    @property
-    def model(self) -> Model:
-        """The training model as it was last saved."""
+    def load_training(self) -> Model:
+        """Load the training model as it was last saved."""
         self.refuse_if_empty()
         return load(self.path / TRAINING)
 
-    @property
-    def best(self) -> Model:
-        """The model with the best result on validation data; without such data, the last one."""
-        return load(self.path / BEST) if (self.path / BEST).exists() else self.last
+    def load_best(self) -> Model:
+        """Load the model with the best result on validation data; without such data, the last one."""
+        return load(self.path / BEST) if (self.path / BEST).exists() else self.load_last()
 
-    @property
-    def last(self) -> Model:
-        """The model as it was last saved."""
-        return self._inference(self.model)
+    def load_last(self) -> Model:
+        """Load the model as it was last saved."""
+        return self._inference(self.load_training())
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """How it was started."""
+    def read_config(self) -> dict[str, Any]:
+        """Read how it was started."""
         with _reading(self.path / CONFIG) as path:
             return read_settings(path, EDITED)
 
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return {name: value for name, value in dataclasses.asdict(Place.of(self.model)).items() if name != "data"}
+    def read_progress(self) -> dict[str, Any]:
+        """Read where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
+        place = dataclasses.asdict(Place.of(self.load_training()))
+        return {name: value for name, value in place.items() if name != "data"}
 
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        """What happened, in order."""
+    def read_log(self) -> list[dict[str, Any]]:
+        """Read what happened, in order."""
         with _reading(self.path / LOG) as path:
             return list(read_log(path))
 
-    @property
-    def results(self) -> dict[str, float]:
-        """The latest results on validation data: `loss`, and the metrics."""
-        measured = [event for event in self.log if event.get("event") == "validation"]
+    def read_results(self) -> dict[str, float]:
+        """Read the latest results on validation data: `loss`, and the metrics."""
+        measured = [event for event in self.read_log() if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
     def check(self, *, target: str | None = None) -> list[Finding]:
@@ -146,9 +150,9 @@ class Run:
                 findings += [dataclasses.replace(one, place=f"{name}: {one.place}") for one in listed]
             elif name == ORIGINAL:
                 findings.append(make_finding("OW801", name, "the run cannot be resumed without it", _RESTORE))
-        for name, property in ((TRAINING, "progress"), (CONFIG, "config"), (LOG, "log")):
+        for name, read in ((TRAINING, self.read_progress), (CONFIG, self.read_config), (LOG, self.read_log)):
             try:
-                getattr(self, property)
+                read()
             except Error as error:
                 code = "OW802" if (self.path / name).exists() else "OW801"
                 findings.append(make_finding(code, name, error.message, error.hint))
@@ -168,6 +172,13 @@ class Run:
                 if (tensor := place.tensor) is not None and is_external(tensor):
                     place.tensor = inside(tensor)
         return result
+
+    if not TYPE_CHECKING:  # which is told the new names alone
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _FORMER:
+                raise AttributeError(f"a run has no `{name}`")
+            return getattr(self, _FORMER[name])()
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"

@@ -15,3 +15,7 @@ from onward.recipe.lora.add import add
 from onward.recipe.lora.files import load, save
 
 __all__ = ["add", "load", "merge", "save"]
+
+
+def __dir__() -> list[str]:
+    return __all__
