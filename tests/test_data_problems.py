@@ -29,7 +29,7 @@ from onward.agreement.gradcheck.inputs import fit_inputs
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
 from onward.frameworks.files import restore
 from onward.training.data import Batches, Column, dataset, match, open_data
-from onward.training.data.fitting import Wanted, fit
+from onward.training.data.matching import Wanted, fit
 
 FLOAT, INT64, INT32, STRING = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.STRING
 

@@ -17,7 +17,7 @@ from models import digits_mlp, small_cnn
 from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.lowering.run.shuffle import shuffled_rows
-from onward.training.data.order import Order
+from onward.training.data.views import Order
 from runs import RECIPE, digits
 from web_runtime import node_modules, run_node
 from whole_runs import (

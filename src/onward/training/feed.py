@@ -28,7 +28,7 @@ from onward.training.data import (
     open_data,
     split,
 )
-from onward.training.data.streams import SizedStream
+from onward.training.data.objects import SizedStream
 from onward.training.labels import check_classes, in_classes, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
 from onward.transform.rebatch import check_batch_axis

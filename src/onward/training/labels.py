@@ -9,7 +9,7 @@ import numpy as np
 from onward.errors import DataError, UnsupportedError
 from onward.recipe.measures import Labels
 from onward.training.data import Binding, Dataset, Stream, with_classes
-from onward.training.data.samples import Samples
+from onward.training.data.objects import Samples
 
 _FEW = 1_000_000
 """Rows that are split with the same share of every class by themselves; of more, chance does not make a difference."""
