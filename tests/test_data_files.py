@@ -20,7 +20,7 @@ from onward.training.api import resume, train
 from onward.training.data import Batches, Stream, files, open_data, split
 from onward.training.data.dataset import Dataset, pieces_of
 from onward.training.data.views import WindowOrder
-from onward.training.evaluation import samples_in
+from onward.training.feed import samples_in
 from runs import QUIET, RECIPE, digits, interrupted_after, state
 from thread_group import run_together
 

@@ -130,7 +130,7 @@ def test_the_user_says_which() -> None:
 def test_an_ambiguous_match_says_how_to_map() -> None:
     with pytest.raises(DataError) as caught:
         match(columns(x="float32 64", a="int64", b="int64"), IMAGES)
-    assert caught.value.hint == 'say which column it is: --map label=a, or columns={"label": "a"}'
+    assert caught.value.hint == 'say which column it is: --column label=a, or columns={"label": "a"}'
 
 
 def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:

@@ -13,7 +13,7 @@ from commands import failed, run
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, RecipeError, UnsupportedError, WriteError
 from onward.training.data.views import Order
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from onward.web.columns import Packer
 from onward.web.pictures import picture_of
 from onward.web.places import trained_file, training_file

@@ -11,7 +11,7 @@ from conftest import needs
 from control_flow import on_onnxruntime
 from onward.engines import start
 from onward.errors import RecipeError, UnsupportedError
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from quantized_models import FLOAT
 
 RNG = np.random.default_rng(0)

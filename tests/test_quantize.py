@@ -17,7 +17,7 @@ from control_flow import on_onnxruntime
 from onward.engines import start
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.recipe import quantize
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from quantized_models import BATCHES, FLOAT, WEIGHTS, TorchNetwork
 from thread_group import run_together
 

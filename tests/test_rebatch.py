@@ -7,7 +7,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.engines import start
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from onward.transform.rebatch import rebatch
 from runs import QUIET
 

@@ -17,7 +17,7 @@ import pytest
 
 from onward.errors import DataError, WriteError
 from onward.training.api import resume, train
-from onward.training.lock import LOCK, lock_folder
+from onward.training.folder import LOCK, lock_folder
 from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, digits, filled
 

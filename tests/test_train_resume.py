@@ -35,10 +35,9 @@ from onward.errors import (
 )
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
-from onward.training.callbacks import Status
+from onward.training.callbacks import Saver, Status
 from onward.training.folder import Folder
 from onward.training.run import Run
-from onward.training.watchers import Saver
 from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, outputs, state
 
 

@@ -15,7 +15,7 @@ import onward
 from conftest import needs
 from models import digits_mlp, small_cnn, small_transformer
 from onward.recipe.lora.adapters import adapters
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from representatives import examples
 from stepping import Stepper
 

@@ -36,7 +36,7 @@ from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.training.data import Column, Stream, match, open_data
 from onward.training.data.files import files_in
 from onward.training.data.images import SUFFIXES
-from onward.training.vocabularies import is_open, with_vocabulary
+from onward.training.preparation import is_open, with_vocabulary
 from onward.transform.extract import extract
 from onward.transform.names import rename
 from onward.transform.training import strip

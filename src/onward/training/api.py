@@ -35,11 +35,10 @@ from onward.recipe import Recipe, quantize
 from onward.recipe.folded_layers import folding_remarks
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
-from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
 from onward.training.config import Config, refuse_placeholders, settings_from
 from onward.training.data import differences, in_parts, not_compared
-from onward.training.feed import Feed, open_feed
+from onward.training.feed import Feed, calibrate_on, open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr

@@ -182,6 +182,7 @@ def _is_image(kind: Any) -> bool:
 # ---- files -----------------------------------------------------------------------------------------------------------
 #
 
+
 def open_arrow(path: Path, images: ImageFormat) -> Dataset:
     file = _File(path, is_mapped=True)
     lengths, is_mapped = _survey(file)

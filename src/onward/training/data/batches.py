@@ -128,6 +128,7 @@ _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
 # ---- batches ---------------------------------------------------------------------------------------------------------
 #
 
+
 class Batches:
     """Batches of data or of a stream, epoch by epoch.
 

@@ -220,10 +220,10 @@ def _count(size: int) -> None:
 
 
 # ---- what is converted -----------------------------------------------------------------------------------------------
-# Data whose rows cannot be read one by one (text, compressed files) are converted once, a chunk at a time.
-# The values of a row lie together in a temporary file, so that a row is one read whatever the number of columns, and
-# memory stays the same whatever the number of rows. Only columns that are used are converted. The file has no name where
-# the system allows that, so nothing is left behind, whatever ends the process. `TMPDIR` says where it is.
+# Data whose rows cannot be read one by one (text, compressed files) are converted once, a chunk at a time. The values
+# of a row lie together in a temporary file, so that a row is one read whatever the number of columns, and memory stays
+# the same whatever the number of rows. Only columns that are used are converted. The file has no name where the system
+# allows that, so nothing is left behind, whatever ends the process. `TMPDIR` says where it is.
 
 
 @dataclass

@@ -152,6 +152,7 @@ Way = dict[str, Binding]
 # ---- matching --------------------------------------------------------------------------------------------------------
 #
 
+
 def match(
     columns: Mapping[str, Column],
     inputs: Mapping[str, Any],

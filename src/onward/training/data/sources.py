@@ -264,8 +264,8 @@ class Parted(NamedTuple):
 
 
 # ---- folders that hold data in parts ---------------------------------------------------------------------------------
-# `train/` and `val/`, or `train.npz` and `val.npz`: what is called so is not a class. A part is a folder, or files whose
-# names begin with its own: `train-00001.parquet`.
+# `train/` and `val/`, or `train.npz` and `val.npz`: what is called so is not a class. A part is a folder, or files
+# whose names begin with its own: `train-00001.parquet`.
 
 
 def in_parts(data: Any, validation: Any = None) -> Parted:

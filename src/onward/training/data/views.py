@@ -1,4 +1,4 @@
-"""Orders of rows, and data sets made of others: files one after the other, columns side by side, and the two parts of a split."""
+"""Orders of rows, and data sets made of others: one after the other, side by side, and the two parts of a split."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def _hash(numbers: np.ndarray) -> np.ndarray:
 
 # ---- views -----------------------------------------------------------------------------------------------------------
 #
+
 
 def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
     """The rows of all parts, one part after the other. Classes in the order of their names are those of all parts."""

@@ -10,8 +10,7 @@ import numpy as np
 
 from onward.inspect.formatting import clean
 from onward.training.progress import short
-from onward.training.report.headline import best_step
-from onward.training.report.history import ENDS, History, Series
+from onward.training.report.history import ENDS, History, Series, best_step
 
 Chart = dict[str, Any]
 

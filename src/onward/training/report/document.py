@@ -16,8 +16,7 @@ from typing import Any
 from onward.inspect import Summary
 from onward.inspect.formatting import quantity, setting, shape, shorten, size
 from onward.training.report.charts import charts
-from onward.training.report.headline import cards, facts
-from onward.training.report.history import ENDS, Event, History
+from onward.training.report.history import ENDS, Event, History, cards, facts
 
 
 class Markup(str):
