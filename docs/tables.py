@@ -17,7 +17,7 @@ from onnx import defs
 from onward.checker import CODES, FAMILIES
 from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
 from onward.checkpoint.formats import FORMATS
-from onward.cli.catalogue import Catalogue, entries
+from onward.cli.build import Catalogue, entries
 from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 

@@ -35,7 +35,7 @@ from campaign.mutations import KINDS, encoded, fields
 from models import digits_mlp, small_cnn
 from older_forms import write
 from onward.cli.app import BUG
-from onward.cli.catalogue import Catalogue, entries
+from onward.cli.build import Catalogue, entries
 from onward.cli.commands import app
 from representatives import examples
 

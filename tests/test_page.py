@@ -14,8 +14,7 @@ from models import digits_mlp, small_cnn
 from onward.errors import DataError, RecipeError, UnsupportedError, WriteError
 from onward.training.data.views import Order
 from onward.training.run import in_form_of
-from onward.web.columns import Packer
-from onward.web.pictures import picture_of
+from onward.web.content import Packer, picture_of
 from onward.web.places import trained_file, training_file
 from pages import CASES, digits, losses_of, placeholder_runtime, trained, validations_of
 from web_runtime import node_modules, run_node

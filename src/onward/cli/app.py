@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from onward.cli import INTERRUPTED, console, say_interrupted
-from onward.cli.console import ClosedPipe, print_error
-from onward.cli.help import USAGE, help_text, usage_of
+from onward.cli.console import USAGE, ClosedPipe, help_text, print_error, usage_of
 from onward.errors import MEMORY_HINT, Error, lacks_memory, near
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"

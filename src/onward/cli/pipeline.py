@@ -1,4 +1,4 @@
-"""`onward pipeline`: what happens to data before a model, as a model of its own."""
+"""`onward pipeline` and `onward page`: what happens to data before a model, and a page that trains one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark
 from onward.cli.files import Target, refuse_to_overwrite, target, working
-from onward.cli.options import argument, option, pairs
+from onward.cli.options import argument, option, options_from, pairs, select_given, source_of
+from onward.options import PageOptions
 
 if TYPE_CHECKING:
     from onward import Model
+
 
 _ARRAYS = ".npz"
 
@@ -146,3 +148,45 @@ def _ports(model: Model) -> str:
     sides = (summary.inputs, summary.outputs)
     taken, given = (", ".join(f"{one.name} {one.type} {shape(one.shape)}" for one in side) for side in sides)
     return f"from {taken} to {given}"
+
+
+# ---- page ------------------------------------------------------------------------------------------------------------
+
+
+@command(
+    BUILD,
+    "onward page digits.onnx --data digits.npz --loss cross_entropy --validation 0.1 -o site/",
+    "onward page training.onnx --data digits.npz --title 'Handwritten digits' -o site/",
+    "onward page net.onnx --loss cross_entropy --new-head 3 --class cat --class dog --class bird -o site/",
+    "onward page net.onnx --data table.csv --loss mse --picture none --runtime node_modules/onnxruntime-web -o site/",
+    usage="MODEL [--data DATA] -o FOLDER [OPTIONS]",
+    **options_from(PageOptions),
+)
+def page(
+    model: options.Model,
+    *,
+    output: Annotated[Path, option("--output -o", "FOLDER", "Where the page goes.")],
+    force: Annotated[bool, option("--force", None, "Write into a folder that holds something else.")] = False,
+    as_json: options.Json = False,
+    **given: Any,
+) -> None:
+    """Write a page that trains a model in the browser: train, watch, stop, go on, try it, download it.
+
+    The model is a training model, or any model and a loss. The folder is for any web server, and asks no other: whoever
+    opens it trains on their own device, on the data that are given here, on what they draw, drop and film, or on both.
+    """
+    import onward
+    from onward.inspect.formatting import size
+
+    asked = select_given(PageOptions, given)
+    if "data" in asked:
+        asked["data"] = source_of(given["data"])
+    with working(f"writing a page for {model}", model):
+        made = onward.page(model, **asked, output=output, force=force)
+    if as_json:
+        print_json({"output": str(made.path), "sizes": made.sizes, "notes": list(made.notes)})
+        return
+    for note in made.notes:
+        remark(note)
+    remark(f"wrote {made.path}: a browser loads {size(made.loaded)}, {size(made.sizes['runtime'])} of it ONNX Runtime")
+    remark(f"to look at it: python -m http.server -d {made.path}, and open http://localhost:8000")
