@@ -348,3 +348,6 @@ def test_names_of_the_release_before_are_understood(folder: Path, tmp_path: Path
     assert onward.verify("training.onnx", engines=["numpy"], steps=1).ok  # type: ignore[call-arg]
     assert onward.plan("training.onnx", recompute=True).model["recompute"]
     assert "`verify` has no argument `steps`" in told(onward.verify, "training.onnx", steps=1, updates=1)
+    former = {"pipeline": "make", "run_pipeline": "run", "join_pipeline": "join", "detach_pipeline": "detach"}
+    for before, now in former.items():
+        assert getattr(onward, before) is getattr(onward.pipelines, now) and before not in dir(onward)

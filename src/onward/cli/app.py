@@ -139,8 +139,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    invoke_without_command=True,
-    epilog="Each command explains itself, with examples: `onward prepare --help`.",
+    invoke_without_command=True, epilog="Each command explains itself, with examples: `onward prepare --help`."
 )
 def onward(
     context: typer.Context,
@@ -240,16 +239,11 @@ def _guess(text: str, context: typer.Context | None) -> str | None:
         return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
     unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
     if unknown and context:
-        return near(unknown[1], _known_words(context), likeness=0.6)
+        options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        return near(unknown[1], [*options, *getattr(context.command, "commands", ())], likeness=0.6)
     if text.startswith("unexpected argument") and context:
         return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
     return None
-
-
-def _known_words(context: typer.Context) -> list[str]:
-    """The options and commands that there are."""
-    options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-    return [*options, *getattr(context.command, "commands", ())]
 
 
 def _leave_pipe() -> None:

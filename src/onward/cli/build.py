@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,69 +34,36 @@ class Entry:
 
 
 def entries(catalogue: Catalogue) -> dict[str, Entry]:
-    tables = {
-        "losses": _losses,
-        "optimizers": _optimizers,
-        "schedules": _schedules,
-        "initializers": _initializers,
-        "preprocessing": _preprocessing,
-        "augmentations": _augmentations,
-    }
-    return dict(tables[catalogue]())
-
-
-def _losses() -> Iterator[tuple[str, Entry]]:
-    from onward.recipe.losses import LOSSES
-
-    for loss in dict.fromkeys(LOSSES.values()):
-        short = tuple(name for name, other in LOSSES.items() if other is loss and name != loss.name)
-        yield loss.name, Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
-
-
-def _optimizers() -> Iterator[tuple[str, Entry]]:
-    from onward.recipe.optimizers import OPTIMIZERS
-
-    for name, kind in OPTIMIZERS.items():
-        choices = {key: value for key, value in kind.choices.items() if isinstance(value, tuple)}
-        chosen = {key: value[0] if isinstance(value, tuple) else value for key, value in kind.choices.items()}
-        yield name, Entry(kind.summary, {**kind.hyper, **chosen}, choices)
-
-
-def _schedules() -> Iterator[tuple[str, Entry]]:
-    from onward.recipe.schedules import SCHEDULES
-
-    for name, kind in SCHEDULES.items():
-        required = tuple(key for key, value in kind.options.items() if value is None and key != "timescale")
-        yield name, Entry(kind.summary, kind.options, kind.choices, required)
-
-
-def _initializers() -> Iterator[tuple[str, Entry]]:
-    from onward.recipe.initialize import INITIALIZERS
-
-    yield "file", Entry("the value in the file", {})
-    for name, kind in INITIALIZERS.items():
-        yield name, Entry(kind.summary, kind.options, kind.choices)
-
-
-def _preprocessing() -> Iterator[tuple[str, Entry]]:
-    from onward.recipe.preprocessing.operations import OPERATIONS
-
-    for name, operation in OPERATIONS.items():
-        yield name, _of_function(operation.build)
-
-
-def _augmentations() -> Iterator[tuple[str, Entry]]:
+    """Return what a recipe can name, with options and defaults."""
+    from onward.recipe import initialize, losses, optimizers, schedules
     from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
-
-    for name, function in AUGMENTATIONS.items():
-        yield name, _of_function(function)
-
-
-def _of_function(function: Callable[..., Any]) -> Entry:
+    from onward.recipe.preprocessing.operations import OPERATIONS
     from onward.recipe.spec import options_of
 
-    options, required = options_of(function)
-    return Entry((function.__doc__ or "").splitlines()[0], options, required=required)
+    found: dict[str, Entry] = {}
+    if catalogue == "losses":
+        for loss in losses.LOSSES.values():
+            short = tuple(name for name, other in losses.LOSSES.items() if other is loss and name != loss.name)
+            found[loss.name] = Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
+    elif catalogue == "optimizers":
+        for name, optimizer in optimizers.OPTIMIZERS.items():
+            choices = {key: value for key, value in optimizer.choices.items() if isinstance(value, tuple)}
+            usual = {key: value[0] if isinstance(value, tuple) else value for key, value in optimizer.choices.items()}
+            found[name] = Entry(optimizer.summary, {**optimizer.hyper, **usual}, choices)
+    elif catalogue == "schedules":
+        for name, schedule in schedules.SCHEDULES.items():
+            required = tuple(key for key, value in schedule.options.items() if value is None and key != "timescale")
+            found[name] = Entry(schedule.summary, schedule.options, schedule.choices, required)
+    elif catalogue == "initializers":
+        found["file"] = Entry("the value in the file", {})
+        for name, initializer in initialize.INITIALIZERS.items():
+            found[name] = Entry(initializer.summary, initializer.options, initializer.choices)
+    else:
+        operations = {name: operation.build for name, operation in OPERATIONS.items()}
+        for name, function in (operations if catalogue == "preprocessing" else AUGMENTATIONS).items():
+            options, required = options_of(function)
+            found[name] = Entry((function.__doc__ or "").splitlines()[0], options, required=required)
+    return found
 
 
 def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:
@@ -221,13 +188,11 @@ def gradient(
     model: options.Model,
     of: Annotated[str, option("--of", "NAME", "The value to differentiate; the sum of its elements.")],
     wrt: Annotated[
-        list[str],
-        option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated."),
+        list[str], option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated.")
     ],
     recompute: options.Recompute = None,
     keep_functions: Annotated[
-        bool,
-        option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients."),
+        bool, option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients.")
     ] = False,
     output: options.Output = None,
     data: options.Data = "auto",

@@ -34,8 +34,7 @@ _MOST = 64
 def set_(
     model: options.OptionalModel = None,
     settings: Annotated[
-        list[str] | None,
-        argument("NAME=VALUE...", "Hyper-parameters, counters, other small tensors."),
+        list[str] | None, argument("NAME=VALUE...", "Hyper-parameters, counters, other small tensors.")
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -75,8 +74,11 @@ def set_(
         if shapes:
             source = declare(source, shapes)
             changes += [{"name": name, "old": None, "new": ",".join(map(str, s))} for name, s in shapes.items()]
+    if listed and as_json:
+        print_json(found)
+    elif listed:
+        print_rows([[f["name"], word(f["value"]), f["role"]] for f in found], styles=("", "bold", "dim"))
     if listed:
-        _print_settable(found, as_json)
         return
     place.save(source)
     if as_json:
@@ -161,13 +163,6 @@ def _plain(tensor: ir.TensorProtocol) -> Any:
     from onward.inspect.values import plain
 
     return plain(tensor.numpy().tolist())
-
-
-def _print_settable(found: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print_json(found)
-    else:
-        print_rows([[f["name"], word(f["value"]), f["role"]] for f in found], styles=("", "bold", "dim"))
 
 
 _Texts = list[str] | None
@@ -263,8 +258,7 @@ def merge(
 def extract(
     model: options.Model,
     inputs: Annotated[
-        _Texts,
-        option("--from", "NAME", "An input of the part; those of the model unless given. May be repeated."),
+        _Texts, option("--from", "NAME", "An input of the part; those of the model unless given. May be repeated.")
     ] = None,
     outputs: Annotated[
         _Texts, option("--to", "NAME", "An output of the part; those of the model unless given. May be repeated.")
@@ -285,11 +279,7 @@ def extract(
     return made, f"{len(made.graph)} of {quantity(len(whole.graph), 'node')}"
 
 
-@changing(
-    "inlined",
-    "onward inline training.onnx",
-    "onward inline training.onnx --function 'onward.*' -o plain.onnx",
-)
+@changing("inlined", "onward inline training.onnx", "onward inline training.onnx --function 'onward.*' -o plain.onnx")
 def inline(
     model: options.Model,
     functions: Annotated[
@@ -308,8 +298,7 @@ def inline(
 
 @changing("opset{version}", "onward opset model.onnx 21", "onward opset training.onnx 18 -o older.onnx")
 def opset(
-    model: options.Model,
-    version: Annotated[int, argument("VERSION", "A version of the standard operator set.", min=1)],
+    model: options.Model, version: Annotated[int, argument("VERSION", "A version of the standard operator set.", min=1)]
 ) -> _Made:
     """Convert a model, training included, to another operator set."""
     import onward
@@ -320,9 +309,7 @@ def opset(
 
 
 @command(
-    CHANGE,
-    "onward data training.onnx --to safetensors",
-    "onward data training.onnx --to none -o single-file.onnx",
+    CHANGE, "onward data training.onnx --to safetensors", "onward data training.onnx --to none -o single-file.onnx"
 )
 def data(
     model: options.Model,

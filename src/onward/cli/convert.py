@@ -43,13 +43,11 @@ def _formats() -> str:
 )
 def convert(
     source: Annotated[
-        Path,
-        argument("SOURCE", "An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`."),
+        Path, argument("SOURCE", "An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`.")
     ],
     to: Annotated[str | None, option("--to", "FORMAT", "A framework, or a format of checkpoints: see above.")] = None,
     output: Annotated[
-        Path | None,
-        option("--output -o", "PATH", "The file or folder to write. Beside the source unless given."),
+        Path | None, option("--output -o", "PATH", "The file or folder to write. Beside the source unless given.")
     ] = None,
     program: Annotated[
         bool | None,

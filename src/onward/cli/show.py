@@ -174,10 +174,7 @@ def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     "onward diff before.pt after.pt --rtol 1e-5 --json",
 )
 def diff(
-    a: Annotated[
-        Path,
-        argument("A", "A checkpoint, a file or a folder; or an .onnx file."),
-    ],
+    a: Annotated[Path, argument("A", "A checkpoint, a file or a folder; or an .onnx file.")],
     b: Annotated[Path, argument("B", "What to compare it with.")],
     atol: Annotated[float, option("--atol", "X", "How far numbers may be apart.", min=0)] = 0.0,
     rtol: Annotated[float, option("--rtol", "X", "The same, in proportion to the number in B.", min=0)] = 0.0,
@@ -291,8 +288,7 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 def report(
     run: Annotated[Path, argument("RUN", "The folder of a run.")],
     output: Annotated[
-        Path | None,
-        option("--output -o", "FILE", "Where to write. `report.html` in the folder unless given."),
+        Path | None, option("--output -o", "FILE", "Where to write. `report.html` in the folder unless given.")
     ] = None,
     force: options.Force = False,
 ) -> None:

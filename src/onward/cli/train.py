@@ -17,7 +17,6 @@ from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
     from onward.training.cross_validation import CrossValidation
-    from onward.training.lr_finder import Rates
     from onward.training.run import Run
 
 _RUN = "The run"
@@ -141,8 +140,12 @@ def train(
 
     if find_lr:
         _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "a checkpoint has its rate")
-        taken = inspect.signature(api.find_lr).parameters.keys() - {"steps"}
-        _show_rate(api.find_lr(**{name: value for name, value in asked.items() if name in taken}), as_json)
+        taken = inspect.signature(api.find_lr).parameters.keys() - {"updates"}
+        found = api.find_lr(**{name: value for name, value in asked.items() if name in taken})
+        if as_json:
+            print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
+        else:
+            say(f"lr={found.suggested:.2g}")
     else:
         _finish(api.train(**asked, quiet=quiet), place, as_json)
 
@@ -256,10 +259,3 @@ def _show_folds(found: CrossValidation, as_json: bool) -> None:
     if not found.is_finished:
         remark(f"to go on: onward train --resume {found.path}")
         raise SystemExit(INTERRUPTED)
-
-
-def _show_rate(found: Rates, as_json: bool) -> None:
-    if as_json:
-        print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
-    else:
-        say(f"lr={found.suggested:.2g}")

@@ -134,7 +134,9 @@ def train(
     training = made.model
     if wanted.reset:
         training = start_over(training if wanted.seed is None else with_seed(training, seed))
-        made.notes.append(_reset_note(training))
+        stored = state_left_as_stored(training)
+        kept = f"; kept as stored: {list_names(stored, 3)}" if stored else ""
+        made.notes.append(f"reset to its initialization{kept}")
     original = with_head_of(options, original, seed)
     if "quantize" in options:
         original = strip(quantize.add(original, options["quantize"]))
@@ -344,11 +346,6 @@ def _check(patience: int | None, validation: Any) -> None:
             "`patience` waits for better results on validation data, and there are none",
             hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
         )
-
-
-def _reset_note(training: Model) -> str:
-    stored = state_left_as_stored(training)
-    return "reset to its initialization" + (f"; kept as stored: {list_names(stored, 3)}" if stored else "")
 
 
 def _folder(run: str | os.PathLike[str] | None, original: Model, group: Group) -> Folder:

@@ -92,12 +92,7 @@ class CrossValidation:
         return {"run": str(self.path), "folds": folds, "mean": self.mean, "deviation": self.deviation}
 
     def go_on(
-        self,
-        data: Data = None,
-        *,
-        data_changed: bool = False,
-        callbacks: Sequence[Callback] = (),
-        quiet: bool = False,
+        self, data: Data = None, *, data_changed: bool = False, callbacks: Sequence[Callback] = (), quiet: bool = False
     ) -> CrossValidation:
         """Train what is missing, as if nothing had happened.
 
@@ -105,20 +100,22 @@ class CrossValidation:
         - `data_changed`: as for `onward.resume`
         - `callbacks`, `quiet`: as for `onward.train`
         """
+        return self._train_missing({} if data is None else {"data": data}, data_changed, callbacks, quiet)
+
+    def _train_missing(
+        self, given: dict[str, Any], data_changed: bool, callbacks: Sequence[Callback], quiet: bool
+    ) -> CrossValidation:
         for fold in range(1, self.folds + 1):
             run = Run(self.place(fold))
             if not (run.path / TRAINING).exists():
-                run = self._train(fold, {} if data is None else {"data": data}, callbacks, quiet)
+                settings = {**read_settings(self.path / CONFIG), **given}
+                refuse_placeholders(settings)
+                run = train(**settings, fold=fold, run=run.path, callbacks=callbacks, quiet=quiet)
             elif not _is_done(run):
-                run = resume(run, data, data_changed=data_changed, callbacks=callbacks, quiet=quiet)
+                run = resume(run, given.get("data"), data_changed=data_changed, callbacks=callbacks, quiet=quiet)
             if not _is_done(run):
                 break
         return self
-
-    def _train(self, fold: int, given: dict[str, Any], callbacks: Sequence[Callback], quiet: bool) -> Run:
-        settings = {**read_settings(self.path / CONFIG), **given}
-        refuse_placeholders(settings)
-        return train(**settings, fold=fold, run=self.place(fold), callbacks=callbacks, quiet=quiet)
 
     def place(self, fold: int) -> Path:
         """The folder of a fold, counted from 1."""
@@ -175,14 +172,10 @@ def cross_validate(
     settings = {name: value for name, value in wanted.to_json().items() if name in asked}
     write_file(found.path / CONFIG, write_settings(settings))
     try:
-        for fold in range(1, found.folds + 1):
-            one = train(**asked, fold=fold, run=found.place(fold), callbacks=callbacks, quiet=quiet)
-            if not _is_done(one):
-                break
+        return found._train_missing(asked, False, callbacks, quiet)
     except BaseException:
         if not found.runs:  # nothing was trained, so that nothing can be gone on with
             (found.path / CONFIG).unlink()
             with contextlib.suppress(OSError):
                 found.path.rmdir()
         raise
-    return found

@@ -28,20 +28,8 @@ from onward.training.feed import open_feed
 from onward.transform.rebatch import check_batch_axis
 from onward.web.places import File, averages, trained_file, training_file
 
-_TYPES = {
-    "float32",
-    "float64",
-    "float16",
-    "int8",
-    "uint8",
-    "int16",
-    "uint16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "bool",
-}
+_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_TYPES = {"float32", "float64", "float16", *_INTEGERS, "bool"}
 """What onnxruntime-web takes."""
 
 _PARTS = ("step", "evaluation", "gradients", "apply")
@@ -142,12 +130,12 @@ class Content:
         return all_rows(feed.training), all_rows(held_out) if held_out is not None else None
 
     def _pack(self, rows: Sequence[Batch | None]) -> dict[str, Any]:
-        packer, told = Packer(), {}
+        packed, told = bytearray(), {}
         for part, found in zip(("training", "validation"), rows, strict=True):
             if found is not None:
-                columns = [packer.add(name, values) for name, values in found.items()]
+                columns = [pack(packed, name, values) for name, values in found.items()]
                 told[part] = {"rows": len(next(iter(found.values()))), "columns": columns}
-        self.files["data.bin"] = bytes(packer.data)
+        self.files["data.bin"] = bytes(packed)
         return told
 
     def _order(self) -> dict[str, Any]:
@@ -227,7 +215,7 @@ def _type(name: str, dtype: ir.DataType | None) -> str:
 
 _DIVISORS = (1.0, 2.0, 4.0, 8.0, 10.0, 15.0, 16.0, 32.0, 64.0, 100.0, 127.0, 128.0, 255.0, 256.0)
 """What bytes are often divided by to become fractions."""
-_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
+_NARROW = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
 def all_rows(batches: Batches) -> Batch:
@@ -239,31 +227,26 @@ def all_rows(batches: Batches) -> Batch:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-class Packer:
-    """Columns, one after the other in one file, each described by what is needed to read it again."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def add(self, name: str, values: np.ndarray) -> dict[str, Any]:
-        stored, divisor = _narrow(values)
-        self.data += bytes(-len(self.data) % 8)  # typed arrays begin at multiples of their size
-        offset = len(self.data)
-        self.data += np.ascontiguousarray(stored).astype(stored.dtype.newbyteorder("<"), copy=False).tobytes()
-        return {
-            "name": name,
-            "type": values.dtype.name,
-            "shape": list(values.shape[1:]),
-            "stored": stored.dtype.name,
-            "divisor": divisor,
-            "offset": offset,
-        }
+def pack(packed: bytearray, name: str, values: np.ndarray) -> dict[str, Any]:
+    """Add a column to a file, and return what is needed to read it again."""
+    stored, divisor = _narrow(values)
+    packed += bytes(-len(packed) % 8)  # typed arrays begin at multiples of their size
+    offset = len(packed)
+    packed += np.ascontiguousarray(stored).astype(stored.dtype.newbyteorder("<"), copy=False).tobytes()
+    return {
+        "name": name,
+        "type": values.dtype.name,
+        "shape": list(values.shape[1:]),
+        "stored": stored.dtype.name,
+        "divisor": divisor,
+        "offset": offset,
+    }
 
 
 def _narrow(values: np.ndarray) -> tuple[np.ndarray, float]:
     """The same numbers in a narrower type, and what they are divided by after that. Every bit comes back."""
     if values.dtype.kind in "iu":
-        for kind in _INTEGERS:
+        for kind in _NARROW:
             if values.size and np.iinfo(kind).min <= values.min() and values.max() <= np.iinfo(kind).max:
                 return values.astype(kind), 1.0
     if values.dtype == np.float32 and values.size and values.min() >= 0 and not np.signbit(values).any():

@@ -72,7 +72,9 @@ def open_data(
     if isinstance(source, tuple) or hasattr(source, "__array__"):
         return _arrays(source if isinstance(source, tuple) else (source,))
     if _has_length(source):
-        _refuse_arrays(source)
+        if isinstance(source, list) and source and isinstance(source[0], np.ndarray):
+            hint = "for columns use a tuple or a dict of arrays; for samples a list of dicts or tuples"
+            raise DataError("a list of arrays could be columns or samples", hint=hint)
         return Samples(source)
     if isinstance(source, Iterable) or callable(source):
         return Stream(source)
@@ -102,12 +104,6 @@ def files_of(source: Any) -> list[Path]:
 def _has_length(source: Any) -> bool:
     """Whether an object has samples by number; a DataLoader has a length, but no numbers."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
-
-
-def _refuse_arrays(source: Any) -> None:
-    if isinstance(source, list) and source and isinstance(source[0], np.ndarray):
-        hint = "for columns use a tuple or a dict of arrays; for samples a list of dicts or tuples"
-        raise DataError("a list of arrays could be columns or samples", hint=hint)
 
 
 def _open_mapping(source: Mapping[Any, Any], how: _How) -> Dataset:

@@ -272,17 +272,13 @@ class _Renumbered:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         batch = self._data.take(indices, columns)
-        if self._column in batch:
-            batch[self._column] = self._renumber(batch[self._column])
+        if (labels := batch.get(self._column)) is not None:  # what is no number of a class, such as -1 for none, stays
+            is_class = (labels >= 0) & (labels < len(self._numbers))
+            batch[self._column] = np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
         return batch
 
     def row(self, index: int) -> str:
         return self._data.row(index)
-
-    def _renumber(self, labels: np.ndarray) -> np.ndarray:
-        """The new numbers; what is no number of a class, such as -1 for none, stays."""
-        is_class = (labels >= 0) & (labels < len(self._numbers))
-        return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
 
 
 # ---- data in two parts, to train on and to validate with -------------------------------------------------------------

@@ -317,12 +317,17 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
     if history.step:
         epochs = history.epochs_at(history.step)
         yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
-    yield Card("time", duration(history.seconds), _sittings(history))
+    resumes = sum(event.kind == "resume" for event in history.events)
+    sittings = f"in {resumes + 1} sittings" if resumes else "in one go"
+    yield Card("time", duration(history.seconds), sittings)
     if history.speed:
         middle = statistics.median(history.speed.values)
         yield Card("throughput", f"{middle:,.0f}" if middle >= 10 else short(middle), "samples per second, median")
-    if trained := _parameters_card(history, summary):
-        yield trained
+    if summary is not None and summary.parameters["trained"].tensors:
+        part = summary.parameters["trained"]
+        yield Card("parameters", f"{part.numbers:,}", f"trained, in {quantity(part.tensors, 'tensor')}")
+    elif isinstance(number := history.start.get("parameters"), int):
+        yield Card("parameters", f"{number:,}", "trained")
 
 
 def _result_card(label: str, series: Series, at: int | None) -> Card:
@@ -337,19 +342,6 @@ def _late(series: Series) -> float | None:
     """The mean of the last twentieth, at least of ten, as far as they are numbers."""
     late = [value for value in series.values[-max(len(series) // 20, 10) :] if math.isfinite(value)]
     return sum(late) / len(late) if late else None
-
-
-def _sittings(history: History) -> str:
-    resumes = sum(event.kind == "resume" for event in history.events)
-    return f"in {resumes + 1} sittings" if resumes else "in one go"
-
-
-def _parameters_card(history: History, summary: Summary | None) -> Card | None:
-    if summary is not None and summary.parameters["trained"].tensors:
-        part = summary.parameters["trained"]
-        return Card("parameters", f"{part.numbers:,}", f"trained, in {quantity(part.tensors, 'tensor')}")
-    number = history.start.get("parameters")
-    return Card("parameters", f"{number:,}", "trained") if isinstance(number, int) else None
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
