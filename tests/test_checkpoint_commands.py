@@ -299,7 +299,11 @@ def test_looking_at_one() -> None:
         ("convert run.pt --to safetensor -o x", "`safetensor` is not one of `torch`", "safetensors"),
         ("convert run.pt --to lightning -o x", "`x` is no name for a file of lightning", "x.ckpt"),
         ("convert run.pt --like digits.onnx --names digits.onnx", "`digits.onnx` cannot be read", "name in each line"),
-        ("train digits.onnx --data x.npz --checkpoint run.pt --find-lr", "`--checkpoint` has no effect", "has its rate"),
+        (
+            "train digits.onnx --data x.npz --checkpoint run.pt --find-lr",
+            "`--checkpoint` has no effect",
+            "has its rate",
+        ),
     ],
 )
 def test_misuse(folder: Path, arguments: str, message: str, hint: str) -> None:
