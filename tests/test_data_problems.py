@@ -139,7 +139,7 @@ def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
     names = ("a", "b", "c", "d", "e")
     few, many = (columns(**dict.fromkeys(names[:n], "float32"), kind="int64") for n in (3, 5))
     hints = {"`x` takes 4 numbers, `y` 1: the data have 4 columns of numbers; add what is missing": few}
-    hints['name 4 columns: columns={"x": ["a", "b", "c", ...]}, or --map \'x=PATTERN\''] = {
+    hints['name 4 columns: columns={"x": ["a", "b", "c", ...]}, or --column \'x=PATTERN\''] = {
         **many, "text": columns(text="U5")["text"]
     }  # fmt: skip
     for hint, have in hints.items():
