@@ -14,11 +14,15 @@ class RuntimeSignatures(griffe.Extension):
     """Signatures that are made when a module is loaded, and functions that have the name of their module."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Complete functions that take a class of options; let functions hide their modules, as in Python."""
+        """Complete functions that take a class of options, and such classes; let functions hide their modules."""
         for package in [pkg, *_packages(pkg)]:
             for function in package.functions.values():
                 if not function.is_alias and any(str(d.value).startswith("taking(") for d in function.decorators):
                     _complete(function)
+            for options in package.classes.values():
+                if not options.is_alias and any(str(d.value) == "documented" for d in options.decorators):
+                    made = getattr(importlib.import_module(options.module.path), options.name)
+                    options.docstring = griffe.Docstring(inspect.getdoc(made) or "", parent=options)
         hidden = {
             module.path: (package, module.members[name])
             for package in _packages(pkg)

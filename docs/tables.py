@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 import tempfile
@@ -16,8 +17,8 @@ from onnx import defs
 from onward.checker import CODES, FAMILIES
 from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
 from onward.checkpoint.formats import FORMATS
-from onward.cli.catalogue import Catalogue, entries
-from onward.options import RunOptions, StepOptions, options_of
+from onward.cli.build import Catalogue, entries
+from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 
 HERE = Path(__file__).parent
@@ -93,13 +94,13 @@ def recipe_options() -> str:
 
 
 def run_options() -> str:
-    return _declared(RunOptions)
+    return _declared(ModelAndData, TrainConfig)
 
 
-def _declared(kind: type) -> str:
+def _declared(*kinds: type) -> str:
     """Options as they are typed, as arguments and keys of files are called, and what they say."""
     lines = []
-    for one in options_of(kind):
+    for one in itertools.chain.from_iterable(map(options_of, kinds)):
         flags = ", ".join(sorted(one.flags, key=len))
         lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.said))
     return rows("option|argument, key|what it says", lines)

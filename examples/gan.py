@@ -105,7 +105,7 @@ def main() -> None:
     run = onward.train(OUT / "gan.onnx", digits(), noise={"z": "normal"}, epochs=given.epochs, batch_size=64)
     from PIL import Image
 
-    Image.fromarray(sheet(samples(run.last, 48))).save(OUT / "samples.png")
+    Image.fromarray(sheet(samples(run.load_last(), 48))).save(OUT / "samples.png")
     print(f"{OUT / 'samples.png'} shows what it makes")
 
 

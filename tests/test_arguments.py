@@ -132,7 +132,7 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.prepare("digits.onnx"), "there is nothing to learn from"),
         (lambda: onward.resume(None), "`run` is `None`"),
         (lambda: onward.resume("nope", epoch=3), "did you mean `epochs`?"),
-        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", steps="x"), "`steps` is `'x'`"),
+        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", updates="x"), "`updates` is `'x'`"),
         (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", lowest=NAN), "`lowest` is nan"),
         (lambda: onward.load(None), "a `NoneType` is no ONNX model"),
         (lambda: onward.load(["digits.onnx"]), "a `list` is no ONNX model"),
@@ -145,8 +145,8 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.transform.rename("digits.onnx", {"image": 3}), "`names` is"),
         (lambda: onward.transform.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
         (lambda: onward.transform.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
-        (lambda: onward.lower("training.onnx", 1.5), "`step` is `1.5`"),
-        (lambda: onward.verify("training.onnx", engines=["onnxruntime"], steps=0), "`steps` is 0"),
+        (lambda: onward.lower("training.onnx", 1.5), "`steps` is `1.5`"),
+        (lambda: onward.verify("training.onnx", engines=["onnxruntime"], updates=0), "`updates` is 0"),
         (lambda: onward.check_gradients("digits.onnx", order=3), "`order` is 3"),
         (lambda: onward.replace_head("digits.onnx", 2.5), "`classes` is `2.5`"),
         (lambda: onward.lora.add("digits.onnx", targets=3), "`targets` is `3`"),
@@ -308,7 +308,7 @@ def test_every_public_function_is_checked() -> None:
     flat = {
         name: getattr(onward, name) for name in onward.__all__ if name.islower() and not name.startswith(frameworks)
     }
-    rooms = {room: flat[room] for room in ("lora", "transform")}
+    rooms = {room: flat[room] for room in ("lora", "pipelines", "transform")}
     nested = {f"{room}.{name}": getattr(module, name) for room, module in rooms.items() for name in module.__all__}
     functions = {name: value for name, value in (flat | nested).items() if inspect.isfunction(value) and name != "load"}
     assert functions.keys() >= {"train", "lora.add", "transform.merge"}
@@ -336,3 +336,18 @@ def test_arguments_of_converters_have_names() -> None:
 )
 def test_ranges(within: Range, inside: float, outside: float, words: str) -> None:
     assert inside in within and outside not in within and str(within) == words
+
+
+def test_names_of_the_release_before_are_understood(folder: Path, tmp_path: Path) -> None:
+    for name, command in (("show", "describe"), ("grad", "gradient")):
+        told_of = [CliRunner().invoke(app, [each, "--help"]).output.splitlines()[0] for each in (name, command)]
+        assert told_of[0] == told_of[1]
+    out = str(tmp_path / "step.onnx")
+    given = ["--part", "run", "--validation", "--noise=image", "-o", out]
+    assert "wrote" in CliRunner().invoke(app, ["lower", "training.onnx", *given]).output
+    assert onward.verify("training.onnx", engines=["numpy"], steps=1).ok  # type: ignore[call-arg]
+    assert onward.plan("training.onnx", recompute=True).model["recompute"]
+    assert "`verify` has no argument `steps`" in told(onward.verify, "training.onnx", steps=1, updates=1)
+    former = {"pipeline": "make", "run_pipeline": "run", "join_pipeline": "join", "detach_pipeline": "detach"}
+    for before, now in former.items():
+        assert getattr(onward, before) is getattr(onward.pipelines, now) and before not in dir(onward)

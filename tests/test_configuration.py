@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import pickle
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-
-import onward
 from commands import failed, run
 from models import digits_mlp
+from runs import QUIET
+
+import onward
 from onward.configuration import read_configuration
 from onward.options import StepOptions, TrainOptions, options_of
 from onward.training.config import read_settings
-from runs import QUIET
 
 BASE = "model: digits.onnx\ndata: digits.npz\nloss: ce\nthreads: 1\n"
 
@@ -49,6 +52,51 @@ def test_an_option_is_wherever_options_are(function: object, kind: type, command
         assert option.name in inspect.signature(function).parameters
         assert f"- `{option.name}`: " in inspect.getdoc(function)
         assert all(flag in told for flag in option.flags), option.name
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+RECIPE = onward.Recipe(loss="ce", optimizer="sgd", lr=0.1, freeze=["fc1.bias"])
+CONFIG = onward.TrainConfig(epochs=2, batch_size=8, validation=0.25)
+
+
+def test_objects_say_what_their_fields_say_alone(folder: Path) -> None:
+    onward.train("digits.onnx", "digits.npz", recipe=RECIPE, config=CONFIG, seed=3, run="objects", **QUIET)
+    fields = RECIPE.changed() | CONFIG.changed()
+    onward.train("digits.onnx", "digits.npz", **fields, seed=3, run="fields", **QUIET)
+    onward.train(recipe=RECIPE, config="fields/config.yaml", run="file", **QUIET)
+    assert weights("objects/training.onnx") == weights("fields/training.onnx") == weights("file/training.onnx")
+    found = onward.cross_validate(
+        "digits.onnx",
+        "digits.npz",
+        recipe=RECIPE,
+        config=dataclasses.replace(CONFIG, validation=None, folds=2),
+        **QUIET,
+    )
+    assert found.folds == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epochs": 3}, "`train` is given `epochs` twice, once in `config`"),
+        ({"freeze": []}, "`train` is given `freeze` twice, once in `recipe`"),
+        ({"recipe": onward.Recipe(loss="ce", append=True)}, "`append` of a recipe has no effect in `train`"),
+        ({"config": 3}, "`config` is `3`"),
+    ],
+)
+def test_what_an_object_says_is_said_once(given: dict[str, object], said: str, folder: Path) -> None:
+    with pytest.raises(onward.Error, match=re.escape(said)):
+        onward.train("digits.onnx", "digits.npz", **{"recipe": RECIPE, "config": CONFIG, **given})
+
+
+def test_objects_show_what_differs_from_defaults() -> None:
+    assert repr(RECIPE) == "Recipe(loss='ce', optimizer='sgd', lr=0.1, freeze=['fc1.bias'])"
+    assert repr(onward.TrainConfig()) == "TrainConfig()"
+    for one in (RECIPE, CONFIG):
+        assert pickle.loads(pickle.dumps(one)) == one != dataclasses.replace(one, seed=1)
+    with pytest.raises(onward.Error, match="`epochs` is -1"):
+        onward.TrainConfig(epochs=-1)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_the_layout_is_that_of_the_files():
 
 # ---- the reference of the Python interface ---------------------------------------------------------------------------
 
-ROOMS = ("backend", "engines", "lora", "rules", "transform")
+ROOMS = ("backend", "engines", "lora", "pipelines", "rules", "transform")
 CONSTANTS = {
     *("engines.ENGINES", "engines.FRAMEWORKS", "rules.FAMILIES", "rules.RULES"),
     *("rules.NoGradient", "rules.Rewrite", "rules.Rule"),  # rows of that table

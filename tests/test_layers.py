@@ -50,7 +50,7 @@ TIERS = [
     ["frameworks"],
     ["checkpoint"],
     ["training"],
-    ["distribute"],
+    ["distribute", "pipelines"],
     ["cli", "web"],
     ["__main__"],
 ]

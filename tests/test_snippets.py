@@ -104,11 +104,11 @@ def test_snippets(file: Path, folder: Path) -> None:
 
 def test_blocks_are_found() -> None:
     text = "# Title\n\n```python\nx = 1\n```\n"
-    text += "- item\n\n  ```console\n  $ onward show a.onnx \\\n      --json | head\n  output\n  ```\n"
+    text += "- item\n\n  ```console\n  $ onward describe a.onnx \\\n      --json | head\n  output\n  ```\n"
     text += "\n```python no-run\nboom()\n```\n```sh\n$ onward x\n```\n"
     python, console = blocks(text)
     assert python == ("python", "x = 1\n", 4)
-    assert list(commands(console.code)) == ["onward show a.onnx \\\n    --json | head"]
+    assert list(commands(console.code)) == ["onward describe a.onnx \\\n    --json | head"]
     assert list(commands("$ make demo\n$ onward check a.onnx\nonward: fine\n$ onwards\n")) == ["onward check a.onnx"]
 
 

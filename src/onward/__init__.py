@@ -6,6 +6,9 @@
     onward.check(model)
     model.save("training.onnx")
 
+Public is what `dir(onward)` lists, and what `dir` lists of its namespaces `backend`, `engines`, `lora`, `pipelines`,
+`rules` and `transform`. All other modules are private: they may change with any release.
+
 Names are loaded when they are first used, so that `import onward` is quick.
 """
 
@@ -18,7 +21,8 @@ from onward.lazy_sympy import defer_sympy
 
 if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     # isort: off
-    from onward import backend as backend, engines as engines, rules as rules, transform as transform
+    from onward import backend as backend, engines as engines, pipelines as pipelines, rules as rules
+    from onward import transform as transform
     from onward.agreement import check_gradients as check_gradients, verify as verify
     from onward.checker import Finding as Finding, check as check
     from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
@@ -36,14 +40,12 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
     from onward.model.sharding import Sharding as Sharding
+    from onward.options import TrainConfig as TrainConfig
     from onward.planning import plan as plan
     from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
-    from onward.recipe.preprocessing.standalone import detach_pipeline as detach_pipeline
-    from onward.recipe.preprocessing.standalone import join_pipeline as join_pipeline
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
     from onward.training.cross_validation import CrossValidation as CrossValidation, cross_validate as cross_validate
-    from onward.training.pipelines import pipeline as pipeline, run_pipeline as run_pipeline
     from onward.training.report import report as report
     from onward.training.run import Run as Run
     from onward.web import page as page
@@ -52,7 +54,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
 defer_sympy()
 
 _NAMES = {
-    "": ("backend", "engines", "rules", "transform"),
+    "": ("backend", "engines", "pipelines", "rules", "transform"),
     "agreement": ("check_gradients", "verify"),
     "checker": ("Finding", "check"),
     "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
@@ -69,18 +71,19 @@ _NAMES = {
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
     "model.sharding": ("Sharding",),
+    "options": ("TrainConfig",),
     "planning": ("plan",),
     "recipe": ("Recipe", "lora", "prepare", "replace_head"),
-    "recipe.preprocessing.standalone": ("detach_pipeline", "join_pipeline"),
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
     "training.cross_validation": ("CrossValidation", "cross_validate"),
-    "training.pipelines": ("pipeline", "run_pipeline"),
     "training.report": ("report",),
     "training.run": ("Run",),
     "web": ("page",),
 }
 """Module -> the public names in it."""
+_FORMER = {"pipeline": "make", "run_pipeline": "run", "join_pipeline": "join", "detach_pipeline": "detach"}
+"""Names that are understood until the next release -> those in `onward.pipelines`."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
@@ -89,6 +92,8 @@ __all__ = sorted(_HOME)
 if not TYPE_CHECKING:  # which know the names above, and no others
 
     def __getattr__(name: str) -> Any:
+        if name in _FORMER:
+            return getattr(importlib.import_module("onward.pipelines"), _FORMER[name])
         if name not in _HOME:
             raise AttributeError(f"module 'onward' has no attribute {name!r}")
         home = _HOME[name]

@@ -62,17 +62,18 @@ Count = Annotated[int, Range(least=1)]
 
 
 def checked(
-    *, rest: Callable[..., Any] | None = None, types: bool = True
+    *, rest: Callable[..., Any] | None = None, types: bool = True, **formerly: str
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Check what a function is called with against its signature; keywords beyond it are those of `rest`.
 
-    Without `types` only names are checked: those of objects of frameworks are there for type checkers alone.
+    Without `types` only names are checked: those of objects of frameworks are there for type checkers alone. `formerly`
+    are other names that arguments have until the next release.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            bound = bind(function.__name__, _signature(function), args, kwargs, rest)
+            bound = bind(function.__name__, _signature(function), args, with_new_names(kwargs, formerly), rest)
             hints = _hints(function) if types else {}
             for name, value in bound.arguments.items():
                 if name in hints and bound.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -122,6 +123,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def with_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments under the names that they have now."""
+    return {now if (now := renamed.get(name, name)) not in given else name: value for name, value in given.items()}
+
+
 def bind(
     name: str, signature: inspect.Signature, args: Any, kwargs: Any, rest: Callable[..., Any] | None = None
 ) -> inspect.BoundArguments:
@@ -165,6 +171,7 @@ def kinds_of(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Rang
     """What a hint allows, one by one, with the range of numbers."""
     if hint in OPENED:
         yield Any, None
+        yield from ((kind, None) for kind in get_args(hint) if kind is float)
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
         yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), within))

@@ -30,6 +30,11 @@ from onward.standard import is_standard
 
 __all__ = ["Prepared", "for_engine", "is_compatible", "prepare", "run_model", "run_node", "supports_device"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _OF_THE_RUNNER = ("rtol", "atol")
 """What the test runner tells a backend, although it is for itself."""
 

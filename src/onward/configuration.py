@@ -84,7 +84,9 @@ def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
         if isinstance(error, DataError):
             raise
         raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}", hint=_FORM) from error
-    return _as_mapping(found, of)
+    if not isinstance(found, dict):
+        raise DataError(f"`{of}` holds no mapping", hint=_FORM)
+    return found
 
 
 def write_yaml(tree: Mapping[str, Any], remark: str = "") -> str:
@@ -119,12 +121,6 @@ def _problem(error: Exception) -> str:
     """What is wrong, and in which line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     return f"{problem}{f' (line {mark.line + 1})' if mark else ''}" if problem else first_line(error)
-
-
-def _as_mapping(found: Any, of: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise DataError(f"`{of}` holds no mapping", hint=_FORM)
-    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -191,7 +191,7 @@ def test_what_no_checkpoint_holds_is_said(folder: Path) -> None:
         message == "its scheduler made 5 steps in 5 updates, which is not one in 2" and "--updates-per-epoch 1" in hint
     )
     message, hint = failed("train", "digits.onnx", "--data", "x.npz", "--loss", "ce", "--updates-per-epoch", "2")
-    assert message == "`updates_per_epoch` has no effect without a checkpoint" and "--from" in hint
+    assert message == "`updates_per_epoch` has no effect without a checkpoint" and "--checkpoint" in hint
 
     digits = Digits()
     digits.train(0, STEPS)
@@ -299,7 +299,11 @@ def test_looking_at_one() -> None:
         ("convert run.pt --to safetensor -o x", "`safetensor` is not one of `torch`", "safetensors"),
         ("convert run.pt --to lightning -o x", "`x` is no name for a file of lightning", "x.ckpt"),
         ("convert run.pt --like digits.onnx --names digits.onnx", "`digits.onnx` cannot be read", "name in each line"),
-        ("train digits.onnx --data x.npz --from run.pt --find-lr", "`--from` has no effect", "has its rate"),
+        (
+            "train digits.onnx --data x.npz --checkpoint run.pt --find-lr",
+            "`--checkpoint` has no effect",
+            "has its rate",
+        ),
     ],
 )
 def test_misuse(folder: Path, arguments: str, message: str, hint: str) -> None:
@@ -318,5 +322,5 @@ def test_refusals(folder: Path) -> None:
     run("convert", "run.pt", "--to", "hf", "-o", "new")
     assert "would be mixed" in failed("convert", "run.pt", "--to", "dcp", "-o", "new", "--force")[0]
     said, hint = failed("train", "digits.onnx", "--data", "x.npz", "--loss", "mse", "--names", "names.txt")
-    assert "`names` has no effect" in said and "--from" in hint
+    assert "`names` has no effect" in said and "--checkpoint" in hint
     assert "there is no `nothing`" in failed("diff", "run.pt", "nothing")[0]

@@ -30,8 +30,8 @@ from onward.cli.commands import app
 from onward.engines import ENGINES, FRAMEWORKS
 from onward.errors import MEMORY_HINT
 
-BUILD = ["train", "prepare", "grad", "lower", "pipeline", "page", "convert"]
-LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report", "plan"]
+BUILD = ["train", "prepare", "gradient", "lower", "pipeline", "page", "convert"]
+LOOK = ["check", "check-gradients", "verify", "engines", "describe", "diff", "report", "plan"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "reset", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
@@ -128,11 +128,11 @@ def test_several_lines_are_aligned(folder: Path) -> None:
 
 
 def test_a_traceback_on_demand(folder: Path) -> None:
-    for arguments, debug in (("--debug show no", ""), ("show no --debug", ""), ("show no", "1")):
+    for arguments, debug in (("--debug show no", ""), ("describe no --debug", ""), ("describe no", "1")):
         result = CliRunner().invoke(app, arguments.split(), env={"ONWARD_DEBUG": debug})
         assert result.exit_code == 1
         assert "Traceback" in result.stderr and "\nerror: there is no file `no`\n" in result.stderr
-    assert "Traceback" not in CliRunner().invoke(app, ["show", "no"], env={"ONWARD_DEBUG": "0"}).stderr
+    assert "Traceback" not in CliRunner().invoke(app, ["describe", "no"], env={"ONWARD_DEBUG": "0"}).stderr
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ main()
 def test_an_interrupt_of_imports_is_one_line(module: str, folder: Path) -> None:
     """Before there is an application, while its commands are loaded, and in one of them."""
     code = INTERRUPTED_IMPORT.format(module=module)
-    done = subprocess.run([sys.executable, "-c", code, "show", "training.onnx"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, "describe", "training.onnx"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -217,7 +217,7 @@ def test_an_error_that_nobody_hears() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([sys.executable, "-m", "onward", "show", "no"], stderr=writer, timeout=60)
+        done = subprocess.run([sys.executable, "-m", "onward", "describe", "no"], stderr=writer, timeout=60)
     finally:
         os.close(writer)
     assert done.returncode == 1
@@ -229,7 +229,7 @@ def test_a_terminal_that_knows_only_ascii(folder: Path) -> None:
     proto = onnx.load("digits.onnx")
     proto.graph.name = "grün"
     onnx.save(proto, "größe.onnx")
-    for arguments in (["show", "größe.onnx"], ["check", "größe.onnx"], ["show", "fehlt-ö.onnx"]):
+    for arguments in (["describe", "größe.onnx"], ["check", "größe.onnx"], ["describe", "fehlt-ö.onnx"]):
         done = process(*arguments, env=environment)
         assert "Traceback" not in done.stderr and done.returncode == (1 if "fehlt" in arguments[1] else 0)
 
@@ -238,7 +238,12 @@ def test_names_cannot_disturb_the_terminal(folder: Path) -> None:
     proto = digits_mlp()
     proto.graph.output[0].name = proto.graph.node[-1].output[0] = "\x1b[31mlog\rits\x07[bold]x[/]"
     onnx.save(proto, "odd.onnx")
-    for arguments in ("show odd.onnx", "prepare odd.onnx --loss ce", "prepare odd.onnx --loss a=ce", "check odd.onnx"):
+    for arguments in (
+        "describe odd.onnx",
+        "prepare odd.onnx --loss ce",
+        "prepare odd.onnx --loss a=ce",
+        "check odd.onnx",
+    ):
         result = CliRunner().invoke(app, arguments.split())
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", result.output), arguments
         assert BUG not in result.stderr
@@ -258,7 +263,7 @@ def test_prepare(folder: Path) -> None:
         "cosine",
     ):
         assert said in text
-    assert "labels int64 [N]" in text and "onward show made.onnx" in text
+    assert "labels int64 [N]" in text and "onward describe made.onnx" in text
     assert not re.search(r"[ \t]$", text, re.MULTILINE)
     made = onward.load("made.onnx")
     assert made.steps[0].differentiated() == ["fc2.weight", "fc2.bias"]
@@ -409,7 +414,7 @@ def test_check_looks_at_what_cannot_be_read(folder: Path) -> None:
     proto = digits_mlp()
     proto.graph.node[1].output[0] = "hidden"
     onnx.save(proto, "twice.onnx")
-    assert "not valid ONNX" in failed("show", "twice.onnx")[0]
+    assert "not valid ONNX" in failed("describe", "twice.onnx")[0]
     assert "OW120" in run("check", "twice.onnx", code=1).stdout
 
 
@@ -421,20 +426,20 @@ def test_check_lists_its_codes() -> None:
 
 
 def test_show(folder: Path) -> None:
-    text = run("show", "training.onnx").stdout
+    text = run("describe", "training.onnx").stdout
     assert "adamw" in text and "cosine" in text and "fc1" not in text
-    assert "fc1.weight" in run("show", "training.onnx", "--params").stdout
-    assert json.loads(run("show", "training.onnx", "--json").stdout) == onward.describe("training.onnx").to_json()
-    assert "inference model" in run("show", "digits.onnx").stdout
+    assert "fc1.weight" in run("describe", "training.onnx", "--params").stdout
+    assert json.loads(run("describe", "training.onnx", "--json").stdout) == onward.describe("training.onnx").to_json()
+    assert "inference model" in run("describe", "digits.onnx").stdout
 
 
 def test_show_draws(folder: Path) -> None:
-    result = run("show", "training.onnx", "--graph", "picture.svg")
+    result = run("describe", "training.onnx", "--graph", "picture.svg")
     assert (result.stdout, result.stderr) == ("", "wrote picture.svg\n")
     assert Path("picture.svg").read_text().startswith("<svg") or "<svg" in Path("picture.svg").read_text()[:200]
-    assert "--force" in failed("show", "training.onnx", "--graph", "picture.svg")[1]
-    run("show", "training.onnx", "--graph", "picture.svg", "--force", "--json")
-    assert "there is no step 4" in failed("show", "training.onnx", "--graph", "x.svg", "--step", "4")[0]
+    assert "--force" in failed("describe", "training.onnx", "--graph", "picture.svg")[1]
+    run("describe", "training.onnx", "--graph", "picture.svg", "--force", "--json")
+    assert "there is no step 4" in failed("describe", "training.onnx", "--graph", "x.svg", "--step", "4")[0]
 
 
 # ---- set -------------------------------------------------------------------------------------------------------------
@@ -492,8 +497,8 @@ def again(recompute: Any) -> onnx.ModelProto:
     [
         ("rename T fc1.weight=w", "training-renamed", lambda: reference(transform.rename, {"fc1.weight": "w"})),
         ("prefix T net/", "training-prefixed", lambda: reference(transform.add_prefix, "net/")),
-        ("grad digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
-        ("grad digits.onnx --of logits --wrt fc1.* --recompute 1", "digits-gradient", lambda: again(1)),
+        ("gradient digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
+        ("gradient digits.onnx --of logits --wrt fc1.* --recompute 1", "digits-gradient", lambda: again(1)),
         ("grad digits.onnx --of logits --wrt fc1.* --recompute active", "digits-gradient", lambda: again(["active"])),
         ("inline T", "training-inlined", lambda: reference(transform.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(transform.inline, ["onward.A*"])),
@@ -550,7 +555,7 @@ def test_a_terminal_gets_colours_and_a_spinner(folder: Path) -> None:
     seen = on_a_terminal("check", "training.onnx")
     assert "checking training.onnx" in seen and "\x1b[" in seen
     assert "\x1b[" in on_a_terminal("--help")
-    assert "\x1b[1;31merror:" in on_a_terminal("show", "no.onnx")
+    assert "\x1b[1;31merror:" in on_a_terminal("describe", "no.onnx")
     assert "\x1b[" not in process("check", "training.onnx").stdout + process("--help").stdout
 
 

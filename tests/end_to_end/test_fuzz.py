@@ -36,7 +36,7 @@ from typer.testing import CliRunner
 import onward
 from older_forms import write
 from onward.cli.app import BUG
-from onward.cli.catalogue import Catalogue, entries
+from onward.cli.build import Catalogue, entries
 from onward.cli.commands import app
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))

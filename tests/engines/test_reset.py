@@ -212,7 +212,7 @@ def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> Non
 
 
 def first_loss(run: Any) -> float:
-    return next(event["loss"] for event in run.log if event["event"] == "step")
+    return next(event["loss"] for event in run.read_log() if event["event"] == "step")
 
 
 def test_a_run_starts_over_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_run_starts_over_only_when_asked(tmp_path: Path, monkeypatch: pytest.M
     for reset in (False, True):
         run = onward.train(model, digits(), run=str(reset), reset=reset, **QUIET)
         assert bool(first_loss(run) == pytest.approx(np.log(10))) is reset  # with weights that are 0, all are as likely
-        assert run.config["reset"] is run.log[0]["config"]["reset"] is reset
+        assert run.read_config()["reset"] is run.read_log()[0]["config"]["reset"] is reset
 
 
 def test_a_run_draws_of_the_seed_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

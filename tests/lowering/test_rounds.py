@@ -118,16 +118,16 @@ def test_a_run_goes_on_after_a_kill_as_if_nothing_had_happened(
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = resume("run", quiet=True)
     whole = train("gan.onnx", "digits.npz", run="whole", noise={"z": "normal"}, **settings)
-    assert [e["event"] for e in run.log].count("resume") == 1
+    assert [e["event"] for e in run.read_log()].count("resume") == 1
     assert losses_of(run) == losses_of(whole) and len(losses_of(whole)) == 14  # 15 batches an epoch make 7 rounds
     for index in range(2):
         for name in training.step(index).update:
             np.testing.assert_array_equal(run.model.array(name, index), whole.model.array(name, index))
-    assert gan.samples(run.last, 3).tobytes() == gan.samples(whole.last, 3).tobytes()
+    assert gan.samples(run.load_last(), 3).tobytes() == gan.samples(whole.load_last(), 3).tobytes()
 
 
 def losses_of(run: Run) -> list[tuple[float, float]]:
-    return [(e["discriminator/loss"], e["generator/loss"]) for e in run.log if e["event"] == "step"]
+    return [(e["discriminator/loss"], e["generator/loss"]) for e in run.read_log() if e["event"] == "step"]
 
 
 def test_a_round_is_what_its_steps_make_one_after_the_other() -> None:

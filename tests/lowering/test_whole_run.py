@@ -35,7 +35,7 @@ import onward
 from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.lowering.run.shuffle import shuffled_rows
-from onward.training.data.order import Order
+from onward.training.data.views import Order
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -155,10 +155,10 @@ def test_perplexity(tmp_path: Any) -> None:
     data = {"tokens": tokens, "labels": np.roll(tokens, -1, 1)}
     options: dict[str, Any] = {"loss": "value:loss", "metrics": "perplexity", "quiet": True}
     run = train(small_transformer(1), data, validation=data, run=tmp_path / "run", **options)
-    assert run.results["perplexity"] == pytest.approx(math.exp(run.results["loss"]))
-    values = [event["perplexity"] for event in run.log if event["event"] == "validation"]
+    assert run.read_results()["perplexity"] == pytest.approx(math.exp(run.read_results()["loss"]))
+    values = [event["perplexity"] for event in run.read_log() if event["event"] == "validation"]
     assert values[1] < values[0]
-    best = [event["step"] for event in run.log if event["event"] == "save" and event["best"]]
+    best = [event["step"] for event in run.read_log() if event["event"] == "save" and event["best"]]
     assert best == [0, 1]  # less is better
 
 
@@ -171,15 +171,15 @@ def test_what_suits_the_loss(loss: str, tmp_path: Any) -> None:
     )
     import onnxruntime as ort
 
-    logits = ort.InferenceSession(run.last.to_proto().SerializeToString()).run(None, {"image": images})[0]
+    logits = ort.InferenceSession(run.load_last().to_proto().SerializeToString()).run(None, {"image": images})[0]
     right = (logits > 0) == (wanted > 0.5) if loss.startswith("bce") else logits.argmax(1) == wanted.argmax(1)
-    assert run.results["accuracy"] == pytest.approx(np.mean(right))
+    assert run.read_results()["accuracy"] == pytest.approx(np.mean(right))
 
 
 def test_what_is_monitored_is_measured(tmp_path: Any) -> None:
     data = digits()
     run = train(digits_mlp(), data, validation=0.25, monitor="f1", run=tmp_path / "run", **RECIPE, **QUIET)
-    assert list(run.results) == ["loss", "accuracy", "f1"] and run.config["metrics"] == ["accuracy", "f1"]
+    assert list(run.read_results()) == ["loss", "accuracy", "f1"] and run.read_config()["metrics"] == ["accuracy", "f1"]
 
 
 def test_labels_that_are_ignored_do_not_count(tmp_path: Any) -> None:

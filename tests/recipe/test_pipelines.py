@@ -74,7 +74,7 @@ def test_words_are_those_of_tokenizers(lowercase, tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     level = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
     options = f"vocabulary={tmp_path}/vocab.txt,length=12,punctuation=true,lowercase={str(lowercase).lower()}"
-    made = onward.pipeline(f"tokenize:words,{options}")
+    made = onward.pipelines.make(f"tokenize:words,{options}")
     agree(made, tokenizer(level, lowercase, True, 12), texts(200))
 
 
@@ -92,7 +92,7 @@ def test_pieces_are_those_of_tokenizers(seed, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     reference = tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"), True, True, 24)
     options = f"vocabulary={tmp_path}/vocab.json,length=24,punctuation=true,lowercase=true"
-    made = onward.pipeline(f"tokenize:wordpiece,{options}")
+    made = onward.pipelines.make(f"tokenize:wordpiece,{options}")
     known = next(token for token in vocabulary if token.isalpha())
     for batch in (texts(200, seed), ["", " "], [known]):  # the latter have nothing to take apart
         agree(made, reference, batch)
@@ -114,14 +114,14 @@ def test_ascii_text_is_tokenized_as_bert_does(tmp_path):
     reference.enable_padding(length=20)
     reference.enable_truncation(20)
     options = f"vocabulary={tmp_path}/tokenizer.json,length=20,punctuation=true,lowercase=true"
-    agree(onward.pipeline(f"tokenize:wordpiece,{options}"), reference, batch)
+    agree(onward.pipelines.make(f"tokenize:wordpiece,{options}"), reference, batch)
 
 
 @needs("transformers")
 def test_bytes_are_those_of_byt5():
     from transformers import ByT5Tokenizer
 
-    made = onward.run_pipeline(onward.pipeline("tokenize:bytes,length=24,offset=3,end=1"), {"text": texts(50)})
+    made = onward.pipelines.run(onward.pipelines.make("tokenize:bytes,length=24,offset=3,end=1"), {"text": texts(50)})
     expected = ByT5Tokenizer()(texts(50), padding="max_length", max_length=24, truncation=True)
     for name, array in made.items():
         np.testing.assert_array_equal(array, expected[name])
@@ -133,8 +133,8 @@ def test_pixels_are_those_of_pillow(tmp_path):
     pictures = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (50 + i, 70, 3), np.uint8)) for i in range(3)]
     for number, picture in enumerate(pictures):
         picture.save(tmp_path / f"{number}.png")
-    made = onward.pipeline("decode | resize:40x48 | center_crop:32 | scale:1 | channels_first")
-    arrays = onward.run_pipeline(made, tmp_path)
+    made = onward.pipelines.make("decode | resize:40x48 | center_crop:32 | scale:1 | channels_first")
+    arrays = onward.pipelines.run(made, tmp_path)
     assert arrays["image"].shape == (3, 3, 32, 32)
     for picture, array in zip(pictures, arrays["image"], strict=True):
         for channel, plane in zip(picture.split(), array, strict=True):  # as numbers: bytes are rounded on the way
@@ -148,8 +148,8 @@ def test_proportions_are_kept(tmp_path):
 
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 71), np.uint8))
     picture.save(tmp_path / "x.png")
-    made = onward.pipeline("decode:Grayscale | resize:32,keep=true")
-    (array,) = onward.run_pipeline(made, tmp_path / "x.png")["image"]
+    made = onward.pipelines.make("decode:Grayscale | resize:32,keep=true")
+    (array,) = onward.pipelines.run(made, tmp_path / "x.png")["image"]
     expected = np.asarray(picture.convert("F").resize((32 * 71 // 50, 32), Image.Resampling.BILINEAR))
     np.testing.assert_allclose(array[..., 0], expected, atol=1e-3)
     with pytest.raises(RecipeError, match="different sizes, which make no batch"):
@@ -187,8 +187,8 @@ def test_augmentation_in_the_middle_holds_a_pipeline_in_place():
     given = {"preprocess": "scale normalize:0.5", "augment": "flip"}
     training = onward.prepare(small_cnn(), loss="ce", **given)
     with pytest.raises(RecipeError, match="in the middle of its preprocessing"):
-        onward.detach_pipeline(training)
-    first, rest = onward.detach_pipeline(onward.transform.strip(training))
+        onward.pipelines.detach(training)
+    first, rest = onward.pipelines.detach(onward.transform.strip(training))
     assert [v.name for v in first.inputs] == ["image/raw"] and [v.name for v in rest.inputs] == ["image"]
 
 
@@ -269,7 +269,7 @@ def test_columns_of_text_are_read_from_every_kind_of_file(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pipe = onward.pipeline([{"name": "tokenize", "vocabulary": ["[PAD]", "[UNK]", "a", "b"], "length": 3}])
+    pipe = onward.pipelines.make([{"name": "tokenize", "vocabulary": ["[PAD]", "[UNK]", "a", "b"], "length": 3}])
     expected = np.array([[2, 3, 0], [1, 2, 2], [3, 0, 0]])
     column = ["a b", "é a a", "b"]
     table = pa.table({"text": column, "n": [1, 2, 3]})
@@ -280,10 +280,10 @@ def test_columns_of_text_are_read_from_every_kind_of_file(tmp_path):
     sources: list[Any] = [tmp_path / f"x.{kind}" for kind in ("csv", "parquet", "arrow")]
     sources += [{"text": column}, {"text": np.array(column)}, {"text": np.array(column, object)}]
     for source in sources:
-        np.testing.assert_array_equal(onward.run_pipeline(pipe, source)["input_ids"], expected)
+        np.testing.assert_array_equal(onward.pipelines.run(pipe, source)["input_ids"], expected)
     many = "\n".join(["text", *(f"a {i}" for i in range(11_000)), "b a"])  # more than there are classes
     (tmp_path / "many.csv").write_text(many)
-    ids = onward.run_pipeline(pipe, tmp_path / "many.csv")["input_ids"]
+    ids = onward.pipelines.run(pipe, tmp_path / "many.csv")["input_ids"]
     assert ids.shape == (11_001, 3) and ids[0].tolist() == [2, 1, 0] and ids[-1].tolist() == [3, 2, 0]
 
 
@@ -309,10 +309,10 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
     }
     for operations, message in cases.items():
         with pytest.raises(Error, match=message):
-            onward.pipeline(operations)
+            onward.pipelines.make(operations)
     with pytest.raises(RecipeError, match="stands alone: pictures that are data"):
         onward.prepare(small_cnn(), loss="ce", preprocess="decode scale")
     with pytest.raises(DataError, match="no column can be input `text`"):
         words = {"name": "tokenize", "vocabulary": ["[PAD]", "[UNK]"], "length": 3}
-        onward.run_pipeline(onward.pipeline([words]), {"x": np.zeros(3)})
+        onward.pipelines.run(onward.pipelines.make([words]), {"x": np.zeros(3)})
     assert "arrays are made of data" in failed("pipeline", "scale", "-o", "x.npz", code=2)[0]

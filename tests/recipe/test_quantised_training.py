@@ -12,7 +12,7 @@ from quantized_models import FLOAT
 import onward
 from onward.engines import start
 from onward.errors import RecipeError, UnsupportedError
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((8, 1, 6, 6)).astype("f")

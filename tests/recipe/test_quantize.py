@@ -19,7 +19,7 @@ import onward
 from onward.engines import start
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.recipe import quantize
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 
 RNG = np.random.default_rng(1)
 LEVELS = {"x": (0, 255), "r": (0, 255), "cw": (-8, 7), "w": (-8, 7)}

@@ -17,7 +17,7 @@ from stepping import Stepper
 
 import onward
 from onward.recipe.lora.adapters import adapters
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 
 
 def run(model, feeds):

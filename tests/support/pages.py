@@ -98,8 +98,8 @@ def trained(case: dict[str, Any], epochs: int, folder: Path) -> onward.Run:
 
 
 def losses_of(run: onward.Run) -> list[float]:
-    return [event["loss"] for event in run.log if event["event"] == "step"]
+    return [event["loss"] for event in run.read_log() if event["event"] == "step"]
 
 
 def validations_of(run: onward.Run) -> list[tuple[float, float]]:
-    return [(event["loss"], event.get("accuracy", 0)) for event in run.log if event["event"] == "validation"]
+    return [(event["loss"], event.get("accuracy", 0)) for event in run.read_log() if event["event"] == "validation"]

@@ -203,7 +203,7 @@ def _compared(whole: WholeRun, results: Results, run: Run) -> Iterator[tuple[str
     """Each thing by its name: as the file has computed it, and as the run has."""
     said, outputs, model = whole.contract, results.outputs, run.model
     events: dict[str, list[dict[str, Any]]] = {}
-    for event in run.log:
+    for event in run.read_log():
         events.setdefault(event["event"], []).append(event)
     for name in said["metrics"]:
         yield name, outputs[name], [event[name] for event in events["step"]]
@@ -214,8 +214,8 @@ def _compared(whole: WholeRun, results: Results, run: Run) -> Iterator[tuple[str
         if name.startswith("validation/"):
             yield name, outputs[output], [event[name.removeprefix("validation/")] for event in events["validation"]]
     place = whole.position(results)
-    for name in place.keys() & run.progress.keys():
-        yield name, place[name], run.progress[name]
+    for name in place.keys() & run.read_progress().keys():
+        yield name, place[name], run.read_progress()[name]
     origins = as_one_step(model).origins
     for name in set(said["state"]) - {*said["position"].values(), *said["best"]}:
         step, own = origins.get(name, (0, name))
@@ -225,7 +225,7 @@ def _compared(whole: WholeRun, results: Results, run: Run) -> Iterator[tuple[str
         numbers = {event["step"]: event["epoch"] for event in events["validation"]}
         yield "best_epoch", place["best_epoch"], numbers[best]
         for name, of in said["best"].items():
-            yield name, results.carried[name], run.best.array(of)
+            yield name, results.carried[name], run.load_best().array(of)
 
 
 # ---- the program in JavaScript ---------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Told(onward.Callback):
 
     def end(self, status: Status) -> None:
         self._hear("end", status)
-        assert status.run.progress["step"] == status.step and len(status.run.last.graph)  # all is saved
+        assert status.run.read_progress()["step"] == status.step and len(status.run.load_last().graph)  # all is saved
 
 
 def train(run: str, *callbacks: onward.Callback) -> Any:
@@ -74,9 +74,9 @@ def test_what_they_are_told() -> None:
 
     run = train("run", told, Losses())
     assert told.seen == [*WHOLE, ("end", 6)] and told.last is not None and told.last.reason == "finished"
-    assert losses == [(event["loss"], event["lr"], 16) for event in run.log if event["event"] == "step"]
-    mine = [event for event in run.log if event["event"] == "mine"]
-    assert [event["step"] for event in mine] == [3, 6] and mine[-1]["results"] == run.results
+    assert losses == [(event["loss"], event["lr"], 16) for event in run.read_log() if event["event"] == "step"]
+    mine = [event for event in run.read_log() if event["event"] == "mine"]
+    assert [event["step"] for event in mine] == [3, 6] and mine[-1]["results"] == run.read_results()
     assert mine[-1]["weight"] == pytest.approx(state(run)["fc2.bias"][0], rel=1e-6)
     onward.report(run.path)  # which passes over events that it does not know
 
@@ -86,7 +86,7 @@ def test_one_that_stops(where: tuple[str, int]) -> None:
     told = Told(where, lambda status: status.stop())
     run = train("run", told)
     assert told.seen == [*WHOLE[: WHOLE.index(where) + 1], ("end", where[1])]
-    assert run.log[-1]["reason"] == "stopped" and run.progress["step"] == where[1]
+    assert run.read_log()[-1]["reason"] == "stopped" and run.read_progress()["step"] == where[1]
     train("whole")
     again = Told()
     onward.resume(run, callbacks=[again], quiet=True)

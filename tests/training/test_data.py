@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from onward.errors import DataError
 from onward.training.data import Batches, Column, ImageFormat, Stream, match, open_data
 from onward.training.data import files as data_files
-from onward.training.data.order import Order
+from onward.training.data.views import Order
 
 ROWS = 60
 

@@ -19,8 +19,8 @@ from representatives import examples
 
 from onward.errors import DataError
 from onward.training.data import Batches, open_data, split
-from onward.training.data.order import Order
-from onward.training.data.prefetch import prefetch
+from onward.training.data.batches import prefetch
+from onward.training.data.views import Order
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 

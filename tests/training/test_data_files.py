@@ -21,8 +21,8 @@ from onward.errors import DataError
 from onward.training.api import resume, train
 from onward.training.data import Batches, Stream, files, open_data, split
 from onward.training.data.dataset import Dataset, pieces_of
-from onward.training.data.order import WindowOrder
-from onward.training.evaluation import samples_in
+from onward.training.data.views import WindowOrder
+from onward.training.feed import samples_in
 
 
 class Process(ProcessGroup):

@@ -29,7 +29,7 @@ from onward.agreement.inputs import fit_inputs
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
 from onward.frameworks.files import restore
 from onward.training.data import Batches, Column, dataset, match, open_data
-from onward.training.data.fitting import Wanted, fit
+from onward.training.data.matching import Wanted, fit
 
 FLOAT, INT64, INT32, STRING = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.STRING
 
@@ -130,7 +130,7 @@ def test_the_user_says_which() -> None:
 def test_an_ambiguous_match_says_how_to_map() -> None:
     with pytest.raises(DataError) as caught:
         match(columns(x="float32 64", a="int64", b="int64"), IMAGES)
-    assert caught.value.hint == 'say which column it is: --map label=a, or columns={"label": "a"}'
+    assert caught.value.hint == 'say which column it is: --column label=a, or columns={"label": "a"}'
 
 
 def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
@@ -139,7 +139,7 @@ def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
     names = ("a", "b", "c", "d", "e")
     few, many = (columns(**dict.fromkeys(names[:n], "float32"), kind="int64") for n in (3, 5))
     hints = {"`x` takes 4 numbers, `y` 1: the data have 4 columns of numbers; add what is missing": few}
-    hints['name 4 columns: columns={"x": ["a", "b", "c", ...]}, or --map \'x=PATTERN\''] = {
+    hints['name 4 columns: columns={"x": ["a", "b", "c", ...]}, or --column \'x=PATTERN\''] = {
         **many, "text": columns(text="U5")["text"]
     }  # fmt: skip
     for hint, have in hints.items():

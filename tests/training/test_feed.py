@@ -87,14 +87,14 @@ def test_a_folder_with_train_and_val_is_what_it_says(folder: Path, capsys: pytes
     (folder / "photos" / "readme.txt").write_text("photos")
     recipe = {**RECIPE, "preprocess": "scale"}
     run = train(small_cnn(), "photos", run="run", batch_size=4, threads=1, **recipe)
-    assert run.config["data"] == str(folder / "photos" / "train")
-    assert run.config["validation"] == str(folder / "photos" / "val")
-    assert run.config["classes"] == ["cat", "dog"]
-    assert run.log[0]["steps_per_epoch"] == 3
+    assert run.read_config()["data"] == str(folder / "photos" / "train")
+    assert run.read_config()["validation"] == str(folder / "photos" / "val")
+    assert run.read_config()["classes"] == ["cat", "dog"]
+    assert run.read_log()[0]["steps_per_epoch"] == 3
     said = "photos: trains on `train/`, validates with `val/`, leaves `test/` for an evaluation"
     assert said in capsys.readouterr().err
     alike = train(small_cnn(), "photos/train", validation="photos/val", run="alike", batch_size=4, **recipe, **QUIET)
-    assert alike.results == run.results
+    assert alike.results == run.read_results()
     share = train(small_cnn(), "photos", validation=0.5, run="share", batch_size=4, **recipe)
     assert share.config["validation"] == 0.5 and share.log[0]["steps_per_epoch"] == 2
     assert "leaves `val/` alone, since other data to validate with are named" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_parts_that_are_not_clear_are_refused(folder: Path) -> None:
             train(small_cnn(), "-".join(names), **RECIPE, preprocess="scale", **QUIET)
     pictures(folder / "vehicles", car=2, train=2)  # these are classes
     run = train(small_cnn(), "vehicles", run="vehicles-run", **RECIPE, preprocess="scale", **QUIET)
-    assert run.config["classes"] == ["car", "train"]
+    assert run.read_config()["classes"] == ["car", "train"]
     pictures(folder / "flat", train=2, val=2)
     with pytest.raises(DataError, match="the images in flat/train have no classes"):
         train(small_cnn(), "flat", **RECIPE, preprocess="scale", **QUIET)
@@ -134,9 +134,9 @@ def test_files_may_be_parts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         (folder / "digits").mkdir(exist_ok=True)
         np.savez(folder / "digits" / f"{name}.npz", **{key: array[:rows] for key, array in digits().items()})
     run = train(digits_mlp(), "digits", run="run", batch_size=4, **RECIPE)
-    assert run.log[0]["steps_per_epoch"] == 5
-    assert [Path(path).name for path in run.config["data"]] == ["train-0.npz", "train-1.npz"]
-    assert Path(run.config["validation"]).name == "validation.npz"
+    assert run.read_log()[0]["steps_per_epoch"] == 5
+    assert [Path(path).name for path in run.read_config()["data"]] == ["train-0.npz", "train-1.npz"]
+    assert Path(run.read_config()["validation"]).name == "validation.npz"
     assert "trains on 2 files `train-0.npz` ..., validates with `validation.npz`" in capsys.readouterr().err
     for part in ("train", "validation"):  # as a `DatasetDict` is saved
         (folder / "saved" / part).mkdir(parents=True)
@@ -176,7 +176,7 @@ def held_out_labels(run: Run, data: dict[str, np.ndarray], monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", evaluate)
-        resume(run, data, epochs=run.progress["epoch"] + 1, quiet=True)
+        resume(run, data, epochs=run.read_progress()["epoch"] + 1, quiet=True)
     return np.concatenate(seen)
 
 
@@ -282,7 +282,7 @@ class Hub:
 def test_names_of_classes_from_hugging_face(folder: Path) -> None:
     data = {**digits(20), "labels": np.arange(20) % 2}
     run = train(digits_mlp(), Hub(data), run="run", **RECIPE, **QUIET)
-    assert run.config["classes"] == ["bee", "cat"]
+    assert run.read_config()["classes"] == ["bee", "cat"]
 
 
 @needs("pyarrow")
@@ -318,7 +318,7 @@ def test_samples_that_fill_a_batch_do_not_count(folder: Path) -> None:
     held_out = digits(50, seed=1)
     run = train(onward.prepare(model, **RECIPE), digits(64), validation=held_out, run="run", **QUIET)
     free = train(digits_mlp(), digits(64), validation=held_out, run="free", batch_size=32, **RECIPE, **QUIET)
-    assert run.results == pytest.approx(free.results, rel=1e-5)
+    assert run.read_results() == pytest.approx(free.results, rel=1e-5)
 
 
 def test_validation_data_may_have_other_names(folder: Path) -> None:
@@ -380,7 +380,7 @@ def test_data_frames(folder: Path) -> None:
     frame.to_csv("data.csv", index=False)
     run = train(digits_mlp(), frame, validation=0.2, run="frame", **RECIPE, **QUIET)
     again = train(digits_mlp(), "data.csv", validation=0.2, run="file", **RECIPE, **QUIET)
-    assert run.config["classes"] == again.config["classes"] == ["bee", "cat", "dog"]
+    assert run.read_config()["classes"] == again.read_config()["classes"] == ["bee", "cat", "dog"]
     assert all(np.array_equal(a, b) for a, b in zip(state(run).values(), state(again).values(), strict=True))
     assert resume(run, frame, epochs=2, quiet=True).progress["epoch"] == 2
 

@@ -20,7 +20,7 @@ from onward.errors import DataError, RecipeError
 from onward.recipe.preprocessing import with_preprocessing
 from onward.training.api import find_lr, resume, train
 from onward.training.data import format_for, open_data
-from onward.training.raw_inputs import single_pictures
+from onward.training.preparation import single_pictures
 from onward.training.run import Run
 from onward.transform.extract import extract
 

@@ -151,8 +151,8 @@ def test_resume(source: str, change: str, runs: Any, tmp_path: Path) -> None:
             assert told in str(caught.value) and "--data-changed" in (caught.value.hint or "")
             assert (run.path / "config.yaml").read_text() == before  # nothing was written
         onward.resume(run, changed, data_changed=bool(told), epochs=2, quiet=True)
-    assert run.progress["epoch"] == 2 and run.log[-1]["reason"] == "finished"
-    notes = [event["text"] for event in run.log if event["event"] == "note"]
+    assert run.read_progress()["epoch"] == 2 and run.read_log()[-1]["reason"] == "finished"
+    notes = [event["text"] for event in run.read_log() if event["event"] == "note"]
     assert bool(told) == any("have changed" in note for note in notes)
 
 
@@ -189,14 +189,14 @@ def test_the_best_result_was_on_other_data(folder: Path) -> None:
     with pytest.raises(DataError, match="the validation data have changed: other values in `image`"):
         onward.resume(started, epochs=2, quiet=True)
     ended = onward.resume(started, epochs=2, data_changed=True, quiet=True)
-    assert ended.progress["best"] == ended.results["accuracy"]
+    assert ended.read_progress()["best"] == ended.read_results()["accuracy"]
 
 
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
 
 
 def notes_of(run: Run) -> list[str]:
-    return [event["text"] for event in run.log if event["event"] == "note"]
+    return [event["text"] for event in run.read_log() if event["event"] == "note"]
 
 
 class Drawn:

@@ -96,7 +96,7 @@ def test_a_new_run_from_the_model_that_is_intact(started: Run, tmp_path: Path) -
         onward.resume(started, quiet=True)
     command = (caught.value.hint or "").partition("onward train ")[2].split()
     run("train", *command, "--run", str(tmp_path / "new"), "--epochs", "1")
-    assert Run(tmp_path / "new").progress["epoch"] == 1
+    assert Run(tmp_path / "new").read_progress()["epoch"] == 1
 
 
 def test_check_of_a_run(started: Run) -> None:

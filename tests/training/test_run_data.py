@@ -70,7 +70,7 @@ def test_resumed_runs_save_often(freeze: str, folder: Path) -> None:
         resume(run, digits(), epochs=epochs, quiet=True)
     assert_equal(state(run), state(whole))
     assert_equal(frozen(run.model), frozen(whole.model))
-    assert_equal(frozen(run.last), frozen(whole.last))
+    assert_equal(frozen(run.load_last()), frozen(whole.load_last()))
 
 
 @pytest.mark.slow("numpy-removed", "onnxruntime-overwritten", "onnxruntime-replaced")
@@ -94,7 +94,7 @@ def test_what_happens_to_the_users_files_has_no_part_in_a_run(happening: str, en
     whole = train(before, batches, run="whole", epochs=2, **settings)
     assert_equal(state(run), state(whole))
     assert_equal(frozen(run.model), frozen(whole.model))
-    assert_equal(frozen(run.best), frozen(whole.best))
+    assert_equal(frozen(run.load_best()), frozen(whole.load_best()))
 
 
 def test_frozen_weights_are_written_once(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_of_a_version_that_kept_all_in_one_data_file(folder: Path) -> None
         resume(run, digits(), epochs=epochs, quiet=True)
     assert_equal(state(run), state(whole))
     names = ("fc2.weight", "fc2.bias")
-    assert_equal(*({name: model.array(name) for name in names} for model in (run.last, whole.last)))
+    assert_equal(*({name: model.array(name) for name in names} for model in (run.load_last(), whole.load_last())))
     assert "training.data" not in data_files(run)
 
 
@@ -141,7 +141,7 @@ def test_a_teacher_beside_its_file(folder: Path) -> None:
 
     run = train("student.onnx", lambda: batches(happens), run="run", teacher="teacher.onnx", **{**RECIPE, **QUIET})
     resume(run, batches, epochs=2, quiet=True)
-    assert run.progress["epoch"] == 2
+    assert run.read_progress()["epoch"] == 2
 
 
 READER = """

@@ -69,7 +69,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "problem"), CONFIGS, ids=lambda value: str(value)[:30])
 def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    Folder(run.path).configure({**run.config, **change})
+    Folder(run.path).configure({**run.read_config(), **change})
     with pytest.raises(DataError, match=re.escape(f"`{run.path / 'config.yaml'}` cannot be used: ")) as error:
         resume(run, epochs=2)
     assert problem in str(error.value) and error.value.hint
@@ -77,7 +77,7 @@ def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, ma
 
 def test_a_configuration_that_lacks_something(made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    Folder(run.path).configure({name: value for name, value in run.config.items() if name != "batch_size"})
+    Folder(run.path).configure({name: value for name, value in run.read_config().items() if name != "batch_size"})
     code, err = said("train", "--resume", str(run.path), "-o", str(tmp_path / "out.onnx"))
     assert code == 1 and "the configuration of this run lacks `batch_size`" in err
 
@@ -106,7 +106,7 @@ def test_a_configuration_that_is_none(text: str, made: Path, tmp_path: Path) -> 
 def test_progress_that_cannot_be(change: Any, problem: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
     model = run.model
-    progress = {**run.progress, **change} if isinstance(change, dict) else change
+    progress = {**run.read_progress(), **change} if isinstance(change, dict) else change
     model.step().metadata["train.progress"] = progress if isinstance(progress, str) else json.dumps(progress)
     model.save(run.path / "training.onnx")
     with pytest.raises(DataError, match=r"the progress in `.*training\.onnx` ") as error:
@@ -235,7 +235,7 @@ def test_data_that_moved(data: Any, folder: Path) -> None:
     assert "`--data NEW`" in err
     assert said("train", "--resume", "run", "--epochs", "2", "--data", "elsewhere.npz", "-q")[0] == 0
     resume(run, epochs=3, quiet=True)  # which knows it now
-    assert run.progress["epoch"] == 3
+    assert run.read_progress()["epoch"] == 3
 
 
 @pytest.mark.parametrize("form", ["none", "data", "safetensors"])

@@ -33,15 +33,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_makes_a_better_model(folder: Path) -> None:
     data, held_out = digits(400), digits(100, seed=1)
     run = train(digits_mlp(), data, validation=held_out, epochs=8, run="run", **RECIPE, **QUIET)
-    events = [e for e in run.log if e["event"] == "validation"]
+    events = [e for e in run.read_log() if e["event"] == "validation"]
     assert len(events) == 9 and events[0]["step"] == 0
     best = max(events, key=lambda e: e["accuracy"])
     assert best["accuracy"] > events[0]["accuracy"] + 0.2
-    assert accuracy(run.best, held_out) == pytest.approx(best["accuracy"])
-    assert accuracy(run.last, held_out) == pytest.approx(run.results["accuracy"])
-    steps = [e for e in run.log if e["event"] == "step"]
+    assert accuracy(run.load_best(), held_out) == pytest.approx(best["accuracy"])
+    assert accuracy(run.load_last(), held_out) == pytest.approx(run.read_results()["accuracy"])
+    steps = [e for e in run.read_log() if e["event"] == "step"]
     assert [e["step"] for e in steps] == list(range(1, 8 * 13 + 1)) and steps[-1]["samples"] == 8 * 400
-    assert run.progress["epoch"] == 8 and run.log[-1]["reason"] == "finished"
+    assert run.read_progress()["epoch"] == 8 and run.read_log()[-1]["reason"] == "finished"
     assert sorted(p.name for p in run.path.iterdir()) == [
         ".lock", "best.onnx", "config.yaml", "last.onnx", "log.jsonl", "original.onnx", "training.onnx",
     ]  # fmt: skip
@@ -50,15 +50,17 @@ def test_a_run_makes_a_better_model(folder: Path) -> None:
 def test_the_loss_of_validation_is_that_of_onnx_runtime(folder: Path) -> None:
     data = digits(50)
     run = train(digits_mlp(), digits(), validation=data, run="run", **RECIPE, **QUIET)
-    logits = outputs(run.last, data["image"]).astype(np.float64)
+    logits = outputs(run.load_last(), data["image"]).astype(np.float64)
     log_sum = np.log(np.exp(logits).sum(1))
-    assert run.results["loss"] == pytest.approx(np.mean(log_sum - logits[np.arange(50), data["labels"]]), rel=1e-5)
+    assert run.read_results()["loss"] == pytest.approx(
+        np.mean(log_sum - logits[np.arange(50), data["labels"]]), rel=1e-5
+    )
 
 
 def test_without_validation_the_best_model_is_the_last(folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", **RECIPE, **QUIET)
     assert run.path.parent == Path("runs") and run.path.name.startswith("digits-")
-    assert run.best.to_proto() == run.last.to_proto() == onward.load(run.path / "last.onnx").to_proto()
+    assert run.load_best().to_proto() == run.load_last().to_proto() == onward.load(run.path / "last.onnx").to_proto()
     assert train("digits.onnx", "digits.npz", **RECIPE, **QUIET).path != run.path
 
 
@@ -67,8 +69,8 @@ def test_early_stopping(folder: Path) -> None:
     other = {"image": digits()["image"], "labels": np.ones(96, np.int64)}
     settings = {"validation": other, "monitor": "loss", "patience": 2, **RECIPE, **QUIET}
     run = train(digits_mlp(), data, epochs=20, run="run", **settings)
-    assert run.log[-1]["reason"] == "early_stopping" and run.progress["epoch"] == 2
-    assert run.best.to_proto().graph == onward.load(digits_mlp()).to_proto().graph
+    assert run.read_log()[-1]["reason"] == "early_stopping" and run.read_progress()["epoch"] == 2
+    assert run.load_best().to_proto().graph == onward.load(digits_mlp()).to_proto().graph
     assert resume(run, data, validation=other, quiet=True).progress["epoch"] == 2
 
 
@@ -76,14 +78,14 @@ def test_a_first_result_that_is_no_number_is_no_epoch_to_wait_for(folder: Path) 
     held_out = {"image": digits(8)["image"], "labels": np.zeros(8, np.int64)}  # one class has no curve
     settings = {"validation": held_out, "metrics": "auc", "patience": 2, **RECIPE, **QUIET}
     run = train(digits_mlp(), digits(), epochs=5, run="run", **settings)
-    assert run.progress["epoch"] == 2 and not (run.path / "best.onnx").exists()
-    assert run.best.to_proto() == run.last.to_proto()
+    assert run.read_progress()["epoch"] == 2 and not (run.path / "best.onnx").exists()
+    assert run.load_best().to_proto() == run.load_last().to_proto()
 
 
 def test_a_new_run_of_a_training_model_begins_anew(folder: Path) -> None:
     first = train(digits_mlp(), digits(), epochs=2, run="first", **RECIPE, **QUIET)
     again = train("first/training.onnx", digits(), epochs=2, run="again", **QUIET)
-    assert again.progress["epoch"] == 2 and again.progress["step"] == first.progress["step"] == 6
+    assert again.read_progress()["epoch"] == 2 and again.read_progress()["step"] == first.read_progress()["step"] == 6
     assert state(again)["step"] == 12
 
 
@@ -95,11 +97,11 @@ def test_streams(folder: Path) -> None:
             yield {name: array[at : at + 20] for name, array in data.items()}
 
     run = train(digits_mlp(), batches, epochs=2, run="run", **RECIPE, **QUIET)
-    assert run.progress["step"] == 5 + 3 and run.log[0]["steps_per_epoch"] is None
+    assert run.read_progress()["step"] == 5 + 3 and run.read_log()[0]["steps_per_epoch"] is None
     with pytest.raises(DataError, match="came from Python"):
         resume(run)
     assert resume(run, batches, epochs=3, quiet=True).progress["epoch"] == 3
-    assert run.config["epochs"] == 3
+    assert run.read_config()["epochs"] == 3
 
 
 def test_a_torch_data_loader(folder: Path) -> None:
@@ -137,14 +139,14 @@ def test_a_model_for_one_sample_is_trained_with_many(through: str, folder: Path)
     original = fixed(1, through=through)
     run = train(original, digits(), validation=digits(50), run="run", **RECIPE, **QUIET)
     free = train(digits_mlp(), digits(), validation=digits(50), run="free", **RECIPE, **QUIET)
-    assert run.progress["step"] == 3 and run.results == pytest.approx(free.results)
-    assert [d.dim_value for d in run.best.to_proto().graph.input[0].type.tensor_type.shape.dim] == [1, 64]
-    assert run.best.to_proto().graph.node == onward.load(original).to_proto().graph.node
+    assert run.read_progress()["step"] == 3 and run.read_results() == pytest.approx(free.results)
+    assert [d.dim_value for d in run.load_best().to_proto().graph.input[0].type.tensor_type.shape.dim] == [1, 64]
+    assert run.load_best().to_proto().graph.node == onward.load(original).to_proto().graph.node
 
 
 def test_a_model_that_cannot_take_more(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = train(fixed(1, through=MIXED), digits(12), run="run", threads=1, **RECIPE)
-    assert run.progress["step"] == 12
+    assert run.read_progress()["step"] == 12
     told = capfd.readouterr().err
     assert told.count("works for batches of 1 only: `logits` of a sample depends on the other samples") == 1
     with pytest.raises(UnsupportedError, match="batches of 1 only"):
@@ -154,10 +156,10 @@ def test_a_model_that_cannot_take_more(folder: Path, capfd: pytest.CaptureFixtur
 def test_a_last_batch_that_is_not_full(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, data, held_out = fixed(32), digits(80), digits(50, seed=1)
     run = train(model, data, validation=held_out, epochs=2, run="run", threads=1, **RECIPE)
-    assert run.progress["step"] == 4 and run.progress["samples"] == 128
+    assert run.read_progress()["step"] == 4 and run.read_progress()["samples"] == 128
     assert capfd.readouterr().err.count("16 rows of each epoch do not fill a batch of 32, and are left out") == 1
-    best = max(e["accuracy"] for e in run.log if e["event"] == "validation")
-    assert accuracy_in_batches(run.best, held_out, 32) == pytest.approx(best)
+    best = max(e["accuracy"] for e in run.read_log() if e["event"] == "validation")
+    assert accuracy_in_batches(run.load_best(), held_out, 32) == pytest.approx(best)
     assert train(model, data, last="pad", run="padded", **RECIPE, **QUIET).progress["step"] == 3
     with pytest.raises(DataError, match="takes batches of 32, not of 16"):
         train(onward.prepare(model, **RECIPE), data, batch_size=16, **QUIET)
@@ -220,7 +222,7 @@ def test_a_stream_with_a_last_batch_that_does_not_fit(folder: Path, capfd: pytes
         yield from ({name: array[at : at + 32] for name, array in data.items()} for at in (0, 32, 64))
 
     run = train(fixed(32), batches, validation=batches, epochs=2, run="run", threads=1, **RECIPE)
-    assert run.progress["step"] == 4
+    assert run.read_progress()["step"] == 4
     assert capfd.readouterr().err.count("a batch of 16 was left out, since the model takes 32") == 1
 
 
@@ -278,7 +280,7 @@ def test_old_models_stay_old(folder: Path) -> None:
     given.opset_import[0].version = 11
     run = train(given, digits(), run="run", **RECIPE, **QUIET)
     assert run.model.opset > 11
-    made, names = run.last.to_proto(), {tensor.name for tensor in given.graph.initializer}
+    made, names = run.load_last().to_proto(), {tensor.name for tensor in given.graph.initializer}
     assert made.opset_import[0].version == 11
     assert without_weights(made, names) == without_weights(onward.load(given).to_proto(), names)
 
@@ -290,7 +292,7 @@ def test_weights_in_nodes(folder: Path) -> None:
     node = onnx.helper.make_node("Constant", [], ["fc2.weight"], value=tensors["fc2.weight"])
     given.graph.node.insert(0, node)
     run = train(given, digits(), run="run", **RECIPE, **QUIET)
-    made = run.last.to_proto().graph.node[0]
+    made = run.load_last().to_proto().graph.node[0]
     assert made.op_type == "Constant"
     assert np.array_equal(numpy_helper.to_array(made.attribute[0].t), state(run)["fc2.weight"])
 
@@ -314,11 +316,11 @@ def test_weights_in_other_files(folder: Path) -> None:
 def test_averages_are_what_is_validated_and_exported(folder: Path) -> None:
     held_out = digits(50, seed=1)
     run = train(digits_mlp(), digits(), epochs=3, validation=held_out, run="run", ema=0.9, **RECIPE, **QUIET)
-    made = {t.name: numpy_helper.to_array(t) for t in run.last.to_proto().graph.initializer}
+    made = {t.name: numpy_helper.to_array(t) for t in run.load_last().to_proto().graph.initializer}
     averages = state(run)
     assert all(np.array_equal(array, averages[f"ema/{name}"]) for name, array in made.items())
     assert not np.array_equal(made["fc1.weight"], averages["fc1.weight"])
-    assert accuracy(run.last, held_out) == pytest.approx(run.results["accuracy"])
+    assert accuracy(run.load_last(), held_out) == pytest.approx(run.read_results()["accuracy"])
     plain = train(digits_mlp(), digits(), epochs=3, run="plain", **RECIPE, **QUIET)
     assert all(np.array_equal(averages[name], array) for name, array in state(plain).items())
 
@@ -327,17 +329,17 @@ def test_a_new_head(folder: Path) -> None:
     data = digits()
     data["labels"] %= 3
     run = train(digits_mlp(), data, run="run", new_head="classes=3", **RECIPE, **QUIET)
-    assert outputs(run.best, data["image"]).shape == (96, 3)
+    assert outputs(run.load_best(), data["image"]).shape == (96, 3)
 
 
 def test_adapters_are_merged(folder: Path) -> None:
     run = train(digits_mlp(), digits(), run="run", lora="rank=2,targets=*", **RECIPE, **QUIET)
-    given, made = onward.load(digits_mlp()).to_proto(), run.last.to_proto()
+    given, made = onward.load(digits_mlp()).to_proto(), run.load_last().to_proto()
     names = {"fc1.weight", "fc2.weight"}
     assert without_weights(made, names) == without_weights(given, names)
     images = digits()["image"]
     np.testing.assert_allclose(
-        outputs(run.last, images), outputs(onward.transform.strip(run.model), images), rtol=1e-4, atol=1e-5
+        outputs(run.load_last(), images), outputs(onward.transform.strip(run.model), images), rtol=1e-4, atol=1e-5
     )
 
 
@@ -370,7 +372,7 @@ def test_find_lr_keeps_the_proportions_of_groups(folder: Path) -> None:
 
 
 def last_loss(run: Run) -> float:
-    return float([e["loss"] for e in run.log if e["event"] == "step"][-1])
+    return float([e["loss"] for e in run.read_log() if e["event"] == "step"][-1])
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
@@ -389,7 +391,7 @@ def last_loss(run: Run) -> float:
 )
 def test_a_schedule_that_ends_before_the_run(schedule: str, said: str | None, folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", **RECIPE, schedule=schedule, epochs=2, batch_size=16, run="run", **QUIET)
-    notes = [event["text"] for event in run.log if event["event"] == "note"]
+    notes = [event["text"] for event in run.read_log() if event["event"] == "note"]
     assert (notes == []) if said is None else said in notes[0]
     if said is not None:
         hint = notes[0].rpartition("`steps=")[2].rstrip("`")
@@ -403,7 +405,7 @@ def test_a_schedule_of_a_file_that_is_trained_on(folder: Path) -> None:
     model = onward.prepare("digits.onnx", **RECIPE, schedule="cosine:steps=10", accumulate=2)
     first = train(model, "digits.npz", epochs=2, batch_size=16, run="first", **QUIET)  # 6 updates
     second = train(first.model, "digits.npz", epochs=2, batch_size=16, run="second", **QUIET)
-    notes = [[event["text"] for event in run.log if event["event"] == "note"] for run in (first, second)]
+    notes = [[event["text"] for event in run.read_log() if event["event"] == "note"] for run in (first, second)]
     assert not notes[0] and "the schedule ends at step 10 of 12" in notes[1][0]
 
 

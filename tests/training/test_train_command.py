@@ -84,7 +84,7 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
             1,
             "error: `validation=3` is no share of the data\n",
         ),
-        ("digits.onnx --data digits.npz --loss ce --map image", 2, "error: `--map image` has not the form of"),
+        ("digits.onnx --data digits.npz --loss ce --column image", 2, "error: `--column image` has not the form of"),
         ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the model itself\n"),
         ("--resume no", 1, "error: `no` holds no run: there is no training.onnx\n"),
         ("--resume no --seed 3", 2, "error: `--seed` has no effect with --resume\n"),

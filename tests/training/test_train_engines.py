@@ -26,7 +26,7 @@ def data():
 
 
 def losses(run):
-    return [row["loss"] for row in run.log if row["event"] == "step"]
+    return [row["loss"] for row in run.read_log() if row["event"] == "step"]
 
 
 def trained(folder, epochs=2, **options):
@@ -41,7 +41,7 @@ def test_a_run_gives_the_same_losses_everywhere(engine, options, tmp_path):
     expected, found = trained(tmp_path / "a"), trained(tmp_path / "b", engine=engine, **options)
     assert len(losses(found)) == 20
     np.testing.assert_allclose(losses(found), losses(expected), rtol=1e-5)
-    best = [run.best.graph.initializers["fc1.weight"].const_value.numpy() for run in (expected, found)]
+    best = [run.load_best().graph.initializers["fc1.weight"].const_value.numpy() for run in (expected, found)]
     np.testing.assert_allclose(best[1], best[0], rtol=1e-4, atol=1e-6)
 
 
@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_another_engine(engine, options, back, tmp_path):
     first, second = (engine, "onnxruntime") if back else ("onnxruntime", engine)
     run = trained(tmp_path / "moving", 1, engine=first, **(options if back else {}))
     run = onward.resume(run, data(), epochs=2, engine=second, quiet=True)
-    assert run.config["engine"] == second
+    assert run.read_config()["engine"] == second
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
 
 
@@ -100,5 +100,5 @@ def test_the_last_batch_of_an_epoch_is_not_compiled_for(tmp_path, capsys):
     moved = onward.resume(tmp_path / "moving", rows, validation=held_out, epochs=2)
     assert "[8, 64]" not in capsys.readouterr().err
     assert losses(moved) == losses(whole)
-    for name, value in onward.load(whole.last).graph.initializers.items():
+    for name, value in onward.load(whole.load_last()).graph.initializers.items():
         np.testing.assert_array_equal(onward.load(moved.last).graph.initializers[name].const_value, value.const_value)

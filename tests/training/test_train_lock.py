@@ -18,7 +18,7 @@ from runs import QUIET, RECIPE, Arrays, digits, filled
 
 from onward.errors import DataError, WriteError
 from onward.training.api import resume, train
-from onward.training.lock import LOCK, lock_folder
+from onward.training.folder import LOCK, lock_folder
 from onward.training.run import Run
 
 HOLDER = """
@@ -52,7 +52,9 @@ def holder(kind: str = "") -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "waits\n"
-            while [e["event"] for e in Run("run").log][-2:] != ["step", "save"] or Run("run").progress["step"] < 2:
+            while [e["event"] for e in Run("run").read_log()][-2:] != ["step", "save"] or Run("run").read_progress()[
+                "step"
+            ] < 2:
                 time.sleep(0.01)  # batches are read ahead
             yield process
         finally:

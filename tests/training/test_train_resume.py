@@ -36,10 +36,9 @@ from onward.errors import (
 )
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
-from onward.training.callbacks import Status
+from onward.training.callbacks import Saver, Status
 from onward.training.folder import Folder
 from onward.training.run import Run
-from onward.training.watchers import Saver
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def history(run: Run) -> list[dict[str, Any]]:
     """The log, without times and without what says when it was saved, resumed and ended."""
-    events = [{k: v for k, v in e.items() if k not in ("time", "seconds", "config", "model")} for e in run.log]
+    events = [{k: v for k, v in e.items() if k not in ("time", "seconds", "config", "model")} for e in run.read_log()]
     return [e for e in events if e["event"] not in ("resume", "end") and not (e["event"] == "save" and not e["best"])]
 
 
@@ -93,7 +92,9 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     run = Run("run")
-    assert int(done.stdout) >= 2 and [e for e in run.log if e["event"] == "resume"]  # a fast machine is done soon
+    assert int(done.stdout) >= 2 and [
+        e for e in run.read_log() if e["event"] == "resume"
+    ]  # a fast machine is done soon
     assert_same(run, whole)
     if kills > 5 and importlib.util.find_spec("tensorflow"):
         assert scalars(run) == scalars(whole)
@@ -107,7 +108,7 @@ def test_a_run_that_was_reset_is_not_reset_again(folder: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         interrupted_after(8, patched)
         run = train(model, "digits.npz", run="run", **settings)
-    assert run.log[-1]["step"] == 8 and run.config["reset"]
+    assert run.read_log()[-1]["step"] == 8 and run.read_config()["reset"]
     assert_same(resume(run, quiet=True), whole)
 
 
@@ -124,9 +125,9 @@ def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     arguments = [sys.executable, killed_runs.__file__, str(tmp_path), str(kills), "1"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2 and [e for e in run.log if e["event"] == "resume"]
+    assert int(done.stdout) >= 2 and [e for e in run.read_log() if e["event"] == "resume"]
     assert history(run) == history(whole)
-    for a, b in ((run.model, whole.model), (run.best, whole.best), (run.last, whole.last)):
+    for a, b in ((run.model, whole.model), (run.load_best(), whole.load_best()), (run.load_last(), whole.load_last())):
         names = {value.name for value in a.initializers()}
         assert names == {value.name for value in b.initializers()}
         assert all(np.array_equal(a.array(name), b.array(name)) for name in names)
@@ -147,7 +148,10 @@ def test_interrupt(steps: int, number: int, whole: Run, folder: Path, monkeypatc
     with monkeypatch.context() as patch:
         interrupted_after(steps, patch, number)
         run = train("model.onnx", "data.npz", run="run", **{**killed_runs.SETTINGS, "save_every": 60})
-    assert run.log[-1]["reason"] == "interrupted" and run.log[-1]["step"] == run.progress["step"] == steps
+    assert (
+        run.read_log()[-1]["reason"] == "interrupted"
+        and run.read_log()[-1]["step"] == run.read_progress()["step"] == steps
+    )
     assert signal.getsignal(number) is before
     resume(run, quiet=True)
     assert_same(run, whole)
@@ -163,9 +167,9 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(
         interrupted_after(2, patch)
         run = train(digits_mlp(), data, run="run", **settings)
     resume(run, data)
-    steps = [event for event in run.log if event["event"] == "step"]
+    steps = [event for event in run.read_log() if event["event"] == "step"]
     means = [np.average([e["loss"] for e in steps[i : i + 3]], weights=[16, 16, 6]) for i in (0, 3)]
-    epochs = [(event["step"], event["loss"]) for event in run.log if event["event"] == "epoch"]
+    epochs = [(event["step"], event["loss"]) for event in run.read_log() if event["event"] == "epoch"]
     np.testing.assert_allclose(epochs, list(zip((3, 6), means, strict=True)), rtol=1e-6)
     printed = re.findall(r"epoch \d/2  loss (\S+)", capfd.readouterr().err)
     assert printed == [f"{mean:.4g}" for mean in means]
@@ -180,7 +184,7 @@ def test_interrupt_twice(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyboardInterrupt):
             train("model.onnx", "data.npz", run="run", **{**killed_runs.SETTINGS, "save_every": 60})
     run = Run("run")
-    assert run.progress["step"] == 0
+    assert run.read_progress()["step"] == 0
     assert_same(resume(run, quiet=True), whole)
 
 
@@ -192,7 +196,7 @@ def test_an_interrupt_that_is_ignored_stays_so(whole: Run, folder: Path, monkeyp
             interrupted_after(3, patch)
             interrupted_after(5, patch, signal.SIGTERM)
             run = train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
-        assert run.log[-1]["reason"] == "interrupted" and run.progress["step"] == 5
+        assert run.read_log()[-1]["reason"] == "interrupted" and run.read_progress()["step"] == 5
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -212,7 +216,7 @@ def test_interrupt_in_validation(whole: Run, folder: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(OnnxRuntime, "evaluate", interrupted)
         run = train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
-    assert run.log[-1]["reason"] == "interrupted" and run.progress["batch"] == 5
+    assert run.read_log()[-1]["reason"] == "interrupted" and run.read_progress()["batch"] == 5
     assert_same(resume(run, quiet=True), whole)
 
 
@@ -230,7 +234,7 @@ def test_tensorboard_shows_each_step_once(whole: Run, folder: Path, monkeypatch:
         patch.setattr(Saver, "save", broken)
         train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
     run = Run("run")
-    assert run.progress["step"] == 5
+    assert run.read_progress()["step"] == 5
     assert_same(resume(run, quiet=True), whole)
     assert scalars(run) == scalars(whole) and len(scalars(run)) > 20
 
@@ -248,7 +252,7 @@ def test_interrupt_often(whole: Run, folder: Path) -> None:
                     resume(run, quiet=True)
                 else:
                     train("model.onnx", "data.npz", run=run.path, **killed_runs.SETTINGS)
-                is_over = run.log[-1]["reason"] == "finished"
+                is_over = run.read_log()[-1]["reason"] == "finished"
             except KeyboardInterrupt:  # it came before the run listened, or after it
                 continue
             finally:
@@ -266,7 +270,7 @@ def test_what_a_kill_leaves_behind_is_removed(folder: Path) -> None:
     resume(run, epochs=2, quiet=True)
     left = {path.name for path in run.path.iterdir() if path.read_bytes() == b"half of it"}
     assert not left and (run.path / "notes.txt").exists()
-    assert np.isfinite(outputs(onward.load(run.best.save("best.onnx", data="none")), digits()["image"])).all()
+    assert np.isfinite(outputs(onward.load(run.load_best().save("best.onnx", data="none")), digits()["image"])).all()
 
 
 def test_a_run_goes_on_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +293,9 @@ def test_a_loss_that_is_not_finite(folder: Path) -> None:
         train(digits_mlp(), data, shuffle=False, run="run", **RECIPE, **QUIET)
     assert "learning rate" in (error.value.hint or "")
     run = Run("run")
-    assert run.log[-1] | {"seconds": 0} == run.log[-1] | {"step": 1, "reason": "not_finite", "seconds": 0}
-    assert np.isnan(run.log[-1]["loss"])
-    assert run.progress["step"] == 1 and all(np.isfinite(array).all() for array in state(run).values())
+    assert run.read_log()[-1] | {"seconds": 0} == run.read_log()[-1] | {"step": 1, "reason": "not_finite", "seconds": 0}
+    assert np.isnan(run.read_log()[-1]["loss"])
+    assert run.read_progress()["step"] == 1 and all(np.isfinite(array).all() for array in state(run).values())
 
 
 def test_weights_that_are_not_finite(folder: Path) -> None:
@@ -303,7 +307,7 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
     with pytest.raises(TrainingError, match=r"`w` holds NaN or infinity after step 4: the state after step 3 was kept"):
         settings = {"shuffle": False, "batch_size": 1, "save_every": 0, "run": "run", **QUIET}
         train(model, data, loss="mse", optimizer="sgd:lr=1e38", **settings)
-    assert np.isfinite(state(Run("run"))["w"]).all() and Run("run").progress["step"] == 3
+    assert np.isfinite(state(Run("run"))["w"]).all() and Run("run").read_progress()["step"] == 3
 
 
 def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +320,7 @@ def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str
     way_on = "saved after step 1: once the cause is removed, continue with `onward.resume('run', data)`"
     assert way_on in capfd.readouterr().err
     run = Run("run")
-    assert run.progress["step"] == 1 and run.log[-1]["reason"] == "failed"
+    assert run.read_progress()["step"] == 1 and run.read_log()[-1]["reason"] == "failed"
     data = digits()
     steps = resume(run, lambda: ({n: a[i : i + 16] for n, a in data.items()} for i in (0, 16)), quiet=True)
     assert steps.progress["step"] == 2
@@ -371,7 +375,7 @@ def test_a_file_that_disappears_in_the_run(folder: Path) -> None:
 
     with pytest.raises(DataError, match=r"the data could not be read: .*gone\.npy"):
         train(digits_mlp(), batches, run="run", **RECIPE, **QUIET)
-    assert Run("run").progress["step"] == 1
+    assert Run("run").read_progress()["step"] == 1
 
 
 @contextmanager
@@ -403,7 +407,7 @@ def test_a_file_that_cannot_be_written(
     with files_of_at_most(size), pytest.raises(WriteError, match=f"{message}: File too large") as error:
         resume(run, quiet=True)
     assert "then continue from step 3 with `onward train --resume run`" in (error.value.hint or "")
-    assert run.progress["step"] == 3
+    assert run.read_progress()["step"] == 3
     assert_same(resume(run, quiet=True), whole)
 
 
@@ -447,7 +451,7 @@ def test_a_folder_that_is_read_only(folder: Path) -> None:
 
 def test_a_configuration_of_another_version(folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
-    Folder(run.path).configure({**run.config, "novelty": 1})
+    Folder(run.path).configure({**run.read_config(), "novelty": 1})
     with pytest.raises(DataError, match="has the key `novelty`, and there is no such option"):
         resume(run)
 

@@ -17,7 +17,7 @@ import onward
 from onward.engines import function, start
 from onward.errors import UnsupportedError
 from onward.model.serde import to_proto
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 
 OPERATORS = ("Conv", "MaxPool", "AveragePool", "AveragePool with padding", "LpPool", "ConvTranspose")
 WINDOWS = (

@@ -8,7 +8,7 @@ from runs import QUIET
 
 import onward
 from onward.engines import start
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from onward.transform.declare import rebatch
 
 pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.filterwarnings("ignore")]

@@ -14,10 +14,9 @@ from web_runtime import node_modules, run_node
 
 import onward
 from onward.errors import DataError, RecipeError, UnsupportedError, WriteError
-from onward.training.data.order import Order
-from onward.training.export import in_form_of
-from onward.web.columns import Packer
-from onward.web.pictures import picture_of
+from onward.training.data.views import Order
+from onward.training.run import in_form_of
+from onward.web.content import pack, picture_of
 from onward.web.places import trained_file, training_file
 
 # ---- what is in the folder -------------------------------------------------------------------------------------------
@@ -117,14 +116,14 @@ def test_narrow_numbers_come_back_to_the_last_bit():
         "wide": np.array([-(2**40), 3]),
         "tokens": np.array([0, 50_000]),
     }
-    packer = Packer()
+    packed = bytearray()
     for name, values in columns.items():
-        told = packer.add(name, values)
-        stored = np.frombuffer(bytes(packer.data), told["stored"], values.size, told["offset"]).reshape(values.shape)
+        told = pack(packed, name, values)
+        stored = np.frombuffer(bytes(packed), told["stored"], values.size, told["offset"]).reshape(values.shape)
         back = (stored.astype(np.float64) / told["divisor"]).astype(values.dtype) if told["divisor"] != 1 else stored
         np.testing.assert_array_equal(back.astype(values.dtype), values)
         assert (back.astype(values.dtype).tobytes()) == values.tobytes()
-    assert len(packer.data) < 700
+    assert len(packed) < 700
 
 
 def test_pictures_are_known_by_their_shape_and_by_what_is_said():

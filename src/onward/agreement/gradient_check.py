@@ -36,7 +36,7 @@ from onward.transform.types import fill_in_types
 
 @checked()
 def check_gradients(
-    source: Source,
+    model: Source,
     y: str | None = None,
     xs: Sequence[str] | None = None,
     *,
@@ -54,7 +54,7 @@ def check_gradients(
     All is computed in float64, by the engine `numpy`. Where a gradient is wrong, each operator on the way is checked
     alone, and the report names the first that is.
 
-    - `source`: any model
+    - `model`: any model
     - `y`, `xs`: without them, what the Gradient of a training model names; else the output that is a single number, or
       the first, by all parameters and floating-point inputs on which it depends. A `y` of several elements is weighed
       by random numbers
@@ -65,7 +65,7 @@ def check_gradients(
     - `tolerance`: relative to the size of a gradient
     - `step`: which one, of a training model with several
     """
-    what = subject(source, y, xs, step)
+    what = subject(model, y, xs, step)
     settings = CheckSettings(directions, order, seed, tolerance)
     given = fit_inputs(inputs, {value.name or "": value for value in what.model.inputs}, what.spare)
     function = function_of(what)

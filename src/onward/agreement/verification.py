@@ -25,12 +25,12 @@ from onward.model.state import states
 from onward.transform.types import fill_in_types
 
 
-@checked()
+@checked(steps="updates")
 def verify(
-    source: Source,
+    training: Source,
     *,
     engines: Sequence[str] | None = None,
-    steps: Count = 5,
+    updates: Count = 5,
     inputs: Given = None,
     tolerance: Annotated[float, Range(least=0)] | None = None,
     seed: Seed = 0,
@@ -46,9 +46,9 @@ def verify(
 
         print(onward.verify("training.onnx", engines=["onnxruntime", "torch"]))
 
-    - `source`: a training model
+    - `training`: a training model
     - `engines`: those that are compared; all that are installed unless given
-    - `steps`: how many are made
+    - `updates`: how many steps are made
     - `inputs`: a dict of arrays or the path of an .npz file: one batch, used in each step; what it lacks is made up
     - `tolerance`: relative to the largest element of a tensor; 1e-4 unless given, 1e-9 for models in float64
     - `seed`: what is made up is drawn from it
@@ -56,7 +56,7 @@ def verify(
     - `compile`: whether frameworks compile the step
     - `on_start`: told the name of each engine before it runs
     """
-    model = load(source)
+    model = load(training)
     model.step(step)  # which refuses a model without training
     for name in engines or ():
         if name not in ENGINES:
@@ -72,7 +72,7 @@ def verify(
         on_start(f"{way.engine} ({way.derivative})")
         try:
             with _load(model, step, way, compile) as engine:
-                batches = batches or batches_made_up(model, step, engine, given, steps, seed)
+                batches = batches or batches_made_up(model, step, engine, given, updates, seed)
                 runs[way] = _run(engine, batches)
         except Error as error:
             refusals[way] = error
@@ -91,7 +91,7 @@ def verify(
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)
-    return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, tolerance, unknown)
+    return EngineReport(tuple(rows), f"{reference.engine} ({reference.derivative})", updates, tolerance, unknown)
 
 
 def _load(model: Model, step: int, way: Way, compile: bool) -> Engine:

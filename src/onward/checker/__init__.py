@@ -73,24 +73,24 @@ def check_proto(
 
 
 @checked()
-def check(source: Source, *, target: str | None = None) -> list[Finding]:
+def check(model: Source, *, target: str | None = None) -> list[Finding]:
     """All that is wrong with a model, by the rules of the specification and of Onward; an empty list if nothing is.
 
         for finding in onward.check("training.onnx"):
             print(finding)
 
-    - `source`: a model in a file, in bytes, in a `ModelProto` or in memory
+    - `model`: a model in a file, in bytes, in a `ModelProto` or in memory
     - `target`: also what would be in the way of a runtime, such as `"onnxruntime"`
     """
-    if isinstance(source, ModelProto):
-        return check_proto(source, target=target)
-    if isinstance(source, Model):
-        with without_data(source):
-            return check_proto(source.to_proto(), target=target)
-    if isinstance(source, bytes):
-        return check_proto(storage.parse_proto(source), target=target)
-    findings = check_proto(storage.read_proto(source), base_dir=storage.folder_of(source), target=target)
-    return worst_first([*file.checksums(Path(source)), *findings])
+    if isinstance(model, ModelProto):
+        return check_proto(model, target=target)
+    if isinstance(model, Model):
+        with without_data(model):
+            return check_proto(model.to_proto(), target=target)
+    if isinstance(model, bytes):
+        return check_proto(storage.parse_proto(model), target=target)
+    findings = check_proto(storage.read_proto(model), base_dir=storage.folder_of(model), target=target)
+    return worst_first([*file.checksums(Path(model)), *findings])
 
 
 def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable[_Seen]) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ from onward.run_state.state import RunState, from_training_model, step_of
 
 @checked()
 def to_checkpoint(
-    source: Model | Checkpoint | str | os.PathLike[str], path: str | os.PathLike[str], *, format: str
+    training: Model | Checkpoint | str | os.PathLike[str], path: str | os.PathLike[str], *, format: str
 ) -> Path:
     """Write a checkpoint from which a framework goes on; where it was written.
 
@@ -44,12 +44,12 @@ def to_checkpoint(
 
         onward.to_checkpoint("training.onnx", "checkpoint-500", format="hf")
 
-    - `source`: a training model, or a checkpoint of any format
+    - `training`: a training model, or a checkpoint of any format
     - `path`: the file or folder
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
     chosen = format_named(format)
-    opened = open_either(source)
+    opened = open_either(training)
     checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
     if isinstance(opened, Model) and checkpoint.waiting:
         raise UnsupportedError(

@@ -73,9 +73,9 @@ def _match_given(
     problems = Problems("the names that were given")
     for theirs, ours in given.items():
         if theirs not in tensors:
-            problems.add(f"the checkpoint has no `{theirs}`", "`onward show --params` lists what it has")
+            problems.add(f"the checkpoint has no `{theirs}`", "`onward describe --params` lists what it has")
         if ours not in graph:
-            problems.add(f"the model has no `{ours}`", "`onward show --params` lists what it has")
+            problems.add(f"the model has no `{ours}`", "`onward describe --params` lists what it has")
     problems.refuse()
     return dict(given)
 

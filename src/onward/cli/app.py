@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from onward.cli import INTERRUPTED, console, say_interrupted
-from onward.cli.console import ClosedPipe, print_error
-from onward.cli.help import USAGE, help_text, usage_of
+from onward.cli.console import USAGE, ClosedPipe, help_text, print_error, usage_of
 from onward.errors import MEMORY_HINT, Error, lacks_memory, near
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
@@ -36,11 +35,18 @@ def _say_warning(message: Warning | str, category: type[Warning], filename: str,
         console.print_warning(str(message))
 
 
+_FORMER_COMMANDS = {"show": "describe", "grad": "gradient"}
+"""Commands that are understood until the next release, and those that they stand for."""
+
+
 class Commands(TyperGroup):
     """All commands. Whatever happens in one ends in an exit code and, if it failed, in `error:` and `hint:`."""
 
     def get_help(self, ctx: Any) -> str:
         return help_text(self, ctx)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return super().get_command(ctx, _FORMER_COMMANDS.get(name, name))
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
@@ -64,10 +70,15 @@ class Commands(TyperGroup):
 class Command(TyperCommand):
     more: Callable[[], str] | None = None
     """A further paragraph of its help, made when somebody reads it."""
+    formerly: Mapping[str, str] = {}
+    """Flags that are understood until the next release, and those that they stand for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = [argument.partition("=") for argument in args]
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(
+                ctx, [f"{self.formerly.get(flag, flag)}{is_}{value}" for flag, is_, value in flags]
+            )
         except typer.TyperException as error:  # not all say which command it was
             error.__dict__["ctx"] = getattr(error, "ctx", None) or ctx
             raise
@@ -92,13 +103,15 @@ def command(
     usage: str = USAGE,
     about: Callable[[], str] | None = None,
     parameters: Iterable[inspect.Parameter] = (),
+    formerly: Mapping[str, str] = {},
 ) -> Callable[[_Function], _Function]:
     """Enter a function as a command, with examples below its help; `usage` where its signature does not tell.
 
     Further `parameters` are what a function takes as keywords (`**`); they come before those that only have a name.
+    `formerly` are flags that stand for others until the next release.
     """
     epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
-    kind = type("Command", (Command,), {"more": staticmethod(about)}) if about else Command
+    kind = type("Command", (Command,), {"more": staticmethod(about) if about else None, "formerly": formerly})
 
     def enter(function: _Function) -> _Function:
         more = list(parameters)
@@ -126,8 +139,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    invoke_without_command=True,
-    epilog="Each command explains itself, with examples: `onward prepare --help`.",
+    invoke_without_command=True, epilog="Each command explains itself, with examples: `onward prepare --help`."
 )
 def onward(
     context: typer.Context,
@@ -227,16 +239,11 @@ def _guess(text: str, context: typer.Context | None) -> str | None:
         return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
     unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
     if unknown and context:
-        return near(unknown[1], _known_words(context), likeness=0.6)
+        options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        return near(unknown[1], [*options, *getattr(context.command, "commands", ())], likeness=0.6)
     if text.startswith("unexpected argument") and context:
         return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
     return None
-
-
-def _known_words(context: typer.Context) -> list[str]:
-    """The options and commands that there are."""
-    options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-    return [*options, *getattr(context.command, "commands", ())]
 
 
 def _leave_pipe() -> None:

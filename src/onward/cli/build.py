@@ -1,27 +1,95 @@
-"""`onward prepare`, `grad` and `lower`: training models, derivatives, and plain ONNX made of them."""
+"""`onward prepare`, `gradient` and `lower`: training models, derivatives and plain ONNX; and what recipes can name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
-from onward.cli.catalogue import Catalogue, print_catalogue
-from onward.cli.console import print_json, print_rows, remark
+from onward.cli.console import print_json, print_rows, remark, say, word
 from onward.cli.files import Target, refuse_to_overwrite, target, working
-from onward.cli.options import floats_matching, option, parameters_for, recomputation, select_given
+from onward.cli.options import floats_matching, option, options_from, recomputation, select_given
 from onward.options import StepOptions, WholeRunOptions
 
 if TYPE_CHECKING:
     from onward import Model
     from onward.inspect import Summary
 
+Catalogue = Literal["losses", "optimizers", "schedules", "initializers", "preprocessing", "augmentations"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    summary: str
+    options: Mapping[str, Any]
+    """Every option with its default."""
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """What those options can be that are one of a few words."""
+    required: tuple[str, ...] = ()
+    short_names: tuple[str, ...] = ()
+
+
+def entries(catalogue: Catalogue) -> dict[str, Entry]:
+    """Return what a recipe can name, with options and defaults."""
+    from onward.recipe import initialize, losses, optimizers, schedules
+    from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
+    from onward.recipe.preprocessing.operations import OPERATIONS
+    from onward.recipe.spec import options_of
+
+    found: dict[str, Entry] = {}
+    if catalogue == "losses":
+        for loss in losses.LOSSES.values():
+            short = tuple(name for name, other in losses.LOSSES.items() if other is loss and name != loss.name)
+            found[loss.name] = Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
+    elif catalogue == "optimizers":
+        for name, optimizer in optimizers.OPTIMIZERS.items():
+            choices = {key: value for key, value in optimizer.choices.items() if isinstance(value, tuple)}
+            usual = {key: value[0] if isinstance(value, tuple) else value for key, value in optimizer.choices.items()}
+            found[name] = Entry(optimizer.summary, {**optimizer.hyper, **usual}, choices)
+    elif catalogue == "schedules":
+        for name, schedule in schedules.SCHEDULES.items():
+            required = tuple(key for key, value in schedule.options.items() if value is None and key != "timescale")
+            found[name] = Entry(schedule.summary, schedule.options, schedule.choices, required)
+    elif catalogue == "initializers":
+        found["file"] = Entry("the value in the file", {})
+        for name, initializer in initialize.INITIALIZERS.items():
+            found[name] = Entry(initializer.summary, initializer.options, initializer.choices)
+    else:
+        operations = {name: operation.build for name, operation in OPERATIONS.items()}
+        for name, function in (operations if catalogue == "preprocessing" else AUGMENTATIONS).items():
+            options, required = options_of(function)
+            found[name] = Entry((function.__doc__ or "").splitlines()[0], options, required=required)
+    return found
+
+
+def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:
+    found = entries(catalogue)
+    if as_json:
+        print_json({name: asdict(entry) for name, entry in found.items()})
+        return
+    for name, entry in found.items():
+        say(" or ".join([name, *entry.short_names]), style="bold")
+        print_rows([["  ", entry.summary]])
+        if entry.options:
+            listed = "  ".join(_option(key, value, entry) for key, value in entry.options.items())
+            print_rows([["  ", listed]], styles=("", "cyan"))
+
+
+def _option(name: str, default: Any, entry: Entry) -> str:
+    if name in entry.required:
+        return f"{name}=?"
+    values = entry.choices.get(name, (default,))
+    return f"{name}={'|'.join(word(value) for value in values)}"
+
+
 Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference", "run"]
 
 _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
-"""What `onward show` tells about a step, and what is said otherwise here or goes without saying."""
+"""What `onward describe` tells about a step, and what is said otherwise here or goes without saying."""
 
 
 @command(
@@ -34,7 +102,7 @@ _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
     "onward prepare gan.onnx --loss score=bce_with_logits:constant=1 --trainable 'maker.*' --append --name maker",
     "onward prepare --list optimizers",
     usage="MODEL --loss SPEC [OPTIONS]",
-    parameters=parameters_for(StepOptions),
+    **options_from(StepOptions),
 )
 def prepare(
     model: options.OptionalModel = None,
@@ -102,7 +170,7 @@ def _print_prepared(summary: Summary, place: Target) -> None:
         ("feed", ", ".join(fed)),
         *(("note", text) for text in summary.remarks),
         ("wrote", place.describe()),
-        ("next", f"onward show {place.path}"),
+        ("next", f"onward describe {place.path}"),
         ("", f"onward check {place.path}"),
     ]
     print_rows([[label, line] for label, text in rows for line in text.splitlines()], styles=("bold",))
@@ -110,23 +178,21 @@ def _print_prepared(summary: Summary, place: Target) -> None:
 
 @command(
     BUILD,
-    "onward grad digits.onnx --of logits --wrt image -o saliency.onnx",
-    "onward grad digits.onnx --of logits --wrt 'fc1.*'",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute 2",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute '*gelu*' --recompute '*norm*'",
-    "onward grad gpt.onnx --of loss --wrt '*.weight' --keep-functions",
+    "onward gradient digits.onnx --of logits --wrt image -o saliency.onnx",
+    "onward gradient digits.onnx --of logits --wrt 'fc1.*'",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --recompute 2",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --recompute '*gelu*' --recompute '*norm*'",
+    "onward gradient gpt.onnx --of loss --wrt '*.weight' --keep-functions",
 )
-def grad(
+def gradient(
     model: options.Model,
     of: Annotated[str, option("--of", "NAME", "The value to differentiate; the sum of its elements.")],
     wrt: Annotated[
-        list[str],
-        option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated."),
+        list[str], option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated.")
     ],
     recompute: options.Recompute = None,
     keep_functions: Annotated[
-        bool,
-        option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients."),
+        bool, option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients.")
     ] = False,
     output: options.Output = None,
     data: options.Data = "auto",
@@ -151,8 +217,8 @@ def grad(
     "onward lower training.onnx --all lowered/ --recompute 2",
     "onward lower gan.onnx --steps discriminator:2,generator",
     "onward lower model.onnx --part inference",
-    "onward lower training.onnx --part run --validation --batch-size 64 --patience 5 -o train.onnx",
-    parameters=parameters_for(WholeRunOptions),
+    "onward lower training.onnx --part run --validate --batch-size 64 --patience 5 -o train.onnx",
+    **options_from(WholeRunOptions),
 )
 def lower(
     model: options.Model,

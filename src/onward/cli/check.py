@@ -78,17 +78,11 @@ def _print_findings(findings: Sequence[Finding]) -> None:
             continue
         say(heading, style=style)
         for finding in chosen:
-            _print_finding(finding)
+            say(f"  {finding.code}  {finding.place}", style="bold")
+            lines = [(finding.message, ""), (f"rule: {finding.rule}", "dim")]
+            for text, style in [*lines, *([(f"hint: {finding.hint}", "cyan")] if finding.hint else [])]:
+                print_rows([["       ", text]], styles=("", style))
         say()
-
-
-def _print_finding(finding: Finding) -> None:
-    say(f"  {finding.code}  {finding.place}", style="bold")
-    lines = [(finding.message, ""), (f"rule: {finding.rule}", "dim")]
-    if finding.hint:
-        lines.append((f"hint: {finding.hint}", "cyan"))
-    for text, style in lines:
-        print_rows([["       ", text]], styles=("", style))
 
 
 def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:
@@ -124,8 +118,7 @@ def _print_codes(as_json: bool) -> None:
 def check_gradients(
     model: options.Model,
     of: Annotated[
-        str | None,
-        option("--of", "NAME", "The value that is differentiated; the loss, or the first output."),
+        str | None, option("--of", "NAME", "The value that is differentiated; the loss, or the first output.")
     ] = None,
     wrt: Annotated[
         list[str] | None,
@@ -142,8 +135,7 @@ def check_gradients(
     directions: Annotated[int, option("--directions", "N", "How many random directions to try for each.", min=1)] = 1,
     order: Annotated[int, option("--order", "N", "2: check the gradient of the gradient, too.", min=1, max=2)] = 1,
     tolerance: Annotated[
-        float | None,
-        option("--tolerance", "X", "How far off a gradient may be, relative to its size.", min=0),
+        float | None, option("--tolerance", "X", "How far off a gradient may be, relative to its size.", min=0)
     ] = None,
     seed: Annotated[int, option("--seed", "N", "For directions and made-up inputs.", min=0)] = 0,
     step: options.Step = 0,
@@ -180,22 +172,21 @@ def check_gradients(
 @command(
     LOOK,
     "onward verify training.onnx",
-    "onward verify training.onnx --engine onnxruntime --engine torch --steps 50",
+    "onward verify training.onnx --engine onnxruntime --engine torch --updates 50",
     "onward verify training.onnx --inputs batch.npz --json | jq '.rows[] | {engine, verdict}'",
+    formerly={"--steps": "--updates"},
 )
 def verify(
     model: options.Model,
     engine: Annotated[
-        list[str] | None,
-        option("--engine", "NAME", "An engine; all that are installed unless given. May be repeated."),
+        list[str] | None, option("--engine", "NAME", "An engine; all that are installed unless given. May be repeated.")
     ] = None,
-    steps: Annotated[int, option("--steps", "N", "How many steps to run.", min=1)] = 5,
+    updates: Annotated[int, option("--updates", "N", "How many steps to run.", min=1)] = 5,
     inputs: Annotated[
         Path | None, option("--inputs", "FILE", "An .npz file with a batch; made up unless given.")
     ] = None,
     tolerance: Annotated[
-        float | None,
-        option("--tolerance", "X", "How far apart engines may be, relative to a tensor's size.", min=0),
+        float | None, option("--tolerance", "X", "How far apart engines may be, relative to a tensor's size.", min=0)
     ] = None,
     seed: Annotated[int, option("--seed", "N", "For made-up inputs.", min=0)] = 0,
     compiled: Annotated[bool, option("--compile", None, "Compile the step where an engine can.")] = False,
@@ -213,7 +204,7 @@ def verify(
         report = onward.verify(
             str(model),
             engines=engine or None,
-            steps=steps,
+            updates=updates,
             inputs=inputs,
             tolerance=tolerance,
             seed=seed,

@@ -9,7 +9,7 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
-from onward.cli.options import argument, example_in, option, parameters_for, select_given
+from onward.cli.options import argument, example_in, option, options_from, select_given
 from onward.errors import InvalidModelError, WriteError, near
 from onward.options import UNTOLD, UntoldOptions
 
@@ -39,17 +39,15 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
-    parameters=parameters_for(UntoldOptions),
+    **options_from(UntoldOptions),
 )
 def convert(
     source: Annotated[
-        Path,
-        argument("SOURCE", "An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`."),
+        Path, argument("SOURCE", "An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`.")
     ],
     to: Annotated[str | None, option("--to", "FORMAT", "A framework, or a format of checkpoints: see above.")] = None,
     output: Annotated[
-        Path | None,
-        option("--output -o", "PATH", "The file or folder to write. Beside the source unless given."),
+        Path | None, option("--output -o", "PATH", "The file or folder to write. Beside the source unless given.")
     ] = None,
     program: Annotated[
         bool | None,

@@ -163,7 +163,9 @@ def _blaming(files: Iterable[Path]) -> Iterator[None]:
     except Exception as error:
         for file in files:
             if _breaks_rules(file):
-                raise _to_blame(file, error) from error
+                what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+                hint = f"`onward check {file}` says what is wrong with it"
+                raise InvalidModelError(f"`{file}` is not a valid model: {what}", hint=hint) from error
         raise
 
 
@@ -173,10 +175,3 @@ def _breaks_rules(file: Path) -> bool:
     with suppress(Exception):  # the first error is the one to tell
         return any(finding.severity == "error" for finding in check(file))
     return False
-
-
-def _to_blame(file: Path, error: Exception) -> InvalidModelError:
-    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    return InvalidModelError(
-        f"`{file}` is not a valid model: {what}", hint=f"`onward check {file}` says what is wrong with it"
-    )

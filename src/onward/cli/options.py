@@ -15,7 +15,7 @@ from onward.arguments import from_text, kinds_of
 from onward.cli.app import Misuse
 from onward.cli.files import Where
 from onward.errors import UnknownNameError, near_or_first
-from onward.options import Option, RunOptions, options_of
+from onward.options import Option, TrainConfig, former_names, options_of
 
 if TYPE_CHECKING:
     from onward import Model as AnyModel
@@ -50,9 +50,9 @@ Step = Annotated[int, option("--step", "N", "Which training step, where a model 
 # ---- options that are declared once, in `onward.options` -------------------------------------------------------------
 
 
-def parameters_for(kind: type) -> list[inspect.Parameter]:
-    """The parameters of a command that stand for the options of a class; they are None unless given."""
-    return [parameter_for(each) for each in options_of(kind)]
+def options_from(kind: type) -> dict[str, Any]:
+    """Return what `command` is told for the fields of a class to be options, which are None unless given."""
+    return {"parameters": [parameter_for(each) for each in options_of(kind)], "formerly": former_names(kind)}
 
 
 def parameter_for(one: Option) -> inspect.Parameter:
@@ -97,7 +97,7 @@ def _value(one: Option, typed: Any) -> Any:
     return values if len(values) > 1 or (is_list and isinstance(values[0], str)) else values[0]
 
 
-_RECOMPUTE = next(one for one in options_of(RunOptions) if one.name == "recompute")
+_RECOMPUTE = next(one for one in options_of(TrainConfig) if one.name == "recompute")
 Recompute = Annotated[list[str] | None, _default_for(_RECOMPUTE)]
 
 

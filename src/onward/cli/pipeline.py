@@ -1,4 +1,4 @@
-"""`onward pipeline`: what happens to data before a model, as a model of its own."""
+"""`onward pipeline` and `onward page`: what happens to data before a model, and a page that trains one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark
 from onward.cli.files import Target, refuse_to_overwrite, target, working
-from onward.cli.options import argument, option, pairs
+from onward.cli.options import argument, option, options_from, pairs, select_given, source_of
+from onward.options import PageOptions
 
 if TYPE_CHECKING:
     from onward import Model
+
 
 _ARRAYS = ".npz"
 
@@ -25,6 +27,7 @@ _ARRAYS = ".npz"
     "onward pipeline pipeline.onnx --data texts.csv -o inputs.npz",
     "onward pipeline pipeline.onnx --before model.onnx -o whole.onnx",
     "onward pipeline whole.onnx -o pipeline.onnx --rest model.onnx",
+    formerly={"--map": "--column"},
 )
 def pipeline(
     source: Annotated[
@@ -47,7 +50,7 @@ def pipeline(
     ] = None,
     columns: Annotated[
         list[str] | None,
-        option("--map", "INPUT=COLUMN", "Which column an input takes, such as `text=review`. May be repeated."),
+        option("--column", "INPUT=COLUMN", "Which column an input takes, such as `text=review`. May be repeated."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -78,9 +81,9 @@ def pipeline(
     other: Model | None = None
     with working(f"making {place.path}", *([Path(source)] if is_file else [])):
         if before is not None:
-            made = onward.join_pipeline(source if is_file else _made(source, before, data, mapping), str(before))
+            made = onward.pipelines.join(source if is_file else _made(source, before, data, mapping), str(before))
         elif is_file:
-            made, other = onward.detach_pipeline(source)
+            made, other = onward.pipelines.detach(source)
         else:
             made = _made(source, model, data, mapping)
     _write(made, place, as_json)
@@ -107,7 +110,7 @@ def _check_together(
 def _made(source: str, model: Path | None, data: list[str] | None, mapping: dict[str, str] | None) -> Model:
     import onward
 
-    return onward.pipeline(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
+    return onward.pipelines.make(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
 
 
 def _one_or_all(data: list[str] | None) -> str | list[str] | None:
@@ -119,7 +122,7 @@ def _run(made: Model, data: list[str] | None, mapping: dict[str, str] | None, ou
 
     import onward
 
-    arrays = onward.run_pipeline(made, _one_or_all(data), columns=mapping)
+    arrays = onward.pipelines.run(made, _one_or_all(data), columns=mapping)
     np.savez(output, allow_pickle=False, **arrays)
     if as_json:
         shapes = {name: {"type": str(a.dtype), "shape": list(a.shape)} for name, a in arrays.items()}
@@ -145,3 +148,45 @@ def _ports(model: Model) -> str:
     sides = (summary.inputs, summary.outputs)
     taken, given = (", ".join(f"{one.name} {one.type} {shape(one.shape)}" for one in side) for side in sides)
     return f"from {taken} to {given}"
+
+
+# ---- page ------------------------------------------------------------------------------------------------------------
+
+
+@command(
+    BUILD,
+    "onward page digits.onnx --data digits.npz --loss cross_entropy --validation 0.1 -o site/",
+    "onward page training.onnx --data digits.npz --title 'Handwritten digits' -o site/",
+    "onward page net.onnx --loss cross_entropy --new-head 3 --class cat --class dog --class bird -o site/",
+    "onward page net.onnx --data table.csv --loss mse --picture none --runtime node_modules/onnxruntime-web -o site/",
+    usage="MODEL [--data DATA] -o FOLDER [OPTIONS]",
+    **options_from(PageOptions),
+)
+def page(
+    model: options.Model,
+    *,
+    output: Annotated[Path, option("--output -o", "FOLDER", "Where the page goes.")],
+    force: Annotated[bool, option("--force", None, "Write into a folder that holds something else.")] = False,
+    as_json: options.Json = False,
+    **given: Any,
+) -> None:
+    """Write a page that trains a model in the browser: train, watch, stop, go on, try it, download it.
+
+    The model is a training model, or any model and a loss. The folder is for any web server, and asks no other: whoever
+    opens it trains on their own device, on the data that are given here, on what they draw, drop and film, or on both.
+    """
+    import onward
+    from onward.inspect.formatting import size
+
+    asked = select_given(PageOptions, given)
+    if "data" in asked:
+        asked["data"] = source_of(given["data"])
+    with working(f"writing a page for {model}", model):
+        made = onward.page(model, **asked, output=output, force=force)
+    if as_json:
+        print_json({"output": str(made.path), "sizes": made.sizes, "notes": list(made.notes)})
+        return
+    for note in made.notes:
+        remark(note)
+    remark(f"wrote {made.path}: a browser loads {size(made.loaded)}, {size(made.sizes['runtime'])} of it ONNX Runtime")
+    remark(f"to look at it: python -m http.server -d {made.path}, and open http://localhost:8000")

@@ -1,4 +1,4 @@
-"""`onward show`, `diff` and `report`: what is in a file, in two of them, in the folder of a run."""
+"""`onward describe`, `diff`, `report` and `plan`: what is in files and runs, and what a training would take."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import typer
 from onward.cli import options
 from onward.cli.app import FAILED, LOOK, command
 from onward.cli.console import out, print_fields, print_json, print_rows, remark, say, word
-from onward.cli.files import working
-from onward.cli.options import argument, option
+from onward.cli.files import target, working
+from onward.cli.options import argument, option, options_from, select_given
 from onward.errors import WriteError
+from onward.options import PlanOptions
 
 if TYPE_CHECKING:
     from onward.analysis.blocks import Part
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 @command(
     LOOK,
-    "onward show training.onnx",
-    "onward show training.onnx --params",
-    "onward show training.onnx --blocks",
-    "onward show training.onnx --graph training.svg",
-    "onward show training.onnx --json | jq .",
-    "onward show checkpoint-500/",
-    "onward show checkpoint-500/ --unsafe",
+    "onward describe training.onnx",
+    "onward describe training.onnx --params",
+    "onward describe training.onnx --blocks",
+    "onward describe training.onnx --graph training.svg",
+    "onward describe training.onnx --json | jq .",
+    "onward describe checkpoint-500/",
+    "onward describe checkpoint-500/ --unsafe",
 )
-def show(
+def describe(
     model: options.Model,
     params: Annotated[
         bool,
@@ -59,7 +60,8 @@ def show(
     it is executed.
     """
     from onward.checkpoint import is_checkpoint
-    from onward.inspect import describe, draw, render, render_parameters
+    from onward.inspect import describe as summarize
+    from onward.inspect import draw, render, render_parameters
     from onward.model import load
     from onward.model.storage import write_file
 
@@ -77,7 +79,7 @@ def show(
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
     with working(f"reading {model}", model):
         source = load(model)
-        summary = describe(source)
+        summary = summarize(source)
     if graph is not None:
         with working("laying out the graph", model):
             picture = draw(source, step)
@@ -172,10 +174,7 @@ def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     "onward diff before.pt after.pt --rtol 1e-5 --json",
 )
 def diff(
-    a: Annotated[
-        Path,
-        argument("A", "A checkpoint, a file or a folder; or an .onnx file."),
-    ],
+    a: Annotated[Path, argument("A", "A checkpoint, a file or a folder; or an .onnx file.")],
     b: Annotated[Path, argument("B", "What to compare it with.")],
     atol: Annotated[float, option("--atol", "X", "How far numbers may be apart.", min=0)] = 0.0,
     rtol: Annotated[float, option("--rtol", "X", "The same, in proportion to the number in B.", min=0)] = 0.0,
@@ -289,8 +288,7 @@ def _as_json(found: Comparison) -> dict[str, Any]:
 def report(
     run: Annotated[Path, argument("RUN", "The folder of a run.")],
     output: Annotated[
-        Path | None,
-        option("--output -o", "FILE", "Where to write. `report.html` in the folder unless given."),
+        Path | None, option("--output -o", "FILE", "Where to write. `report.html` in the folder unless given.")
     ] = None,
     force: options.Force = False,
 ) -> None:
@@ -305,3 +303,49 @@ def report(
     with working(f"reading {run}"):
         path = write(run, output, force=force)
     remark(f"wrote {path} ({size(path.stat().st_size)})")
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@command(
+    LOOK,
+    "onward plan model.onnx --devices 64 --memory 80GB",
+    "onward plan llama.onnx --shape tokens=N,4096 --devices 8 --memory 80GB --recompute-blocks --bandwidth 450GB \\\n"
+    "      --flops 989T",
+    "onward plan training.onnx --devices 16 --strategy fsdp --json | jq .estimates[0].memory",
+    "onward plan training.onnx --devices 8 --strategy fsdp -o sharded.onnx",
+    **options_from(PlanOptions),
+)
+def plan(
+    model: options.Model,
+    *,
+    step: options.Step = 0,
+    output: Annotated[
+        Path | None, option("--output -o", "FILE", "Write the model with the plan in it: devices, and what is divided.")
+    ] = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    **given: Any,
+) -> None:
+    """Say what a training would take on many devices, without running it.
+
+    Parameters, gradients, state of the optimizer and activations on each device, what they must send each other, and
+    with --bandwidth and --flops how long a step takes: for each strategy, or for one. Weights of the model are not read
+    and need not be there.
+    """
+    place = target(model, output, "sharded", force=force) if output is not None else None
+    import onward
+    from onward.inspect.formatting import quantity
+    from onward.planning.plan import annotate
+
+    with working(f"planning for {model}", model):
+        found = onward.plan(str(model), step=step, **select_given(PlanOptions, given))
+    if place is not None:
+        sharding = found.sharding()
+        annotate(model, sharding, place.path)
+        remark(f"wrote {place.path}: {sharding.name} on {quantity(sharding.devices, 'device')}")
+    if as_json:
+        print_json(found.to_json())
+    else:
+        say(str(found))

@@ -12,12 +12,11 @@ from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
 from onward.cli.files import Target, target
-from onward.cli.options import option, parameters_for, select_given, source_of
+from onward.cli.options import option, options_from, select_given, source_of
 from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
     from onward.training.cross_validation import CrossValidation
-    from onward.training.lr_finder import Rates
     from onward.training.run import Run
 
 _RUN = "The run"
@@ -32,20 +31,20 @@ _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "s
     "      -o digits-trained.onnx",
     "onward train net.onnx --data train.parquet --validation 0.1 --loss ce --schedule cosine:steps=2000 --patience 3",
     "onward train net.onnx --data patients.csv --loss ce --sample-weight weight --folds 5 --epochs 20",
-    "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
+    "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --column image=pixels",
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data reviews.csv --loss ce --preprocess tokenize:words,vocabulary=10000,length=64",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --data photos/ --loss ce --engine jax --mesh data=4,model=2",
     "onward train net.onnx --data tokens/ --loss ce --engine torch --strategy tensor --nproc 2",
-    "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
+    "onward train net.onnx --checkpoint checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",
     "onward train --config run.yaml --epochs 10",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
-    parameters=parameters_for(TrainOptions),
+    **options_from(TrainOptions),
 )
 def train(
     model: options.OptionalModel = None,
@@ -141,8 +140,12 @@ def train(
 
     if find_lr:
         _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "a checkpoint has its rate")
-        taken = inspect.signature(api.find_lr).parameters.keys() - {"steps"}
-        _show_rate(api.find_lr(**{name: value for name, value in asked.items() if name in taken}), as_json)
+        taken = inspect.signature(api.find_lr).parameters.keys() - {"updates"}
+        found = api.find_lr(**{name: value for name, value in asked.items() if name in taken})
+        if as_json:
+            print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
+        else:
+            say(f"lr={found.suggested:.2g}")
     else:
         _finish(api.train(**asked, quiet=quiet), place, as_json)
 
@@ -218,7 +221,7 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
         return
     folder, place = Run(run), None
     if output is not None:
-        place = target(Path(folder.config.get("model", "model.onnx")), output, "trained", force=force)
+        place = target(Path(folder.read_config().get("model", "model.onnx")), output, "trained", force=force)
     _finish(resume(folder, **asked, quiet=quiet), place, as_json)
 
 
@@ -226,15 +229,15 @@ def _finish(run: Run, place: Target | None, as_json: bool) -> None:
     """Write the best model and say what came out; of several processes, the first does."""
     from onward.engines.distributed import current_group
 
-    end = run.log[-1]
+    end = run.read_log()[-1]
     interrupted = end.get("reason") == "interrupted"
     if not current_group().is_first:
         raise SystemExit(INTERRUPTED if interrupted else 0)
     if place is not None and not interrupted:
-        place.save(run.best)
+        place.save(run.load_best())
     if as_json:
         output = str(place.path) if place is not None and not interrupted else None
-        print_json({"run": str(run.path), "output": output, **end, "validation": run.results})
+        print_json({"run": str(run.path), "output": output, **end, "validation": run.read_results()})
     else:
         steps = f"{end['step']:,} step{'' if end['step'] == 1 else 's'}"
         remark(f"{end['reason'].replace('_', ' ')} after {steps}: {run.path}")
@@ -256,10 +259,3 @@ def _show_folds(found: CrossValidation, as_json: bool) -> None:
     if not found.is_finished:
         remark(f"to go on: onward train --resume {found.path}")
         raise SystemExit(INTERRUPTED)
-
-
-def _show_rate(found: Rates, as_json: bool) -> None:
-    if as_json:
-        print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
-    else:
-        say(f"lr={found.suggested:.2g}")

@@ -31,7 +31,7 @@ from onward.transform.types import fill_in_types
 
 @checked()
 def gradient(
-    source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
+    model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
 ) -> Model:
     """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
 
@@ -39,7 +39,7 @@ def gradient(
 
     A derivative is called `<x>/grad` and has the type and shape of its x.
 
-    - `source`: any model
+    - `model`: any model
     - `y`, `xs`: inputs, initializers or values in between, by name
     - `recompute`: the way back reads many of the values in between, which takes memory. Those named here are computed a
       second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`)
@@ -47,7 +47,7 @@ def gradient(
       twin that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own,
       `<Function>_backward`
     """
-    model, target, sources = _open_model(source, y, xs, keep_functions)
+    model, target, sources = _open_model(model, y, xs, keep_functions)
     op, last = _builder(model)
     find = FunctionRules(model) if keep_functions else lookup
     grads = _pulled_back(op, target, op.filled_like(target, 1), sources, recompute, find)
@@ -55,14 +55,14 @@ def gradient(
 
 
 @checked()
-def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
+def vjp(model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
 
         backward = onward.vjp("digits.onnx", "logits", ["image"])
 
-    - `source`, `y`, `xs`, `recompute`, `keep_functions`: as for `gradient`
+    - `model`, `y`, `xs`, `recompute`, `keep_functions`: as for `gradient`
     """
-    model, target, sources = _open_model(source, y, xs, keep_functions)
+    model, target, sources = _open_model(model, y, xs, keep_functions)
     op, last = _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     model.graph.inputs.append(dy)
@@ -72,17 +72,17 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
 
 
 @checked()
-def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
+def jvp(model: Source, y: str, xs: Sequence[str]) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
 
         forward = onward.jvp("digits.onnx", "logits", ["image"])
 
-    - `source`, `y`, `xs`: as for `gradient`
+    - `model`, `y`, `xs`: as for `gradient`
 
     Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their
     product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.
     """
-    model, target, sources = _open_model(source, y, xs)
+    model, target, sources = _open_model(model, y, xs)
     graph, (op, last) = model.graph, _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     grads = _pulled_back(op, target, op(dy), sources)

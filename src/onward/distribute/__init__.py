@@ -15,7 +15,7 @@ def way_on(run: Path | None, since: float) -> str:
         run = saved[0].parent if len(saved) == 1 else None
     if run is not None and (run / TRAINING).exists():
         try:
-            return f"to resume from step {Run(run).progress['step']:,}: onward train --resume {run}"
+            return f"to resume from step {Run(run).read_progress()['step']:,}: onward train --resume {run}"
         except Error:  # which resuming would say
             pass
     return "start again: nothing was saved"

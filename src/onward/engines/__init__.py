@@ -32,6 +32,10 @@ ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
 __all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def is_installed(engine: str) -> bool:
     """Whether the framework of an engine is there: `onward.engines.is_installed("jax")`.
 
@@ -41,15 +45,15 @@ def is_installed(engine: str) -> bool:
 
 
 @needing_memory("start the engine")
-def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
+def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """An engine with a training model on it, ready to run.
 
         with onward.engines.start("training.onnx", engine="torch", device="cuda") as engine:
             metrics = engine.step({"image": images, "labels": labels})
             model = engine.updated()
 
-    - `source`: a training model
-    - `step`: of several, the number or the name of one, or how often each runs in a round:
+    - `training`: a training model
+    - `steps`: of several, the number or the name of one, or how often each runs in a round:
       `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
@@ -59,6 +63,7 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
       how these divide tensors
     """
     check_engine(engine)
+    steps = options.pop("step", steps)  # its name until the next release
     if options.get("deepspeed_config") is not None and options.get("strategy") != "deepspeed":
         raise ArgumentError(
             "`deepspeed_config` has no effect without DeepSpeed",
@@ -71,33 +76,33 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
 
         options.pop("compile", None)  # it does what it does
         check_options(engine, options, OnnxRuntime)
-        return OnnxRuntime(load(source), step, **options)
+        return OnnxRuntime(load(training), steps, **options)
     if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
         from onward.engines.distributed.torch_parallel import start_together
 
-        return start_together(load(source), step, **options)
+        return start_together(load(training), steps, **options)
     if engine == "jax" and options.get("mesh") is not None:
         from onward.engines.distributed.jax_mesh import OnMesh
 
-        return OnMesh.on(engine, load(source), step, **options)
+        return OnMesh.on(engine, load(training), steps, **options)
     from onward.engines.framework_engine import Interpreted
 
     options.pop("mesh", None)
-    return Interpreted.on(engine, load(source), step, **options)
+    return Interpreted.on(engine, load(training), steps, **options)
 
 
 @needing_memory("start the engine")
-def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def function(model: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of any model as a function of arrays by name.
 
         compute = onward.engines.function("digits.onnx", engine="torch")
         logits = compute({"image": images})["logits"]
 
-    - `source`: any model
+    - `model`: any model
     - `engine`, `options`: as for `start`
     """
     check_engine(engine)
-    model = check_signatures(load(source)).copy()
+    model = check_signatures(load(model)).copy()
     write_padding(model)
     check_gradients_of(model)
     refuse_endless_loops(graphs_of(model))

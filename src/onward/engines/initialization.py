@@ -30,18 +30,18 @@ _PROGRESS = "train.progress"
 
 
 @checked()
-def reset(source: Source, *, seed: Seed | None = None) -> Model:
+def reset(training: Source, *, seed: Seed | None = None) -> Model:
     """The training model as its initialization makes it: the stored state first, then every initialization in order.
 
         fresh = onward.reset("training.onnx", seed=1)
 
     State that no initialization binding names keeps the value in the file.
 
-    - `source`: a training model
+    - `training`: a training model
     - `seed`: what random numbers are drawn from, which the file says from then on. Without it, they are those of the
       seeds in the file; what has none there draws other numbers each time
     """
-    model = load(source)
+    model = load(training)
     if seed is None:
         return start_over(model)
     other = with_seed(model, seed)

@@ -23,16 +23,16 @@ from onward.options import WholeRunOptions, taking
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments(WholeRunOptions):
-    source: Source
-    step: Steps = None
+    model: Source
+    steps: Steps = None
     _: dataclasses.KW_ONLY
     part: str | None = None
     recompute: Choice = None
 
 
-@taking(_Arguments)
+@taking(_Arguments, step="steps")
 def lower(
-    source: Source, step: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
+    model: Source, steps: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
 ) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
@@ -53,7 +53,7 @@ def lower(
     Unless one is named it is the step, or `"inference"` of a model without any. Operators that are not of the standard
     are refused, but in `"inference"`: there all stay but training operators and functions.
 
-    Of a model with several steps, `step` is the number or the name of one, or says how often each runs:
+    Of a model with several steps, `steps` is the number or the name of one, or says how often each runs:
     `"discriminator:2,generator"`. Unless it is given, all run, in their order, as the specification has it, and as
     often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state, but in
     `"evaluation"` and `"gradients"`, where each has the state as it is.
@@ -62,14 +62,14 @@ def lower(
 
     It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
 
-    - `source`: a training model, or any other for `"inference"`
-    - `step`, `recompute`: see above
+    - `model`: a training model, or any other for `"inference"`
+    - `steps`, `recompute`: see above
     - `part`: what it computes. What follows is for the part `"run"` alone
     """
     if part == RUN:
-        return for_onnxruntime(lower_run(load(source), step, Manner(recompute), WholeRunOptions(**settled)))
+        return for_onnxruntime(lower_run(load(model), steps, Manner(recompute), WholeRunOptions(**settled)))
     if settled:
         raise RecipeError(
             f"`{next(iter(settled))}` is for the part `{RUN}` alone", hint=f'add `part="{RUN}"` (`--part {RUN}`)'
         )
-    return for_onnxruntime(lower_for_engine(source, step, part, Manner(recompute)))
+    return for_onnxruntime(lower_for_engine(model, steps, part, Manner(recompute)))

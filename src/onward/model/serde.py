@@ -36,22 +36,22 @@ Source = str | os.PathLike[str] | bytes | ModelProto | Model
 OPENED.add(Source)
 
 
-def load(source: Source) -> Model:
+def load(model: Source) -> Model:
     """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used.
 
         model = onward.load("training.onnx")
 
-    - `source`: where it is; an `onward.Model` is handed back as it is
+    - `model`: where it is; an `onward.Model` is handed back as it is
     """
-    if isinstance(source, Model):
-        return source
-    if isinstance(source, ModelProto):
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, ModelProto):
         proto = ModelProto()
-        proto.CopyFrom(source)  # renaming a weight must not rename it in the caller's object
+        proto.CopyFrom(model)  # renaming a weight must not rename it in the caller's object
         return _from_nowhere(proto)
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _from_nowhere(storage.parse_proto(bytes(source)))
-    opened, path = storage.open_model(source), Path(source)
+    if isinstance(model, bytes | bytearray | memoryview):
+        return _from_nowhere(storage.parse_proto(bytes(model)))
+    opened, path = storage.open_model(model), Path(model)
     model = from_proto(opened.proto)
     _refuse_native_kernels(opened.proto)
     storage.hold_data(places_of(model), opened.folder, opened.files)

@@ -110,7 +110,7 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
         try:
             samples = _samples_of_device(name, machines, asked.batch_size) or works.fixed or 1
             work = works.of(samples)
-            estimates[name] = Estimator(name, work, machines, accumulate).estimate(asked.recompute, samples)
+            estimates[name] = Estimator(name, work, machines, accumulate).estimate(asked.recompute_blocks, samples)
         except UnsupportedError as error:
             if asked.strategy is not None:
                 raise
@@ -250,7 +250,7 @@ def _facts(work: Workload, samples: int, accumulate: int, notes: Sequence[str], 
         "backward_flops": work.backward_flops,
         "recompute_flops": work.flops_of_blocks,
         "inputs": {v.name: dims_of(v) for v in work.graph.inputs if v.name in work.contract.batch},
-        "recompute": asked.recompute,
+        "recompute": asked.recompute_blocks,
         "accumulate": accumulate,
         "precision": asked.precision,
         "engine": asked.engine,

@@ -319,7 +319,7 @@ class SampleWeights:
         if spec.name in all_names(assembly.model.graph):
             raise RecipeError(
                 f"the model has something called `{spec.name}` already, so weights of samples cannot be",
-                hint=f"call the input otherwise, and say which column it takes: `--map w={spec.name}`",
+                hint=f"call the input otherwise, and say which column it takes: `--column w={spec.name}`",
             )
         batch = next(iter(next((v.shape for v in assembly.model.inputs if v.shape is not None), ())), None)
         return cls(assembly.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)

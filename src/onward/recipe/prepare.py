@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import onnx_ir as ir
 
-from onward.arguments import fitting, is_empty
+from onward.arguments import is_empty
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, list_names, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
@@ -16,7 +16,7 @@ from onward.model.checks import check_signatures
 from onward.model.core import tie, untie, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
-from onward.options import StepOptions, taking
+from onward.options import Fields, StepOptions, documented, taking
 from onward.recipe import lora, objective, preprocessing, prune, quantize
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift
@@ -47,17 +47,25 @@ from onward.transform.padding import write_padding
 from onward.transform.quantized import RANGE_KEY
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe(StepOptions):
-    """What turns an inference model into a training model. `onward.prepare` says what the fields are."""
+@documented
+@dataclasses.dataclass(frozen=True, repr=False)
+class Recipe(Fields, StepOptions):
+    """What turns an inference model into a training model.
+
+        recipe = onward.Recipe(loss="cross_entropy", optimizer="adamw:lr=1e-3", clip="norm:1")
+        training = recipe.apply(onward.load("digits.onnx"))
+
+    `dataclasses.replace(recipe, seed=1)` makes another like it.
+    """
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Recipe, include_extras=True).items():
-            object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
-        object.__setattr__(self, "init", by_pattern(self.init))
-        if self.lr is not None:
-            object.__setattr__(self, "optimizer", with_rate(self.optimizer, self.lr))
-            object.__setattr__(self, "lr", None)
+        super().__post_init__()
+        self._resolved()
+
+    def _resolved(self) -> dict[str, Any]:
+        """Return the fields that are written in more than one way, in one."""
+        optimizer = self.optimizer if self.lr is None else with_rate(self.optimizer, self.lr)
+        return {"init": by_pattern(self.init), "optimizer": optimizer, "lr": None}
 
     def apply(self, model: Model) -> Model:
         """The training model; `model` itself stays as it is."""
@@ -70,7 +78,8 @@ class Recipe(StepOptions):
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
         before = None if self.preprocess is None else preprocessing.open_preprocessing(self.preprocess)
-        optimizer = given_optimizer(self.optimizer)
+        resolved = self._resolved()
+        optimizer = given_optimizer(resolved["optimizer"])
         needed = 0 if before is None else preprocessing.opset_of(before)
         needed = max(needed, opset_of(optimizer, self.groups), teaching.opset if teaching else 0)
         model = of_one_opset(model, OLDEST_OPSET)
@@ -115,7 +124,7 @@ class Recipe(StepOptions):
         if augmentation:
             trained |= augmentation.move_targets()
         loss = assembly.metric("loss", loss)
-        init = cast(str | Mapping[str, Any], self.init)
+        init: str | Mapping[str, Any] = resolved["init"]
         check_patterns(init, selection.parameters)
         for value in selection.parameters:
             bind_initial_value(assembly, value, init)
@@ -168,7 +177,7 @@ class Recipe(StepOptions):
             )
         if self.teacher is not None:
             distill = "kl" if is_empty(self.distill) else self.distill
-            return Distillation(self.teacher, distill, alone=self.loss is None)
+            return Distillation(cast(Source, self.teacher), distill, alone=self.loss is None)
         if self.distill is not None:
             raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
         if self.loss is None:
@@ -208,8 +217,9 @@ class Recipe(StepOptions):
 
     def fact(self) -> dict[str, Any]:
         """The recipe as JSON; a loss that was given as an object is only named."""
-        recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {f.name: recipe[f.name] for f in dataclasses.fields(self) if recipe[f.name] != f.default}
+        recipe = self.changed() | self._resolved()
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = {name: recipe[name] for name in usual if name in recipe and recipe[name] != usual[name]}
         return {name: _plain(value) for name, value in changed.items() if name not in ("append", "name", "times")}
 
 

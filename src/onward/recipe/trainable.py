@@ -397,7 +397,7 @@ def _way_out(graph: ir.Graph) -> str:
     classical = {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}
     if classical:
         return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
-    return "`onward show MODEL --params` says what each tensor is"
+    return "`onward describe MODEL --params` says what each tensor is"
 
 
 def _summary(choices: Iterable[Choice]) -> str:

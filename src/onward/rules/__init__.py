@@ -27,3 +27,7 @@ for _family in FAMILIES:  # importing a family registers its rules
     importlib.import_module(f"onward.rules.{_family}")
 
 __all__ = ["FAMILIES", "RULES", "NoGradient", "Rewrite", "Rule", "elementwise", "gradient", "no_gradient", "rewrite"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -20,16 +20,25 @@ from onward.inspect.optimizer import rate_now
 from onward.inspect.summary import blame_model
 from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
-from onward.options import Parallel, TrainOptions, UntoldOptions, taking
-from onward.recipe import quantize
+from onward.options import (
+    Data,
+    ModelAndData,
+    Parallel,
+    TrainConfig,
+    TrainOptions,
+    UntoldOptions,
+    Validation,
+    as_in,
+    taking,
+)
+from onward.recipe import Recipe, quantize
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
-from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
-from onward.training.config import Config, read_settings, refuse_placeholders
+from onward.training.config import Config, refuse_placeholders, settings_from
 from onward.training.data import differences, in_parts, not_compared
-from onward.training.feed import Feed, open_feed
+from onward.training.feed import Feed, calibrate_on, open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
@@ -39,44 +48,73 @@ from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
-_OF_CHECKPOINTS = ("names", "step", "updates_per_epoch")
+_OF_CHECKPOINTS = ("names", "updates", "updates_per_epoch")
 """Options of a run that have a meaning for checkpoints only."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainArguments(TrainOptions):
-    """What `train` takes."""
+class _Objects(ModelAndData):
+    _: dataclasses.KW_ONLY
+    recipe: Recipe | None = None
+    config: str | os.PathLike[str] | TrainConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossValidationArguments(TrainOptions, _Objects):
+    """What `cross_validate` takes."""
 
     model: Source = None  # type: ignore[assignment]  # then a configuration has it
     _: dataclasses.KW_ONLY
-    config: str | os.PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     quiet: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainArguments(CrossValidationArguments):
+    """What `train` takes."""
+
+    folds: Annotated[int, Range(least=2)] | None = as_in(
+        TrainConfig,
+        "folds",
+        text="with `fold`: divide the data into K equal parts, and train on all but one of them; "
+        "`onward.cross_validate` trains K times",
+    )
+
+
 @taking(TrainArguments)
 def train(
-    config: str | os.PathLike[str] | None = None,
+    recipe: Recipe | None = None,
+    config: str | os.PathLike[str] | TrainConfig | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **given: Any,
 ) -> Run:
-    """Train a model on data. What comes back is a folder with everything: `run.best` is the model to use.
-
-        run = onward.train("digits.onnx", "digits.npz", loss="cross_entropy", epochs=10, validation=0.1)
-        run.best.save("digits-trained.onnx")
+    """Train a model on data. What comes back is a folder with everything: `run.load_best()` is the model to use.
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
 
     - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`; with a
       checkpoint, the recipe is what that does not tell: loss, optimizer, schedule, `clip`, `accumulate`, `ema`,
       `loss_scale`, `freeze`, `trainable`
-    - `config`: a .yaml or .toml file with any of the arguments, such as `config.yaml` of another run; those that are
-      given beside it count
+    - `recipe`: an `onward.Recipe`: its options as one object
+    - `config`: an `onward.TrainConfig`: all other options as one object. Or a .yaml or .toml file with any of the
+      arguments, such as `config.yaml` of another run; those that are given beside it count
     - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
     - `quiet`: show no progress
+
+    Each option can be given by itself, or in its object; in both, it is an error.
+
+    Examples:
+
+        run = onward.train("digits.onnx", "digits.npz", loss="cross_entropy", epochs=10, validation=0.1)
+        run.load_best().save("digits-trained.onnx")
+
+        recipe = onward.Recipe(loss="cross_entropy", optimizer="adamw:lr=1e-3", clip="norm:1")
+        config = onward.TrainConfig(epochs=10, validation=0.1, engine="torch")
+        for seed in range(3):
+            onward.train("digits.onnx", "digits.npz", recipe=recipe, config=config, seed=seed)
     """
-    asked = {**(read_settings(config) if config is not None else {}), **given}
+    asked = settings_from("train", given, recipe, config)
     refuse_placeholders(asked)
     run = asked.pop("run", None)
     if run is not None and is_restarted() and (Path(run) / TRAINING).exists():
@@ -86,20 +124,22 @@ def train(
     data, validation, notes = in_parts(wanted.data, wanted.validation)
     validation = validation if wanted.fold is None else None  # a part of the data
     original, imported = _load_model(wanted)
-    recipe = wanted.recipe if wanted.checkpoint is None else {}
+    options = wanted.recipe if wanted.checkpoint is None else {}
     _check(wanted.patience if wanted.fold is None else None, validation)
     group = join_group(wanted.device, wanted.engine)
     if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
-    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed, wanted.window)
+    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), options, seed, wanted.window)
     training = made.model
     if wanted.reset:
         training = start_over(training if wanted.seed is None else with_seed(training, seed))
-        made.notes.append(_reset_note(training))
-    original = with_head_of(recipe, original, seed)
-    if "quantize" in recipe:
-        original = strip(quantize.add(original, recipe["quantize"]))
+        stored = state_left_as_stored(training)
+        kept = f"; kept as stored: {list_names(stored, 3)}" if stored else ""
+        made.notes.append(f"reset to its initialization{kept}")
+    original = with_head_of(options, original, seed)
+    if "quantize" in options:
+        original = strip(quantize.add(original, options["quantize"]))
     if wanted.keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
@@ -135,9 +175,9 @@ def train(
 @checked()
 def resume(
     run: str | os.PathLike[str] | Run,
-    data: Any = None,
+    data: Data = None,
     *,
-    validation: Any = None,
+    validation: Validation = None,
     data_changed: bool = False,
     epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
@@ -162,13 +202,14 @@ def resume(
     """
     run = run if isinstance(run, Run) else Run(run)
     run.refuse_if_empty()
-    group = join_group(device or run.config.get("device", "cpu"), engine or run.config.get("engine", "onnxruntime"))
+    stored = run.read_config()
+    group = join_group(device or stored.get("device", "cpu"), engine or stored.get("engine", "onnxruntime"))
     folder = Folder(run.path) if group.is_first else Follower(run.path)
     with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
-        if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
+        if isinstance(stored.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own
-        before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
+        before = Config.from_settings(stored, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
         place = Place.of(training)
@@ -266,7 +307,7 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
     if wanted.checkpoint is None:
         if useless := [name for name in _OF_CHECKPOINTS if getattr(wanted, name) is not None]:
             raise RecipeError(
-                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`"
+                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--checkpoint CHECKPOINT`"
             )
         return load(wanted.model), []
     untold = {field.name for field in dataclasses.fields(UntoldOptions)}
@@ -305,11 +346,6 @@ def _check(patience: int | None, validation: Any) -> None:
             "`patience` waits for better results on validation data, and there are none",
             hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
         )
-
-
-def _reset_note(training: Model) -> str:
-    stored = state_left_as_stored(training)
-    return "reset to its initialization" + (f"; kept as stored: {list_names(stored, 3)}" if stored else "")
 
 
 def _folder(run: str | os.PathLike[str] | None, original: Model, group: ProcessGroup) -> Folder:

@@ -11,14 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from onward import engines
-from onward.arguments import Range, fitting, from_text
+from onward.arguments import Range, fitting, from_text, with_new_names
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
 from onward.engines.distributed import ProcessGroup, current_group
 from onward.engines.distributed.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
 from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
 from onward.model import Model
-from onward.options import ENGINE, Parallel, RecipeOptions, RunOptions, TrainOptions, options_of
+from onward.options import (
+    ENGINE,
+    ModelAndData,
+    Parallel,
+    RecipeOptions,
+    TrainConfig,
+    TrainOptions,
+    field_types,
+    former_names,
+    options_of,
+)
+from onward.recipe import Recipe
 from onward.recipe.spec import Spec
 
 Natural = Annotated[int, Range(least=0, most=2**53)]
@@ -58,20 +69,21 @@ _Paths = str | Sequence[str] | Mapping[str, str]
 _SOURCES = ("data", "validation")
 _RECIPE = {field.name for field in dataclasses.fields(RecipeOptions)} - {"seed"}
 
-_OF_ENGINES = {one.name: one.default for one in options_of(RunOptions) if one.panel == ENGINE and one.name != "engine"}
+_OF_RUNS = {field.name for field in dataclasses.fields(TrainOptions)}
+
+_OF_ENGINES = {one.name: one.default for one in options_of(TrainConfig) if one.panel == ENGINE and one.name != "engine"}
 """What the engine is told, where it is not as usual."""
 
 PLACEHOLDER = "<object>"
 """What stands for what was given as an object of Python."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stored(TrainOptions):
     """What files may hold: of some, less than what can be given in Python."""
 
     model: str | None = None
     data: _Paths | None = None
-    _: dataclasses.KW_ONLY
     validation: Annotated[float, Range(above=0, below=1)] | _Paths | None = None
 
 
@@ -79,10 +91,8 @@ def read_settings(
     path: str | os.PathLike[str], hint: str = "`onward train --help` says what is what"
 ) -> dict[str, Any]:
     """The arguments of `onward.train` that a configuration file holds, checked."""
-    settings = read_configuration(path)
-    hints = {
-        field.name: get_type_hints(_Stored, include_extras=True)[field.name] for field in dataclasses.fields(_Stored)
-    }
+    settings = with_new_names(read_configuration(path), former_names(TrainOptions))
+    hints = field_types(_Stored)
     if unknown := [key for key in settings if key not in hints]:
         raise DataError(
             f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=near(unknown[0], hints) or hint
@@ -104,6 +114,32 @@ def select_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in _RECIPE and value is not None}
 
 
+def settings_from(
+    function: str,
+    given: Mapping[str, Any],
+    recipe: Recipe | None = None,
+    config: str | os.PathLike[str] | TrainConfig | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of a training: those of objects, those given alone, and those of a file for the rest.
+
+    Raises:
+        ArgumentError: if a field of an object that is not at its default is given a second time.
+    """
+    stored = read_settings(config) if isinstance(config, str | os.PathLike) else {}
+    asked = dict(given)
+    for where, one in (("recipe", recipe), ("config", config)):
+        for name, value in one.changed().items() if isinstance(one, Recipe | TrainConfig) else ():
+            if name not in _OF_RUNS:
+                raise RecipeError(
+                    f"`{name}` of a recipe has no effect in `{function}`",
+                    hint="make the training model first: `recipe.apply(onward.load(model))`",
+                )
+            if name in asked:
+                raise ArgumentError(f"`{function}` is given `{name}` twice, once in `{where}`", hint="give it once")
+            asked[name] = value
+    return stored | asked
+
+
 def refuse_placeholders(settings: Mapping[str, Any]) -> None:
     """Fail where a file says that something was an object, which files cannot hold."""
     for name, value in settings.items():
@@ -111,11 +147,10 @@ def refuse_placeholders(settings: Mapping[str, Any]) -> None:
             raise DataError(f"the {name} of this run came from Python", hint=f"give it again: `{name}=...`")
 
 
-@dataclasses.dataclass(frozen=True)
-class Config(RunOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(TrainConfig, ModelAndData):
     """How a run was started: its options as they were settled, and its recipe as it was given."""
 
-    _: dataclasses.KW_ONLY
     batch_size: int = 1
     metrics: Sequence[str] = ()
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)

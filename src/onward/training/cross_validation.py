@@ -13,10 +13,11 @@ from onward.engines.distributed import join_group
 from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file
-from onward.options import taking
-from onward.training.api import TrainArguments, new_folder, resume, train
+from onward.options import Data, TrainConfig, taking
+from onward.recipe import Recipe
+from onward.training.api import CrossValidationArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
-from onward.training.config import Config, read_settings, refuse_placeholders, write_settings
+from onward.training.config import Config, read_settings, refuse_placeholders, settings_from, write_settings
 from onward.training.run import CONFIG, TRAINING, Run
 
 _USUAL = 5
@@ -63,7 +64,7 @@ class CrossValidation:
     @property
     def results(self) -> list[dict[str, float]]:
         """What each run that has ended gives on its fold, as its last epoch left it."""
-        return [run.results for run in self.runs if _is_done(run)]
+        return [run.read_results() for run in self.runs if _is_done(run)]
 
     @property
     def mean(self) -> dict[str, float]:
@@ -87,16 +88,11 @@ class CrossValidation:
     def to_json(self) -> dict[str, Any]:
         """The same for programs."""
         runs = [run for run in self.runs if _is_done(run)]
-        folds = [{"run": str(run.path), **run.results} for run in runs]
+        folds = [{"run": str(run.path), **run.read_results()} for run in runs]
         return {"run": str(self.path), "folds": folds, "mean": self.mean, "deviation": self.deviation}
 
     def go_on(
-        self,
-        data: Any = None,
-        *,
-        data_changed: bool = False,
-        callbacks: Sequence[Callback] = (),
-        quiet: bool = False,
+        self, data: Data = None, *, data_changed: bool = False, callbacks: Sequence[Callback] = (), quiet: bool = False
     ) -> CrossValidation:
         """Train what is missing, as if nothing had happened.
 
@@ -104,20 +100,22 @@ class CrossValidation:
         - `data_changed`: as for `onward.resume`
         - `callbacks`, `quiet`: as for `onward.train`
         """
+        return self._train_missing({} if data is None else {"data": data}, data_changed, callbacks, quiet)
+
+    def _train_missing(
+        self, given: dict[str, Any], data_changed: bool, callbacks: Sequence[Callback], quiet: bool
+    ) -> CrossValidation:
         for fold in range(1, self.folds + 1):
             run = Run(self.place(fold))
             if not (run.path / TRAINING).exists():
-                run = self._train(fold, {} if data is None else {"data": data}, callbacks, quiet)
+                settings = {**read_settings(self.path / CONFIG), **given}
+                refuse_placeholders(settings)
+                run = train(**settings, fold=fold, run=run.path, callbacks=callbacks, quiet=quiet)
             elif not _is_done(run):
-                run = resume(run, data, data_changed=data_changed, callbacks=callbacks, quiet=quiet)
+                run = resume(run, given.get("data"), data_changed=data_changed, callbacks=callbacks, quiet=quiet)
             if not _is_done(run):
                 break
         return self
-
-    def _train(self, fold: int, given: dict[str, Any], callbacks: Sequence[Callback], quiet: bool) -> Run:
-        settings = {**read_settings(self.path / CONFIG), **given}
-        refuse_placeholders(settings)
-        return train(**settings, fold=fold, run=self.place(fold), callbacks=callbacks, quiet=quiet)
 
     def place(self, fold: int) -> Path:
         """The folder of a fold, counted from 1."""
@@ -132,13 +130,14 @@ class CrossValidation:
 
 
 def _is_done(run: Run) -> bool:
-    last = run.log[-1]
+    last = run.read_log()[-1]
     return last.get("event") == "end" and last.get("reason") in _DONE
 
 
-@taking(TrainArguments)
+@taking(CrossValidationArguments)
 def cross_validate(
-    config: str | os.PathLike[str] | None = None,
+    recipe: Recipe | None = None,
+    config: str | os.PathLike[str] | TrainConfig | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **given: Any,
@@ -151,9 +150,9 @@ def cross_validate(
     Folds depend on `seed` alone; where labels are classes, each has its share of every class. Each is a run of its own
     below `run`. Ctrl-C finishes a step, saves and returns; `found.go_on()` trains what is missing.
 
-    - `model`, `config`, `callbacks`, `quiet`: as for `onward.train`
+    - `model`, `recipe`, `config`, `callbacks`, `quiet`: as for `onward.train`
     """
-    asked = {**(read_settings(config) if config is not None else {}), **given}
+    asked = settings_from("cross_validate", given, recipe, config)
     asked.setdefault("folds", _USUAL)
     run = asked.pop("run", None)
     if asked.get("fold") is not None:
@@ -173,14 +172,10 @@ def cross_validate(
     settings = {name: value for name, value in wanted.to_json().items() if name in asked}
     write_file(found.path / CONFIG, write_settings(settings))
     try:
-        for fold in range(1, found.folds + 1):
-            one = train(**asked, fold=fold, run=found.place(fold), callbacks=callbacks, quiet=quiet)
-            if not _is_done(one):
-                break
+        return found._train_missing(asked, False, callbacks, quiet)
     except BaseException:
         if not found.runs:  # nothing was trained, so that nothing can be gone on with
             (found.path / CONFIG).unlink()
             with contextlib.suppress(OSError):
                 found.path.rmdir()
         raise
-    return found

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import platform
 import stat
+import sys
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,85 @@ from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import write_settings
-from onward.training.lock import LOCK, lock_folder, remove_lock
 from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Place, Run
 from onward.transform.training import strip
+
+LOCK = ".lock"
+_BYTE = 1 << 20
+"""The byte that is locked. Windows lets nobody read what is locked, and who holds the lock is at the beginning."""
+_BUSY = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+
+_held: set[Path] = set()
+"""Folders that this process has locked: the system knows processes, and not their threads."""
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Within it, no other process, and no other thread, gets a lock on this folder."""
+    folder = folder.resolve()
+    if folder in _held:  # not even opened: closing any handle of the file would end the lock
+        raise _refusal(folder, "this process")
+    _held.add(folder)
+    try:
+        with _open_locked(folder) as file:
+            with contextlib.suppress(OSError):  # a lock holds on a full disk, too
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {platform.node()}".encode())
+            yield
+    finally:
+        _held.discard(folder)
+
+
+def _open_locked(folder: Path) -> FileIO:
+    while True:
+        file = _open_file(folder / LOCK)
+        if not _lock(file):
+            with file:
+                file.seek(0)
+                holder = "".join(c for c in file.read(200).decode(errors="replace") if c.isprintable())
+                raise _refusal(folder, holder or "another process")
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
+                return file
+        file.close()  # whoever held it before has removed it, and somebody else may lock a new one
+
+
+def remove_lock(folder: Path) -> None:
+    """Remove the lock, within it, with a folder that is not needed any more."""
+    with contextlib.suppress(OSError):  # Windows removes no file that is open
+        (folder / LOCK).unlink()
+
+
+def _open_file(path: Path) -> FileIO:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file", hint="remove it")
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        raise WriteError(f"could not write to `{path.parent}`: {error.strerror or error}") from error
+    return open(handle, "r+b", buffering=0)
+
+
+def _refusal(folder: Path, holder: str) -> DataError:
+    return DataError(f"{holder} is training in `{folder}`", hint="wait until it has ended, or stop it")
+
+
+def _lock(file: FileIO) -> bool:
+    """Whether the lock is ours now; also on a file system that has none, where nothing can be done."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(_BYTE)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _BYTE)
+    except OSError as error:
+        return error.errno not in _BUSY
+    return True
+
 
 _MODELS = (TRAINING, BEST, LAST, ORIGINAL)
 _EVENTS = "events.out.tfevents.*.onward"
@@ -101,7 +181,7 @@ class Folder(Run):
             self._refuse_links()
             self._sweep()
             self._verify()
-            model, original, shared = self.model, load(self.path / ORIGINAL), self._shared_files()
+            model, original, shared = self.load_training(), load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # as an older version has left it
@@ -145,7 +225,7 @@ class Folder(Run):
 
     def export_last(self) -> None:
         """Write the inference model with the weights that were saved last."""
-        self.export(self.model, LAST)
+        self.export(self.load_training(), LAST)
 
     def note_lengths(self, at: Place) -> None:
         """Note how long the log and the event file are."""
@@ -202,25 +282,15 @@ class Follower(Folder):
 
     @contextlib.contextmanager
     def reopen(self) -> Iterator[Model]:
-        yield self.model
-
-    def configure(self, config: Mapping[str, Any]) -> None:
-        pass
-
-    def save(self, model: Model, at: Place, writers: Writers | None = None) -> None:
-        pass
+        yield self.load_training()
 
     def export(self, model: Model, name: str) -> Path:
         return self.path / name
 
-    def export_last(self) -> None:
-        pass
+    def _leave(self, *_: Any, **__: Any) -> None:
+        """Leave it to the first process."""
 
-    def note_lengths(self, at: Place) -> None:
-        pass
-
-    def rewind(self, at: Place) -> None:
-        pass
+    configure = save = export_last = note_lengths = rewind = _leave
 
 
 _OWN = "a run has all its files in its folder: put the file itself there"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 from onward.engines import Engine
 from onward.errors import (
@@ -20,23 +24,62 @@ from onward.errors import (
     message_of,
 )
 from onward.recipe.metrics import Measures
-from onward.training.callbacks import Callback, Status
-from onward.training.config import PLACEHOLDER, Config
-from onward.training.data import Batch, Batches
-from onward.training.evaluation import evaluate, samples_in, using_averages
-from onward.training.feed import Feed
-from onward.training.folder import Folder
-from onward.training.interruption import Interruption
-from onward.training.log import Log, NoLog
-from onward.training.progress import Progress
-from onward.training.run import LOG, Place, Run
-from onward.training.watchers import (
+from onward.training.callbacks import (
     BestWatcher,
+    Callback,
     LogWatcher,
     NotFiniteError,
     Saver,
     StatisticsWatcher,
+    Status,
 )
+from onward.training.config import PLACEHOLDER, Config
+from onward.training.data import Batch, Batches
+from onward.training.feed import Feed, evaluate, samples_in, using_averages
+from onward.training.folder import Folder
+from onward.training.log import Log, NoLog
+from onward.training.progress import Progress
+from onward.training.run import LOG, Place, Run
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """Within it, the first Ctrl-C (or SIGTERM) only sets `wanted`; a second one ends the program as usual.
+
+    Signals are heard in the main thread alone, so elsewhere this does nothing. One that is ignored stays so: a shell
+    starts jobs in the background like that, for which Ctrl-C is not meant.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._wanted = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted.is_set()
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._restore()
+        self._wanted.set()
+        with contextlib.suppress(RuntimeError):  # it may come in the middle of printing something else
+            self._say("finishing the step, then saving; Ctrl-C again to stop at once")
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
 
 _WAYS_OUT = "try a smaller learning rate or `clip` (`--clip norm:1`), and look for extreme values in the data"
 

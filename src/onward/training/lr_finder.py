@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import Range
 from onward.errors import RecipeError
 from onward.model import load
-from onward.options import FeedOptions, RecipeOptions, taking
+from onward.options import FeedOptions, ModelAndData, RecipeOptions, taking
 from onward.recipe.optimizers.updates import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -40,15 +40,15 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments(FeedOptions, RecipeOptions):
+class _Arguments(FeedOptions, RecipeOptions, ModelAndData):
     _: dataclasses.KW_ONLY
     lowest: Annotated[float, Range(above=0)] = 1e-6
     highest: Annotated[float, Range(above=0)] = 1.0
-    steps: Annotated[int, Range(least=_FEWEST)] = 100
+    updates: Annotated[int, Range(least=_FEWEST)] = 100
 
 
-@taking(_Arguments)
-def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **given: Any) -> Rates:
+@taking(_Arguments, steps="updates")
+def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **given: Any) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 
         rates = onward.find_lr("digits.onnx", "digits.npz", loss="cross_entropy", optimizer="adam")
@@ -58,7 +58,7 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **give
     own keeps that in proportion: it is to be multiplied like that of the optimizer.
 
     - `lowest`, `highest`: the first and the last rate
-    - `steps`: how many there are between them
+    - `updates`: how many there are between them
     - `model`: one without training
     """
     if not lowest < highest:
@@ -71,7 +71,7 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **give
     if original.is_training_model:
         raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
     rate = _rate(recipe.get("optimizer", "adamw"))
-    growth = (highest / lowest) ** (1 / (steps - 1))
+    growth = (highest / lowest) ** (1 / (updates - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
     data, size = in_parts(config.data).data, given.get("batch_size")
     made = prepare_training(original, data, config.columns, size, {**recipe, **rising}, config.seed or 0, config.window)
@@ -81,7 +81,7 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **give
     losses: list[float] = []
     with config.start_engine(made.model) as running:
         smoothed = 0.0
-        for batch in itertools.islice(_endless(open_feed(running, config, made.data).training), steps):
+        for batch in itertools.islice(_endless(open_feed(running, config, made.data).training), updates):
             loss = float(running.step(batch)[running.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
             now = smoothed / (1 - _MEMORY ** (len(losses) + 1))

@@ -19,24 +19,113 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
 
 from onward.checker import Finding, check
 from onward.checker.codes import make_finding, worst_first
-from onward.errors import DataError, Error
+from onward.constants import tensor_in
+from onward.errors import DataError, Error, UnsupportedError
 from onward.model import Model, load
 from onward.model.serde import places_of
+from onward.model.state import all_states, with_metadata
 from onward.model.storage import goes_outside, is_external
 from onward.model.storage.files import reason, regular
 from onward.model.storage.tensor_places import inside
+from onward.recipe import lora
+from onward.recipe.exporter_notes import Restored
+from onward.recipe.lora.adapters import adapters
 from onward.training.config import EDITED, Natural, parse_json_as, read_settings
-from onward.training.export import in_form_of
 from onward.training.log import read_log
+from onward.transform.padding import write_padding
+from onward.transform.quantized import stored_as_integers, stored_biases
+from onward.transform.training import strip
+
+
+def in_form_of(original: Model, training: Model) -> Model:
+    """The inference model with the weights of a training model: moving averages of them, where it keeps such.
+
+    They are put into `original`, which stays as it was in all else. Where it has no place for one of them, the result
+    is the graph that was trained.
+    """
+    trained = strip(_put_averages(training))
+    if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
+        return trained  # the graph that was given has copies of what is trained
+    stored = stored_as_integers(training)
+    updated = dict.fromkeys(name for step in training.steps for name in step.update)
+    biases = stored_biases(training)
+    names = [stored.get(name, name) for name in updated if name in training.graph.initializers and name not in biases]
+    names += [name for both in biases.values() for name in both]
+    if (added := adapters(trained)) and not adapters(original):
+        names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
+        try:
+            trained = lora.merge(trained)
+        except UnsupportedError:  # adapters of quantised weights stay beside them
+            return trained
+        if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):
+            return trained  # a weight that is tied to another place was merged beside it
+    result = original.copy()
+    write_padding(result)  # as it was trained
+    return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
+
+
+def _put_averages(training: Model) -> Model:
+    averages = {s.parameter: s.value for s in all_states(training) if s.role == "ema" and s.parameter}
+    if not averages:
+        return training
+    result = training.copy()
+    for name, value in averages.items():
+        assert value.const_value is not None
+        result.set(name, value.const_value.numpy())
+    return result
+
+
+def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
+    """Give the tensor of that name, wherever the graph has it, the trained value; whether it has it."""
+    tensor = trained.const_value if trained is not None else None
+    if tensor is None:
+        return False
+    place = graph.initializers.get(tensor.name or "")
+    if place is not None and place.const_value is not None:
+        old = place.const_value
+        if not _is_alike(old, tensor):
+            return False
+        place.const_value = _describe_as(old, tensor)
+        return True
+    for node in graph:
+        if node.outputs[0].name == tensor.name and (constant := tensor_in(node)) is not None:
+            if not _is_alike(constant, tensor):
+                return False
+            node.attributes.clear()  # numbers may be written out under another name
+            node.attributes["value"] = ir.AttrTensor("value", _describe_as(constant, tensor))
+            return True
+    return False
+
+
+def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
+    return a.dtype == b.dtype and a.shape.numpy() == b.shape.numpy()
+
+
+def _describe_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The new numbers under the old name, with what was said about the old ones."""
+    return with_metadata(new, dict(old.metadata_props), like=old)
+
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.yaml", "log.jsonl"
 _RESTORE = "restore it from a copy of the run"
 _WHEN = ("event", "step", "epoch")
+_FORMER = {
+    "model": "load_training",
+    "best": "load_best",
+    "last": "load_last",
+    "config": "read_config",
+    "progress": "read_progress",
+    "log": "read_log",
+    "results": "read_results",
+}
+"""Attributes of a run that are understood until the next release, and the methods in their place."""
 
 
 @dataclasses.dataclass
@@ -85,7 +174,7 @@ class Run:
     """A run on disk: what `train` and `resume` return, and `onward.Run("runs/digits")` opens.
 
         run = onward.Run("runs/digits")
-        run.best.save("digits-trained.onnx")
+        run.load_best().save("digits-trained.onnx")
 
     - `path`: its folder
     """
@@ -93,43 +182,37 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
 
-    @property
-    def model(self) -> Model:
-        """The training model as it was last saved."""
+    def load_training(self) -> Model:
+        """Load the training model as it was last saved."""
         self.refuse_if_empty()
         return load(self.path / TRAINING)
 
-    @property
-    def best(self) -> Model:
-        """The model with the best result on validation data; without such data, the last one."""
-        return load(self.path / BEST) if (self.path / BEST).exists() else self.last
+    def load_best(self) -> Model:
+        """Load the model with the best result on validation data; without such data, the last one."""
+        return load(self.path / BEST) if (self.path / BEST).exists() else self.load_last()
 
-    @property
-    def last(self) -> Model:
-        """The model as it was last saved."""
-        return self._inference(self.model)
+    def load_last(self) -> Model:
+        """Load the model as it was last saved."""
+        return self._inference(self.load_training())
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """How it was started."""
+    def read_config(self) -> dict[str, Any]:
+        """Read how it was started."""
         with _reading(self.path / CONFIG) as path:
             return read_settings(path, EDITED)
 
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return {name: value for name, value in dataclasses.asdict(Place.of(self.model)).items() if name != "data"}
+    def read_progress(self) -> dict[str, Any]:
+        """Read where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
+        place = dataclasses.asdict(Place.of(self.load_training()))
+        return {name: value for name, value in place.items() if name != "data"}
 
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        """What happened, in order."""
+    def read_log(self) -> list[dict[str, Any]]:
+        """Read what happened, in order."""
         with _reading(self.path / LOG) as path:
             return list(read_log(path))
 
-    @property
-    def results(self) -> dict[str, float]:
-        """The latest results on validation data: `loss`, and the metrics."""
-        measured = [event for event in self.log if event.get("event") == "validation"]
+    def read_results(self) -> dict[str, float]:
+        """Read the latest results on validation data: `loss`, and the metrics."""
+        measured = [event for event in self.read_log() if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
     def check(self, *, target: str | None = None) -> list[Finding]:
@@ -146,9 +229,9 @@ class Run:
                 findings += [dataclasses.replace(one, place=f"{name}: {one.place}") for one in listed]
             elif name == ORIGINAL:
                 findings.append(make_finding("OW801", name, "the run cannot be resumed without it", _RESTORE))
-        for name, property in ((TRAINING, "progress"), (CONFIG, "config"), (LOG, "log")):
+        for name, read in ((TRAINING, self.read_progress), (CONFIG, self.read_config), (LOG, self.read_log)):
             try:
-                getattr(self, property)
+                read()
             except Error as error:
                 code = "OW802" if (self.path / name).exists() else "OW801"
                 findings.append(make_finding(code, name, error.message, error.hint))
@@ -168,6 +251,13 @@ class Run:
                 if (tensor := place.tensor) is not None and is_external(tensor):
                     place.tensor = inside(tensor)
         return result
+
+    if not TYPE_CHECKING:  # which is told the new names alone
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _FORMER:
+                raise AttributeError(f"a run has no `{name}`")
+            return getattr(self, _FORMER[name])()
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"

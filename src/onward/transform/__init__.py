@@ -8,3 +8,7 @@ from onward.transform.opset import convert_opset
 from onward.transform.training import refresh, strip
 
 __all__ = ["add_prefix", "convert_opset", "declare", "extract", "inline", "merge", "refresh", "rename", "strip"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,7 +24,7 @@ from onward.transform.types import fill_in_types
 
 
 @checked()
-def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
+def declare(model: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     """A copy whose inputs have these shapes: `{"image": ("N", 3, 224, 224)}`, with names for sizes that stay open.
 
         fixed = onward.transform.declare("digits.onnx", {"image": ("N", 64)})
@@ -32,10 +32,10 @@ def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     What a file says already stays true: a number is not changed, nor is the number of axes. Shapes that follow from
     these in the graph are filled in.
 
-    - `source`: any model
+    - `model`: any model
     - `shapes`: input -> its sizes
     """
-    model = load(source).copy()
+    model = load(model).copy()
     inputs = {value.name or "": value for value in (*model.inputs, *_added_inputs(model.steps))}
     if unknown := [name for name in shapes if name not in inputs]:
         raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=near_or_first(unknown[0], inputs))

@@ -18,18 +18,18 @@ from onward.transform.types import fill_in_types
 
 
 @checked()
-def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
+def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
     """The part of a model that computes `outputs` from `inputs`, which may be values in the middle of it.
 
         features = onward.transform.extract("digits.onnx", ["image"], ["active"])
 
-    - `source`: any model
+    - `model`: any model
     - `inputs`, `outputs`: names of values
 
     What lies behind the new outputs and is needed for the loss moves into the training step. Parameters before the new
     inputs leave the model, and their state with them. A step that cannot do without them is refused.
     """
-    model = load(source).copy()
+    model = load(model).copy()
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (*inputs, *outputs) if name not in known]
     if missing:

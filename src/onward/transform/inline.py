@@ -23,15 +23,15 @@ from onward.transform.types import value_types
 
 
 @checked()
-def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
+def inline(model: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of functions are replaced by their bodies.
 
         plain = onward.transform.inline("training.onnx", ["onward.Adam*"])
 
-    - `source`: any model
+    - `model`: any model
     - `names`: patterns of the functions, as `domain.Name`; all unless given
     """
-    model, patterns = of_one_opset(load(source)).copy(), list(names)
+    model, patterns = of_one_opset(load(model)).copy(), list(names)
     known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:
         if pattern != "*" and not any(_matches(name, pattern) for name in known):

@@ -145,15 +145,15 @@ def _check_functions(first: Model, second: Model) -> None:
 
 
 @checked()
-def rename(source: Source, names: Mapping[str, str]) -> Model:
+def rename(model: Source, names: Mapping[str, str]) -> Model:
     """A copy in which values have new names. The optimizer state of a renamed parameter is renamed along with it.
 
         renamed = onward.transform.rename("training.onnx", {"fc2.weight": "head.weight"})
 
-    - `source`: any model
+    - `model`: any model
     - `names`: old -> new
     """
-    model = load(source).copy()
+    model = load(model).copy()
     known = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
     missing = [name for name in names if name not in known]
     if missing:
@@ -174,15 +174,15 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
 
 
 @checked()
-def add_prefix(source: Source, prefix: str) -> Model:
+def add_prefix(model: Source, prefix: str) -> Model:
     """A copy in which every value and node, nested ones included, has `prefix` before its name.
 
         decoder = onward.transform.add_prefix("decoder.onnx", "decoder/")
 
-    - `source`: any model
+    - `model`: any model
     - `prefix`: what goes before the names
     """
-    model = load(source).copy()
+    model = load(model).copy()
     wanted = {v.name: prefix + v.name for graph in _scopes(model, nested=True) for v in values(graph) if v.name}
     _apply(model, wanted)
     for graph in _scopes(model, nested=True):

@@ -24,7 +24,7 @@ _INITIALIZERS_APART = 4
 
 
 @checked()
-def convert_opset(source: Source, version: Count) -> Model:
+def convert_opset(model: Source, version: Count) -> Model:
     """The same model in operator set `version`: inference graph, algorithms, initializations and functions.
 
         newer = onward.transform.convert_opset("training.onnx", 22)
@@ -32,10 +32,10 @@ def convert_opset(source: Source, version: Count) -> Model:
     The conversion itself is `onnx.version_converter`'s, which knows nothing of training and functions, so each graph is
     handed to it on its own, without the weights.
 
-    - `source`: any model
+    - `model`: any model
     - `version`: the operator set
     """
-    model = load(source)
+    model = load(model)
     if model.opset == version and _is_of_one_opset(model):
         return model
     check_expansion(model)

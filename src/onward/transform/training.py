@@ -20,16 +20,16 @@ from onward.transform.quantized import put_away
 
 
 @checked()
-def strip(source: Source) -> Model:
+def strip(model: Source) -> Model:
     """A copy without training: the inference graph, its weights as they are, and nothing that only training used.
 
         plain = onward.transform.strip("training.onnx")
 
     Weights that were stored as integers are so again.
 
-    - `source`: any model
+    - `model`: any model
     """
-    model = without_steps(source)
+    model = without_steps(model)
     put_away(model)
     put_back(model)
     return model

@@ -15,7 +15,7 @@ from onward.model import Model
 from onward.model.state import all_states
 from onward.model.storage.tensor_places import inside, places
 from onward.model.storage.wire import messages
-from onward.training.export import in_form_of
+from onward.training.run import in_form_of
 from onward.transform.training import strip
 
 _GRAPH, _TRAINING, _ALGORITHM = 7, 20, 2  # ModelProto.graph, .training_info; TrainingInfoProto.algorithm

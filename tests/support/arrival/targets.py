@@ -23,7 +23,7 @@ Target = Callable[[Model, Sequence[Arrays]], list[float]]
 
 def on_engine(name: str, index: int = 0, **options: Any) -> Target:
     def run(model: Model, batches: Sequence[Arrays]) -> list[float]:
-        with start(model, engine=name, step=index, **options) as engine:
+        with start(model, engine=name, steps=index, **options) as engine:
             return [float(engine.step(batch)[engine.loss]) for batch in batches]
 
     return run

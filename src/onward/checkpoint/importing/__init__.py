@@ -135,7 +135,7 @@ def plan(
             hint="save it after an update, which makes use of them",
         )
     recipe, clip, remarks = settled_options(checkpoint, base, groups, said)
-    counted = updates_made(checkpoint, matched, groups, said.step)
+    counted = updates_made(checkpoint, matched, groups, said.updates)
     scheduled = schedule_by_updates(checkpoint, matched, groups, base, counted, said)
     groups, step = list(scheduled.groups), scheduled.step
     weights, slots, has_masters = weights_and_slots(checkpoint, matched, model, groups)

@@ -93,7 +93,7 @@ def schedule_by_updates(
     if step is None:
         raise UnsupportedError(
             f"`{checkpoint.path}` does not count the updates made, which its schedule needs",
-            hint="say them: `--step 1000`, or `step=...`",
+            hint="say them: `--updates 1000`, or `updates=...`",
         )
     _check_rates(words, step, groups, rates, checkpoint)
     notes = {f"the schedule is {origin}": False} if origin else {}
@@ -125,9 +125,9 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
         return step, every
     made = f"its scheduler made {quantity(position, 'step')}"
     if step is None:
-        way = "`--step 1000 --updates-per-epoch 250`; or `--updates-per-epoch 1` if it steps with every update"
+        way = "`--updates 1000 --updates-per-epoch 250`; or `--updates-per-epoch 1` if it steps with every update"
         if every is not None:
-            way = f"`--step N` (`step=N`), from {position * every} to {position * every + every - 1}"
+            way = f"`--updates N` (`updates=N`), from {position * every} to {position * every + every - 1}"
         raise UnsupportedError(f"{made}, and `{checkpoint.path}` does not count updates", hint=f"say {way}")
     least, most = step // (position + 1) + 1, step // position if position else None
     if most is not None and least > most:

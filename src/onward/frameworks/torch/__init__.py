@@ -51,7 +51,7 @@ class TorchTraining(NamedTuple):
 # ---- from PyTorch ----------------------------------------------------------------------------------------------------
 
 
-@checked(types=False)
+@checked(types=False, step="updates", steps_per_epoch="updates_per_epoch")
 def from_torch(
     module: nn.Module,
     example_inputs: Any,
@@ -61,8 +61,8 @@ def from_torch(
     scheduler: LRScheduler | None = None,
     example_targets: Any = None,
     clip: float | Mapping[str, float] | None = None,
-    steps_per_epoch: int = 1,
-    step: int | None = None,
+    updates_per_epoch: int = 1,
+    updates: int | None = None,
     dynamic_shapes: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Model:
@@ -77,8 +77,8 @@ def from_torch(
       may be a list of several, or a pair `(0.5, loss)`
     - `example_targets`: what the loss takes beside an output: a tensor, or a tuple of several; in a mapping or list, as
       the losses are. To a cross entropy, floats are class probabilities; without an example it takes classes
-    - `scheduler`, `steps_per_epoch`: how many updates there are between two of its steps
-    - `step`: the updates made so far, for an optimizer that does not count them (SGD) in the middle of an epoch;
+    - `scheduler`, `updates_per_epoch`: how many updates there are between two of its steps
+    - `updates`: those made so far, for an optimizer that does not count them (SGD) in the middle of an epoch;
       without it, its scheduler has just stepped
     - `clip`: what happens to gradients before each update: `clip_grad_norm_` to a number, or `{"value": 0.5}`
     - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
@@ -92,12 +92,12 @@ def from_torch(
         example_inputs = module.named(example_inputs)
     memo: dict[int, Any] = {}
     twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
-    native = NativeRun(*twins, loss, terms, clip, steps_per_epoch)
+    native = NativeRun(*twins, loss, terms, clip, updates_per_epoch)
     into_training(native.module)
     if isinstance(native.module, OnnxModule):
         native.module.sync_batch_norm(False)  # other processes do not make the steps that are compared
     _freeze_others(native)
-    run = _read(native, example_inputs, dynamic_shapes, step)
+    run = _read(native, example_inputs, dynamic_shapes, updates)
     if probe:
         probe_native(native, run, example_inputs)
     return to_training_model(run)
@@ -179,7 +179,7 @@ def _step(native: NativeRun, found: int, given: int | None) -> int:
     if (counts or native.scheduler is not None) and given // unit != found // unit:
         raise UnsupportedError(
             f"by its optimizer or scheduler the run has made {found} updates, and not {given}",
-            hint="leave `step` out, or correct `steps_per_epoch`",
+            hint="leave `updates` out, or correct `updates_per_epoch`",
         )
     return given
 

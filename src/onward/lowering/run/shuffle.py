@@ -1,6 +1,6 @@
 """The order of samples, computed in a graph: the one that `onward train` takes them in, to the last row.
 
-It is `Order` of training/data/order.py in operators of the standard: a Feistel network, whose keys are drawn from the
+It is `Order` of training/data/views.py in operators of the standard: a Feistel network, whose keys are drawn from the
 seed and the epoch. Products and sums are of int64, which wraps around as uint64 does, since not all runtimes have
 those of uint64; remainders and shifts are of uint64, where the two differ.
 """

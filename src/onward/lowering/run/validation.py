@@ -1,6 +1,6 @@
 """The evaluation of a state within a graph: a Loop over batches of validation data, which are inputs of the graph.
 
-It is what training/evaluation.py does, batch by batch and sum by sum. A model for one size of batch gets copies of the
+It is what training/feed.py does, batch by batch and sum by sum. A model for one size of batch gets copies of the
 last sample in the place of those that are missing; what these add to the loss, one more batch of them alone tells.
 """
 

@@ -49,7 +49,7 @@ FINISHED, MORE, EARLY, NOT_FINITE = range(4)
 
 def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptions) -> Model:
     """The part `run`."""
-    if not options.validation and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
+    if not options.validate and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
         raise RecipeError(
             f"`{useless[0]}` waits for better results on validation data, and there are none"
             if useless[0] == "patience"
@@ -61,7 +61,7 @@ def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptio
     averages = {s.parameter: s.name for s in states(one.model, one.index) if s.role == "ema" and s.parameter}
     loop = StepLoop(step, one.batches, options)
     fixed = check_batch_axis(loop.of_a_batch, model.inputs, options.batch_size)
-    if not options.validation:
+    if not options.validate:
         return _WholeRun(loop, options, step.opset, fixed).build()
     measures = measures_of(model, chosen_metrics(model, options.metrics, options.monitor), options.monitor)
     evaluation = lower_for_engine(model, steps, "evaluation", manner)
@@ -100,7 +100,7 @@ class _WholeRun:
         self._embed = Embedding(self._graph)
         self._fixed = fixed
         size = options.batch_size or fixed or USUAL_BATCH
-        noise = (options.noise,) if isinstance(options.noise, str) else options.noise
+        noise = (options.batch_inputs,) if isinstance(options.batch_inputs, str) else options.batch_inputs
         check_noise(noise, steps.of_a_batch)
         self._data = Columns(self._graph, self._op, steps.of_a_batch, noise, size, "")
         if validation is not None:

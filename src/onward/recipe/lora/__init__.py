@@ -14,3 +14,7 @@ from onward.recipe.lora.adapters import add, merge
 from onward.recipe.lora.files import load, save
 
 __all__ = ["add", "load", "merge", "save"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,16 +8,13 @@
 Data may be larger than memory: what is not small is read row by row, in an order that is computed and not stored.
 """
 
-from onward.training.data.batches import Batches
+from onward.training.data.batches import Batches, Noise
 from onward.training.data.dataset import Batch, Column, Dataset
-from onward.training.data.fitting import Binding
 from onward.training.data.identity import differences, identify, not_compared
 from onward.training.data.images import ImageFormat, format_for
-from onward.training.data.matching import match
-from onward.training.data.noise import Noise
-from onward.training.data.sources import files_of, open_data
-from onward.training.data.split_folders import in_parts
-from onward.training.data.streams import Stream
+from onward.training.data.matching import Binding, match
+from onward.training.data.objects import Stream
+from onward.training.data.sources import files_of, in_parts, open_data
 from onward.training.data.views import fold, split, with_classes
 
 __all__ = [

@@ -4,26 +4,129 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 
 from onward.engines.distributed import Alone, Portion, ProcessGroup
-from onward.errors import DataError
+from onward.errors import DataError, UnknownNameError, near
+from onward.recipe.spec import check_options, lookup, parse
 from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
-from onward.training.data.fitting import Binding, is_float
-from onward.training.data.noise import Noise
-from onward.training.data.order import Order, WindowOrder
-from onward.training.data.prefetch import prefetch
-from onward.training.data.streams import Stream
+from onward.training.data.matching import Binding, is_float
+from onward.training.data.objects import Stream
+from onward.training.data.views import Order, WindowOrder
+
+KINDS = {"normal": {"mean": 0.0, "std": 1.0}, "uniform": {"low": 0.0, "high": 1.0}}
+"""Distributions of numpy's generators, and what they take in this order."""
+
+
+class Noise:
+    """What inputs get that no data are for: by name, a kind such as `"normal:std=0.5"`."""
+
+    def __init__(self, kinds: Mapping[str, str], inputs: Mapping[str, ir.Value], seed: int):
+        self._seed = seed
+        self._kinds = {}
+        for name, kind in kinds.items():
+            if name not in inputs:
+                raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
+            spec = parse(kind)
+            numbers = lookup("kind of noise", spec.name, KINDS)
+            check_options(f"the noise `{spec.name}`", spec.options, numbers)
+            self._kinds[name] = (spec.name, [*{**numbers, **spec.options}.values()], *_form(inputs[name]))
+
+    def __call__(self, epoch: int, batch: int, rows: int) -> dict[str, np.ndarray]:
+        """The noise for a batch."""
+        made = {}
+        for name, (kind, numbers, dtype, shape) in self._kinds.items():
+            rng = np.random.default_rng((self._seed, epoch, batch, zlib.crc32(name.encode())))
+            made[name] = getattr(rng, kind)(*numbers, (rows, *shape)).astype(dtype)
+        return made
+
+
+def _form(value: ir.Value) -> tuple[np.dtype, tuple[int, ...]]:
+    """The type of an input, and the shape of one sample."""
+    sizes = [] if value.shape is None else [size for size in value.shape[1:] if isinstance(size, int)]
+    is_known = value.shape is not None and len(sizes) == len(value.shape) - 1
+    if not is_known or value.dtype is None or not value.dtype.is_floating_point():
+        raise DataError(
+            f"`{value.name}` cannot be noise: it must be of a floating type, and the shape of a sample be known",
+            hint="give it as data",
+        )
+    return value.dtype.numpy(), tuple(sizes)
+
+
+T = TypeVar("T")
+
+_PATIENCE = 0.1  # seconds until a thread that waits looks whether it is still needed
+_END = object()
+
+
+class _Failure:
+    def __init__(self, error: BaseException):
+        self.error = error
+
+
+def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
+    """The items, `depth` of them ahead. Errors come out where their item would; leaving early ends the thread."""
+    ready: queue.Queue[Any] = queue.Queue(depth)
+    is_over = threading.Event()
+
+    def put(item: Any) -> bool:
+        while not is_over.is_set():
+            try:
+                ready.put(item, timeout=_PATIENCE)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put(item):
+                    return
+            put(_END)
+        except BaseException as error:  # whatever it is belongs to the one who asked
+            put(_Failure(error))
+
+    thread = threading.Thread(target=work, name="onward-data", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = _get(ready)
+            if item is _END:
+                return
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        is_over.set()
+        thread.join(timeout=2)  # a stream that waits for something may stay; it is a daemon, and ends with the process
+
+
+def _get(ready: queue.Queue[Any]) -> Any:
+    while True:
+        try:
+            return ready.get(timeout=1)  # not for ever: some systems hear no Ctrl-C in a wait without an end
+        except queue.Empty:
+            continue
+
 
 WINDOW = 512 << 20
 """Bytes of rows among which those of data in pieces are shuffled, unless it is said."""
 _AHEAD = 64 << 20  # bytes of batches that are fetched ahead from data in pieces
 _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+#
 
 
 class Batches:

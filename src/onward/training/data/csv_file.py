@@ -18,8 +18,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import MOST_CLASSES, Batch, Column
-from onward.training.data.files import check_file
-from onward.training.data.records import Conversion, Records
+from onward.training.data.files import Conversion, Records, check_file
 
 _CHUNK = 4096  # rows
 

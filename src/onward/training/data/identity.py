@@ -16,8 +16,7 @@ import numpy as np
 
 from onward.errors import Error
 from onward.training.data.dataset import Column, Dataset, bytes_of_row, pieces_of
-from onward.training.data.samples import Samples
-from onward.training.data.streams import Stream
+from onward.training.data.objects import Samples, Stream
 
 Facts = Mapping[str, Any]
 """What JSON can hold: `rows`, `columns`, `values`, `compared`, `sizes`, `times`."""

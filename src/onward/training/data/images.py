@@ -84,10 +84,7 @@ class ImageFolder:
         check_not_empty(len(self._files), str(folder))
         self._labels = np.array(labels, np.int64)
         self._decode = Decoder(wanted or ImageFormat(), _bytes(self._files[0]), self._files[0])
-        self.columns = {
-            "image": self._decode.column,
-            "label": Column(np.dtype(np.int64), classes=tuple(classes)),
-        }
+        self.columns = {"image": self._decode.column, "label": Column(np.dtype(np.int64), classes=tuple(classes))}
         self._folder = folder
 
     def __len__(self) -> int:

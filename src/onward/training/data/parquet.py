@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.arrow_values import Reader, pyarrow
+from onward.training.data.arrow import Reader, pyarrow
 from onward.training.data.dataset import (
     Batch,
     Dataset,
@@ -26,9 +26,8 @@ from onward.training.data.dataset import (
     known_columns,
     optional_package,
 )
-from onward.training.data.files import GONE, UNCHANGED, check_file
+from onward.training.data.files import GONE, UNCHANGED, Conversion, Records, check_file, field_of
 from onward.training.data.images import ImageFormat
-from onward.training.data.records import Conversion, Records, field_of
 
 CONVERTED = 1 << 30
 """Bytes, not compressed, of data that are converted; larger ones are read by groups."""

@@ -35,8 +35,7 @@ def report(run: PathLike, output: PathLike | None = None, *, force: bool = False
     """
     from onward.training.log import read_log
     from onward.training.report.document import document
-    from onward.training.report.headline import summary_of
-    from onward.training.report.history import History
+    from onward.training.report.history import History, summary_of
 
     folder = Path(run)
     log = folder / "log.jsonl"

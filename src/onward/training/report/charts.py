@@ -10,8 +10,7 @@ import numpy as np
 
 from onward.inspect.formatting import clean
 from onward.training.progress import short
-from onward.training.report.headline import best_step
-from onward.training.report.history import ENDS, History, Series
+from onward.training.report.history import ENDS, History, Series, best_step
 
 Chart = dict[str, Any]
 
@@ -24,6 +23,8 @@ def charts(history: History) -> Chart:
     """Everything that the script of the page needs."""
     norms = {name: series for name, series in history.norms.items() if series}
     many = len(norms) > MOST_LINES
+    drawn = {} if many else norms
+    lines = [{"name": clean(name), "role": "line", **curve(series)} for name, series in drawn.items()]
     return {
         "last": history.step,
         "counts": [[0, 0, history.steps_per_epoch], *history.recounts],
@@ -33,7 +34,7 @@ def charts(history: History) -> Chart:
             if event.kind in _MARKED
         ][-_MOST_MARKS:],
         "curves": list(_curves(history)),
-        "norms": _chart("gradient norms", gradient_lines(norms), log=True) if norms and not many else None,
+        "norms": _chart("gradient norms", lines, log=True) if lines else None,
         "map": gradient_map(norms) if many else None,
         "histograms": weight_histograms(history),
     }
@@ -131,10 +132,6 @@ MOST_LINES = 6
 _MOST_ROWS, _MOST_COLUMNS = 160, 150
 _MOST_LAYERS, _MOST_RIDGES = 60, 14
 _LEAST_BINS, _MOST_BINS = 8, 48
-
-
-def gradient_lines(norms: dict[str, Series]) -> list[dict[str, Any]]:
-    return [{"name": clean(name), "role": "line", **curve(series)} for name, series in norms.items()]
 
 
 def gradient_map(norms: dict[str, Series]) -> dict[str, Any]:

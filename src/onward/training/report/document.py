@@ -16,8 +16,7 @@ from typing import Any
 from onward.inspect import Summary
 from onward.inspect.formatting import quantity, setting, shape, shorten, size
 from onward.training.report.charts import charts
-from onward.training.report.headline import cards, facts
-from onward.training.report.history import ENDS, Event, History
+from onward.training.report.history import ENDS, Event, History, cards, facts
 
 
 class Markup(str):
@@ -157,13 +156,7 @@ def _fact(label: str, text: str) -> Markup:
 
 def _cards(history: History, summary: Summary | None) -> Markup:
     shown = [
-        tag(
-            "div",
-            tag("dt", shorten(c.label, 40)),
-            tag("dd", c.value),
-            tag("dd", c.note, class_="note"),
-            class_="card",
-        )
+        tag("div", tag("dt", shorten(c.label, 40)), tag("dd", c.value), tag("dd", c.note, class_="note"), class_="card")
         for c in cards(history, summary)
     ]
     columns = len(shown) if len(shown) <= 7 else math.ceil(len(shown) / 2)
