@@ -17,7 +17,7 @@ from onnx import defs
 from onward.checker import CODES, FAMILIES
 from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
 from onward.checkpoint.formats import FORMATS
-from onward.cli.build import Catalogue, entries
+from onward.cli.commands import build
 from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 
@@ -44,7 +44,7 @@ def losses() -> str:
 
 
 def optimizers() -> str:
-    found = entries("optimizers")
+    found = build.entries("optimizers")
     lines = []
     for name, entry in found.items():
         numbers = {k: v for k, v in entry.options.items() if k not in entry.choices}
@@ -74,7 +74,7 @@ _COMMON = ("warmup", "warmup_start", "every", "scale", "maximize", "standard")
 """Options that all entries of a catalogue have, and texts beside the tables explain."""
 
 
-def _catalogue(kind: Catalogue, header: str) -> str:
+def _catalogue(kind: build.Catalogue, header: str) -> str:
     """What a recipe can name, as `onward prepare --list` shows it."""
     return rows(
         header,
@@ -84,7 +84,7 @@ def _catalogue(kind: Catalogue, header: str) -> str:
                 entry.summary,
                 options({k: v for k, v in entry.options.items() if k not in _COMMON}),
             )
-            for name, entry in entries(kind).items()
+            for name, entry in build.entries(kind).items()
         ),
     )
 

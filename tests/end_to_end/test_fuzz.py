@@ -36,8 +36,7 @@ from typer.testing import CliRunner
 import onward
 from older_forms import write
 from onward.cli.app import BUG
-from onward.cli.build import Catalogue, entries
-from onward.cli.commands import app
+from onward.cli.commands import app, build
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
 SECONDS, BYTES = 30, 3 << 30
@@ -410,9 +409,9 @@ def test_hostile_files(name: str, commands: int | None, tmp_path: Path) -> None:
 # ---- recipes, mistyped -----------------------------------------------------------------------------------------------
 
 
-def specs(catalogue: Catalogue) -> st.SearchStrategy[str]:
+def specs(catalogue: build.Catalogue) -> st.SearchStrategy[str]:
     """Names and options that there are, with values that make sense or none, and text that is no spec at all."""
-    known = entries(catalogue)
+    known = build.entries(catalogue)
     odd = [
         "abc",
         "",
