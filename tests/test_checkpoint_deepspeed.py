@@ -16,10 +16,10 @@ import pytest
 import onward
 from deepspeed_runs import configured, run
 from onward.checkpoint import Checkpoint
-from onward.checkpoint.deepspeed.schedules import scheduler_of
+from onward.checkpoint.deepspeed import scheduler_of
 from onward.checkpoint.formats.deepspeed import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.objects import Name, Object
+from onward.checkpoint.pytorch.pickling import Name, Object
 from onward.recipe.spec import Spec
 
 RECORDED = Path(__file__).parent / "checkpoints" / "deepspeed"

@@ -20,8 +20,8 @@ from onward.run_state.state import RunState
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
 
-from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
-from onward.frameworks.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
+from onward.frameworks.torch.optimizer import read_optimizer  # noqa: E402
+from onward.frameworks.torch.schedule import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
 from onward.vocabulary.rate_formulas import Factor, complete  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")]

@@ -28,9 +28,8 @@ from torch import nn  # noqa: E402
 from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
 from onward.frameworks.torch import capture_module, files, from_torch, to_torch  # noqa: E402
-from onward.frameworks.torch.clipping import Clip  # noqa: E402
-from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
-from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
+from onward.frameworks.torch.exact import MasterWeights, float32_copies  # noqa: E402
+from onward.frameworks.torch.optimizer import Clip, read_optimizer  # noqa: E402
 from onward.run_state.state import Group, RunState, to_training_model  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]

@@ -11,7 +11,7 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.optimizer_json import with_words, words_of
-from onward.checkpoint.pytorch.folders import has
+from onward.checkpoint.pytorch.trees import has
 from onward.checkpoint.pytree.pytrees import leaves, with_lists
 from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree
 from onward.checkpoint.pytree.tree_writing import tree_of

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.description import Optimizer
-from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError
 from onward.vocabulary.optax import FIELDS
+from onward.vocabulary.torch import FAMILIES as OF_PYTORCH
 
 _STATES: dict[frozenset[str], str] = {
     frozenset({"trace"}): "trace",

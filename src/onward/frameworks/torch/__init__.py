@@ -14,16 +14,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.arguments import checked
 from onward.errors import UnsupportedError
 from onward.frameworks.torch.capture import capture_module, check_copyable, into_training, unwrap_module
-from onward.frameworks.torch.clipping import Clip, clip_of, clipping_part, parameters_of
-from onward.frameworks.torch.exact.masters import MasterWeights
-from onward.frameworks.torch.losses import make_loss
+from onward.frameworks.torch.exact import MasterWeights
+from onward.frameworks.torch.loss import inner_values, make_loss, read_objective, summands
 from onward.frameworks.torch.module import OnnxModule, to_module
 from onward.frameworks.torch.native_run import NativeRun, probe_made, probe_native
-from onward.frameworks.torch.objective import inner_values, read_objective, summands
-from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer
-from onward.frameworks.torch.schedulers import updates_per_step
-from onward.frameworks.torch.schedules import make_scheduler, read_scheduler
-from onward.frameworks.torch.sixteen_bit import HALVES
+from onward.frameworks.torch.optimizer import (
+    HALVES,
+    Clip,
+    clip_of,
+    clipping_part,
+    make_optimizer,
+    parameters_of,
+    read_optimizer,
+)
+from onward.frameworks.torch.schedule import make_scheduler, read_scheduler, updates_per_step
 from onward.frameworks.torch.tags import COUNTER, GROUP, STEP
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
 from onward.frameworks.torch.wrappers import bare_optimizer, bare_scheduler

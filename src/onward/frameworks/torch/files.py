@@ -14,9 +14,8 @@ import torch
 from onward.frameworks.files import with_state
 from onward.frameworks.program.names import program_beside
 from onward.frameworks.torch import TorchTraining, to_torch
-from onward.frameworks.torch.optimizers import read_optimizer
-from onward.frameworks.torch.schedulers import updates_per_step
-from onward.frameworks.torch.schedules import read_scheduler
+from onward.frameworks.torch.optimizer import read_optimizer
+from onward.frameworks.torch.schedule import read_scheduler, updates_per_step
 from onward.frameworks.torch.source import state_of, write_program
 from onward.frameworks.torch.source.trial import try_files
 from onward.frameworks.torch.state_file import read_state_file

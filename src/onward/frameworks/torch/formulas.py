@@ -18,10 +18,10 @@ import onnx_ir as ir
 
 from onward.build import DOMAIN, Expr, Function
 from onward.frameworks.program.layout import break_lines, indent
-from onward.frameworks.torch.exact.optimizer import ExactOptimizer
-from onward.recipe.optimizers import updates
-from onward.recipe.optimizers.updates import Update
+from onward.frameworks.torch import exact
+from onward.frameworks.torch.exact import ExactOptimizer
 from onward.standard import COMMON_OPSET
+from onward.vocabulary.torch import OPTIMIZERS, TorchOptimizer
 
 # ---- an update as statements -----------------------------------------------------------------------------------------
 
@@ -129,34 +129,32 @@ def _slots_of(function: Function) -> tuple[str, ...]:
 _STATE = "x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]"
 
 
-class _Class(NamedTuple):
-    """A class: its settings with their defaults, and its updates by the condition for which each is meant."""
+def _class_text(row: TorchOptimizer) -> str:
+    """Return the text of the class of a row, from its settings and updates."""
+    functions = {condition: update.plain for condition, update in row.updates.items()}
+    docs = [f"{_words(condition)}{function.doc}" for condition, function in functions.items()]
+    slots = {condition: [f"return {_literal(_slots_of(function))}"] for condition, function in functions.items()}
+    lines = {condition: _statements(function) for condition, function in functions.items()}
+    text = "\n\n".join(reversed(docs))
+    first, *more = text.splitlines()
+    docstring = [f'"""{first}', *more, '"""'] if more else [f'"""{text}"""']
+    return break_lines("\n".join([
+        f"class {row.name}(ExactOptimizer):",
+        *indent([*docstring, "", f"SETTINGS = {_literal(row.defaults)}", ""]),
+        *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
+        *_decay(functions),
+        *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
+    ]))  # fmt: skip
 
-    settings: Mapping[str, Any]
-    updates: Mapping[str, Update]
 
-    def text(self, name: str) -> str:
-        functions = {condition: update.plain for condition, update in self.updates.items()}
-        docs = [f"{_words(condition)}{function.doc}" for condition, function in functions.items()]
-        slots = {condition: [f"return {_literal(_slots_of(function))}"] for condition, function in functions.items()}
-        lines = {condition: _statements(function) for condition, function in functions.items()}
-        return break_lines("\n".join([
-            f"class {name}(ExactOptimizer):",
-            *indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
-            *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
-            *self._decay(functions),
-            *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
-        ]))  # fmt: skip
-
-    @staticmethod
-    def _decay(functions: Mapping[str, Function]) -> list[str]:
-        """What to do about weight decay, where updates see to it themselves."""
-        plain = [condition for condition, function in functions.items() if "weight_decay" not in function.inputs]
-        if len(plain) == len(functions):
-            return []
-        result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
-        head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
-        return indent([head, f"    return {result}", ""])
+def _decay(functions: Mapping[str, Function]) -> list[str]:
+    """Return the method that leaves weight decay to updates that have it as an input."""
+    plain = [condition for condition, function in functions.items() if "weight_decay" not in function.inputs]
+    if len(plain) == len(functions):
+        return []
+    result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
+    head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
+    return indent([head, f"    return {result}", ""])
 
 
 def _literal(value: Any) -> str:
@@ -166,11 +164,6 @@ def _literal(value: Any) -> str:
 def _words(condition: str) -> str:
     names = re.sub(r'group\["(\w+)"\]', r"`\1`", condition)
     return f"{'Without' if names.startswith('not ') else 'With'} {names.removeprefix('not ')}: " if names else ""
-
-
-def _docstring(text: str) -> list[str]:
-    lines = text.splitlines()
-    return [f'"""{text}"""'] if len(lines) == 1 else [f'"""{lines[0]}', *lines[1:], '"""']
 
 
 def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -185,48 +178,7 @@ def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *indent(own))]
 
 
-_BETAS = (0.9, 0.999)
-_DECOUPLED = {"decoupled_weight_decay": True}
-_NO_MOMENTUM, _NESTEROV = 'not group["momentum"]', 'group["nesterov"]'
-
-_CLASSES = {
-    "KerasSGD": _Class(
-        {"lr": 1e-2, "momentum": 0.0, "nesterov": False, **_DECOUPLED},
-        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov_keras, "": updates.sgd_momentum_keras},
-    ),
-    "SGDW": _Class(
-        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 1e-2, **_DECOUPLED},
-        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov, "": updates.sgd_momentum_dampened},
-    ),
-    "KerasAdam": _Class(
-        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, "amsgrad": False, **_DECOUPLED},
-        {'group["amsgrad"]': updates.amsgrad_keras, "": updates.adam_keras},
-    ),
-    "TransformersAdamW": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-6}, {"": updates.adamw_transformers}),
-    "OptaxAMSGrad": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.amsgrad_optax}),
-    "KerasAdamax": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, **_DECOUPLED}, {"": updates.adamax_keras}),
-    "OptaxNAdam": _Class({"lr": 2e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.nadam_optax}),
-    "OptaxRAdam": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.radam_optax}),
-    "Lion": _Class({"lr": 1e-4, "betas": (0.9, 0.99), **_DECOUPLED}, {"": updates.lion}),
-    "Lamb": _Class(
-        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-6},
-        {'group["decoupled_weight_decay"]': updates.lamb_keras, "": updates.lamb},
-    ),
-    "RootEpsAdagrad": _Class(
-        {"lr": 1e-2, "initial_accumulator_value": 0.1, "eps": 1e-7}, {"": updates.adagrad_keras}
-    ),
-    "RootEpsRMSprop": _Class(
-        {"lr": 1e-2, "alpha": 0.9, "eps": 1e-7, "momentum": 0.0, "centered": False},
-        {
-            'group["centered"] and group["momentum"]': updates.rmsprop_centered_momentum_keras,
-            'group["centered"]': updates.rmsprop_centered_keras,
-            'group["momentum"]': updates.rmsprop_momentum_keras,
-            "": updates.rmsprop_keras,
-        },
-    ),
-    "AdadeltaW": _Class({"lr": 1e-3, "rho": 0.95, "eps": 1e-7, **_DECOUPLED}, {"": updates.adadelta}),
-}  # fmt: skip
-
+_OWN = [row for row in OPTIMIZERS if not row.is_native]
 _HOME = "onward.frameworks.torch.exact.formulas"
 _IMPORTS = f"""from __future__ import annotations
 import math
@@ -247,6 +199,8 @@ def _execute(text: str) -> types.ModuleType:
     return module
 
 
-_MODULE = _execute("\n\n\n".join([_IMPORTS, *(one.text(name) for name, one in _CLASSES.items())]))
-EXACT: dict[str, type[ExactOptimizer]] = {name: getattr(_MODULE, name) for name in _CLASSES}
-"""The classes by name."""
+_MODULE = _execute("\n\n\n".join([_IMPORTS, *(_class_text(row) for row in _OWN if row.updates)]))
+EXACT: dict[str, type[ExactOptimizer]] = {
+    row.name: getattr(_MODULE if row.updates else exact, row.name) for row in _OWN
+}
+"""The classes by name, printed or written by hand."""

@@ -20,11 +20,10 @@ from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.torch.arguments import Flat, tensors_of
-from onward.frameworks.torch.clipping import Clip, clip_gradients, clipping_part
 from onward.frameworks.torch.failures import fault_of_example
-from onward.frameworks.torch.losses import make_loss
+from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
 from onward.frameworks.torch.module import OnnxModule
-from onward.frameworks.torch.objective import Summand, inner_values, summands
+from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipping_part
 from onward.frameworks.torch.placeholder_parameters import hollow_copy
 from onward.frameworks.torch.randomness import NothingDropped
 from onward.frameworks.torch.targets import drawn_targets

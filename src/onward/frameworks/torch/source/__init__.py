@@ -19,7 +19,7 @@ from onward.frameworks.program.layout import arrange_imports, break_lines, inden
 from onward.frameworks.program.names import docstring, identifier, quote
 from onward.frameworks.program.own_source import OwnSource
 from onward.frameworks.torch.module import OnnxModule
-from onward.frameworks.torch.schedulers import updates_per_step
+from onward.frameworks.torch.schedule import updates_per_step
 from onward.frameworks.torch.source.model import ModelSource, model_source
 from onward.frameworks.torch.source.passes import shorten
 from onward.frameworks.torch.source.statements import argument_names

@@ -12,7 +12,7 @@ from torch import nn
 from onward.frameworks.program.calls import Step, Value, without_unused
 from onward.frameworks.program.literals import literal, number
 from onward.frameworks.program.names import identifier, quote
-from onward.frameworks.torch.exact import layers as exact
+from onward.frameworks.torch import exact
 from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.source.framework import one
 from onward.frameworks.torch.source.layers import F_, layer_of

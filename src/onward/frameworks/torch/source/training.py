@@ -15,10 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.errors import UnsupportedError
 from onward.frameworks.program.literals import number
 from onward.frameworks.program.names import quote
-from onward.frameworks.torch.clipping import Clip, clipping_part
-from onward.frameworks.torch.exact import clipping
-from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies
-from onward.frameworks.torch.exact.optimizer import ExactOptimizer, Together
+from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
+from onward.frameworks.torch.optimizer import Clip, clipping_part
 from onward.frameworks.torch.source.program import defaults_of
 from onward.vocabulary import rate_formulas
 
@@ -103,8 +101,8 @@ class Definitions:
         kind = next(key for key in ("value", "norm", "tensor_norm") if key in settings)
         function = "nn.utils.clip_grad_value_" if kind == "value" else "nn.utils.clip_grad_norm_"
         if kind != "value" and settings.get("variant") == "optax":
-            self.borrowed.append(clipping.scale_to_norm)
-            function = clipping.scale_to_norm.__name__
+            self.borrowed.append(scale_to_norm)
+            function = scale_to_norm.__name__
         call = f"{function}(parameters, {number(float(settings[kind]))})"
         each = ["for parameter in parameters:", f"    {call.replace('parameters', '[parameter]')}"]
         return [

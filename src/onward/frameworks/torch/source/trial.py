@@ -19,7 +19,7 @@ from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.child import try_out
 from onward.frameworks.program.trial import StepTrial, step_trial
 from onward.frameworks.torch.module import OnnxModule
-from onward.frameworks.torch.schedulers import updates_per_step
+from onward.frameworks.torch.schedule import updates_per_step
 from onward.frameworks.torch.source import child
 from onward.frameworks.torch.source.program import LIVE
 from onward.inspect import describe

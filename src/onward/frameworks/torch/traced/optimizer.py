@@ -17,7 +17,7 @@ from onward.engines.interpreter import Interpreter
 from onward.engines.torch import Torch
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
-from onward.frameworks.torch.exact.optimizer import evaluate
+from onward.frameworks.torch.exact import evaluate
 from onward.model import load
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of

@@ -1,50 +1,42 @@
-"""Losses of PyTorch as those of a recipe, and back."""
+"""Losses of PyTorch as those of a recipe, and back: a loss, or summands on outputs, each with targets."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.frameworks.torch.exact import losses as exact
+from onward.errors import DataError
+from onward.frameworks.torch import exact
+from onward.frameworks.torch.exact import OwnLoss, Scaled, SumOfLosses, Watching
+from onward.model import Model
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.objective import terms as terms_of
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
+from onward.vocabulary.torch import LOSSES
 
 _LEGACY = ("size_average", "reduce")
 """Arguments that modules have long since turned into a reduction."""
 
 
 class Row(NamedTuple):
-    """A loss of a recipe, and what PyTorch has for it."""
+    """A loss of a recipe, and its counterparts in PyTorch."""
 
     name: str
     module: type[nn.Module]
     function: Callable[..., Any]
 
 
-ROWS = [
-    Row("cross_entropy", nn.CrossEntropyLoss, F.cross_entropy),
-    Row("nll", nn.NLLLoss, F.nll_loss),
-    Row("mse", nn.MSELoss, F.mse_loss),
-    Row("l1", nn.L1Loss, F.l1_loss),
-    Row("smooth_l1", nn.SmoothL1Loss, F.smooth_l1_loss),
-    Row("huber", nn.HuberLoss, F.huber_loss),
-    Row("binary_cross_entropy", nn.BCELoss, F.binary_cross_entropy),
-    Row("bce_with_logits", nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits),
-    Row("kl_div", nn.KLDivLoss, F.kl_div),
-    Row("poisson_nll", nn.PoissonNLLLoss, F.poisson_nll_loss),
-    Row("gaussian_nll", nn.GaussianNLLLoss, F.gaussian_nll_loss),
-    Row("ctc", nn.CTCLoss, F.ctc_loss),
-    Row("triplet", nn.TripletMarginLoss, F.triplet_margin_loss),
-]
+ROWS = [Row(row.name, getattr(nn, row.module), getattr(F, row.function)) for row in LOSSES if row.function]
 _BY_NAME = {row.name: row for row in ROWS}
+_OURS = {getattr(exact, row.module): row.name for row in LOSSES if not row.function}
+"""Classes of Onward, and the losses of a recipe that they are."""
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -58,8 +50,10 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
         spec = read_loss(loss.loss, probabilities=probabilities)
         return Spec(spec.name, {**spec.options, "axis": -1})
     if type(loss) in _OURS:
-        return _read_ours(loss)
-    problems = Problems(f"the loss {_name_of(loss)}")
+        settings = {key: getattr(loss, key) for key in named_loss(_OURS[type(loss)]).options}
+        return Spec(_OURS[type(loss)], {key: _plain(value) for key, value in settings.items() if value is not None})
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    problems = Problems(f"the loss {getattr(function, '__name__', type(function).__name__)}")
     found = _row_and_settings(loss, problems)
     problems.refuse()
     assert found is not None
@@ -73,18 +67,6 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
     if row.name == "smooth_l1" and not options["beta"]:
         return Spec("l1", {"reduction": options["reduction"]})
     return Spec(row.name, options)
-
-
-def _read_ours(loss: nn.Module) -> Spec:
-    """A module that `make_loss` made, where PyTorch has none."""
-    name = _OURS[type(loss)]
-    settings = {key: getattr(loss, key) for key in named_loss(name).options}
-    return Spec(name, {key: _plain(value) for key, value in settings.items() if value is not None})
-
-
-def _name_of(loss: Any) -> str:
-    loss = loss.func if isinstance(loss, functools.partial) else loss
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _row_and_settings(loss: Any, problems: Problems) -> tuple[Row, dict[str, Any], dict[str, Any]] | None:
@@ -161,8 +143,8 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
 def _make(spec: Spec) -> nn.Module:
     kind = named_loss(spec.name)
     options = {**kind.options, **spec.options}
-    if kind.name in _EXACT:
-        return _EXACT[kind.name](**options)
+    if kind.name not in _BY_NAME:
+        return next(made for made, name in _OURS.items() if name == kind.name)(**options)
     if kind.name == "binary_cross_entropy" and options["clip"]:
         return exact.ClippedBCELoss(options["clip"], _tensor(options["weight"]), options["reduction"])
     if kind.name == "ctc" and (options["logits"] or options["batch_first"]):
@@ -180,15 +162,80 @@ def _tensor(weights: Any) -> torch.Tensor | None:
     return None if weights is None else torch.tensor(weights, dtype=torch.get_default_dtype())
 
 
-_EXACT: dict[str, Callable[..., nn.Module]] = {
-    "hinge": exact.Hinge,
-    "squared_hinge": exact.SquaredHinge,
-    "cosine": exact.CosineDistance,
-}
-_OURS: dict[type[nn.Module], str] = {
-    exact.Hinge: "hinge",
-    exact.SquaredHinge: "squared_hinge",
-    exact.CosineDistance: "cosine",
-    exact.ClippedBCELoss: "binary_cross_entropy",
-    exact.CTC: "ctc",
-}
+# ---- summands --------------------------------------------------------------------------------------------------------
+
+
+class Summand(NamedTuple):
+    """A loss on an output, times a number, and the targets that were given for the example."""
+
+    output: str | None
+    """None where there is only one."""
+    loss: Any
+    scale: float
+    targets: tuple[torch.Tensor, ...]
+
+    def value(self, prediction: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.loss(prediction, *targets) * self.scale
+
+    def spec(self) -> Any:
+        """The summand in the words of a recipe."""
+        is_soft = bool(self.targets) and self.targets[0].is_floating_point()
+        is_own = isinstance(self.loss, OwnLoss)
+        spec = Spec("value") if is_own else read_loss(self.loss, probabilities=is_soft)
+        options = {**spec.options, **({} if self.scale == 1 else {"scale": self.scale})}
+        return Spec(spec.name, options) if self.output is None else {self.output: {"name": spec.name, **options}}
+
+
+def summands(loss: Any, targets: Any) -> list[Summand]:
+    """The summands of a loss as `from_torch` takes it, with their targets; none, if the module computes its loss."""
+    if isinstance(loss, str | OwnLoss):
+        return []
+    if not isinstance(loss, Mapping):
+        return list(_of_output(None, loss, targets))
+    given = targets if targets is not None else {}
+    if not isinstance(given, Mapping) or given.keys() - loss.keys():
+        raise DataError(
+            "the example of targets does not fit the loss",
+            hint=f"give a mapping, as the loss is: of {', '.join(map(str, loss))}",
+        )
+    return [one for output, term in loss.items() for one in _of_output(output, term, given.get(output))]
+
+
+def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]:
+    if isinstance(loss, SumOfLosses):
+        loss = list(loss.losses)
+    if isinstance(loss, list):
+        given = targets if targets is not None else [None] * len(loss)
+        if len(given) != len(loss):
+            raise DataError(
+                f"there are {len(loss)} losses, but {len(given)} examples of targets", hint="give targets for each loss"
+            )
+        for one, its_targets in zip(loss, given, strict=True):
+            yield from _of_output(output, one, its_targets)
+        return
+    if isinstance(loss, Watching):
+        yield from _of_output(loss.output, loss.loss, targets)
+        return
+    scale = 1.0
+    if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], int | float):
+        scale, loss = loss
+    if isinstance(loss, Scaled):
+        scale, loss = scale * loss.scale, loss.loss
+    if isinstance(loss, OwnLoss):
+        output = loss.output
+    given = () if targets is None else (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+    yield Summand(output, loss, float(scale), given)
+
+
+def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
+    """A loss in the words of a recipe."""
+    if not terms:
+        return f"value:{loss.output if isinstance(loss, OwnLoss) else loss}"
+    specs = [term.spec() for term in terms]
+    return specs[0] if len(specs) == 1 else specs
+
+
+def inner_values(loss: Any, model: Model) -> list[str]:
+    """The values that the loss of a `RunState` looks at, and that are no outputs of its model."""
+    outputs = {value.name for value in model.outputs}
+    return list(dict.fromkeys(t.output for t in terms_of(loss) if t.output is not None and t.output not in outputs))

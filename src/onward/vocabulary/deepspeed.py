@@ -7,49 +7,31 @@ matter any more.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from onward.checkpoint.description import Schedule
-from onward.checkpoint.pytorch.schedules import is_schedule_state, schedule_of
 from onward.recipe.spec import Spec
 
-
-class Found(NamedTuple):
-    schedule: Schedule
-    base: float | None
-    """The rate that the words multiply; None where that is the one of the optimizer."""
+Words = tuple[tuple[Spec, ...] | None, float | None]
+"""Schedules, None if there are no words for them; and the rate that they multiply, None if that is the optimizer's."""
 
 
-def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, groups: Sequence[Any] = ()) -> Found:
-    """What the state of a scheduler and the configuration say. `given` is the rate of the optimizer in the latter.
+def schedule_words(config: Any, rate: float | None, position: int) -> Words:
+    """Return the schedules that a configuration stands for.
 
-    A program may have a scheduler that DeepSpeed does not know of. Those of PyTorch leave a trace in `groups`.
+    Args:
+        config: the part `scheduler` of DeepSpeed's configuration
+        rate: the rate of the optimizer in the configuration
+        position: the updates so far
     """
-    if state is None:
-        is_moved = any("initial_lr" in group for group in groups)
-        return Found(Schedule({}, None if is_moved else ()), None)
-    if is_schedule_state(state):
-        return Found(dataclasses.replace(schedule_of(state), every=1), None)  # its engine steps it with every update
-    if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:
-        return Found(Schedule(state if isinstance(state, Mapping) else {}), None)
-    position = state["last_batch_iteration"] + 1
     kind = config.get("type") if isinstance(config, Mapping) else None
     numbers = config.get("params") if isinstance(config, Mapping) else None
     read = _READERS.get(str(kind))
-    if read is None or not isinstance(numbers, Mapping) or not _all_plain(numbers):
-        return Found(Schedule(state, None, position, every=1), None)
-    words, base = read(numbers, given, position)
-    return Found(Schedule(state, words, position, every=1), base)
-
-
-def _all_plain(numbers: Mapping[str, Any]) -> bool:
-    """Whether all groups have the same numbers, and none is left to something else."""
-    return all(type(value) in (int, float, str, bool, type(None)) and value != "auto" for value in numbers.values())
-
-
-Words = tuple[tuple[Spec, ...] | None, float | None]
+    if read is None or not isinstance(numbers, Mapping):
+        return None, None
+    # A list has a number for each group, and "auto" is left to the program.
+    is_plain = all(type(value) in (int, float, str, bool, type(None)) and value != "auto" for value in numbers.values())
+    return read(numbers, rate, position) if is_plain else (None, None)
 
 
 def _warm_up(numbers: Mapping[str, Any], given: float | None, position: int, *, decays: bool) -> Words:

@@ -1,36 +1,146 @@
-"""Optimizers of PyTorch: read into the groups and slots of a run, and made from them."""
+"""Optimizers of PyTorch: read into the groups and slots of a run, and made from them; and how they clip gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from onward.engines.torch.types import from_array, to_array
-from onward.errors import list_names
-from onward.frameworks.torch.clipping import Clip
-from onward.frameworks.torch.counterparts import FROM_TORCH, REFUSED, counterpart
-from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies
-from onward.frameworks.torch.exact.optimizer import ExactOptimizer, Together
-from onward.frameworks.torch.schedules import ReadSchedule
-from onward.frameworks.torch.sixteen_bit import HALVES, in_16_bits, is_known_in_half, objection
+from onward.errors import UnsupportedError, list_names
+from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
+from onward.frameworks.torch.formulas import EXACT
+from onward.frameworks.torch.schedule import ReadSchedule
 from onward.frameworks.torch.traced.groups import trace_groups
 from onward.frameworks.torch.traced.optimizer import GraphOptimizer
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure
+from onward.recipe.optimizers.sixteen_bit import in_half
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group, RunState
-from onward.vocabulary.torch import settings_in, words_of
+from onward.vocabulary.rows import row_for
+from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS, TorchOptimizer
 
-_NO_STEPS = (torch.optim.SGD,)
-"""Classes that do not count updates."""
+_Settings = Mapping[str, Any]
+
+
+class Clip:
+    """Clips the gradients of an optimizer before it steps: for `register_step_pre_hook`.
+
+    It refuses to, if it is told how many numbers the optimizer has, and there are others: those who divide parameters
+    among processes behind PyTorch's back, as DeepSpeed does, leave a part of each, whose norm is not that of all.
+    """
+
+    def __init__(self, settings: _Settings, size: int | None = None):
+        self.settings, self.size = settings, size
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        parameters = parameters_of(optimizer)
+        if self.size is not None and sum(parameter.numel() for parameter in parameters) != self.size:
+            raise UnsupportedError(
+                "the optimizer has parts of parameters, of whose gradients it cannot tell the norm, and it clips",
+                hint="let DeepSpeed clip: `gradient_clipping` in its configuration; and train without `clip`",
+            )
+        clip_gradients(parameters, self.settings)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_gradients(parameters: list[torch.nn.Parameter], settings: _Settings) -> None:
+    """Clip as a recipe says, such as `{"norm": 1.0, "variant": "torch"}`."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    if "value" in settings:
+        clip_grad_value_(given, settings["value"])
+    elif "norm" in settings:
+        _to_norm(given, settings["norm"], settings.get("variant"))
+    else:
+        for parameter in given:
+            _to_norm([parameter], settings["tensor_norm"], settings.get("variant"))
+
+
+def _to_norm(parameters: list[torch.nn.Parameter], limit: float, variant: str | None) -> None:
+    (scale_to_norm if variant == "optax" else clip_grad_norm_)(parameters, limit)
+
+
+def clipping_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose gradients are clipped: those of copies in float32, where there are such."""
+    return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def clip_of(optimizer: Optimizer, given: float | _Settings | None) -> dict[str, Any] | None:
+    """What is done to gradients before a step, by the caller's loop or by hooks of ours; other hooks are refused."""
+    part = clipping_part(optimizer)
+    if part is not optimizer and given is not None:
+        raise UnsupportedError(
+            "gradients are clipped in the loop, in 16 bits, and the optimizer works on copies in float32",
+            hint=f"clip those: `optimizer.inner.register_step_pre_hook({Clip.__module__}.Clip({{'norm': 1.0}}))`",
+        )
+    hooks = [hook for each in {optimizer, part} for hook in each._optimizer_step_pre_hooks.values()]
+    ours = [hook.settings for hook in part._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
+    if len(ours) < len(hooks) or optimizer._optimizer_step_post_hooks or part._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            "the optimizer has hooks around its steps, which could do anything",
+            hint="remove them, and say what they clip: `clip=1.0`",
+        )
+    if ours:
+        return dict(ours[0])
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else {**given, **({} if "value" in given else {"variant": "torch"})}
+    return {"norm": float(given), "variant": "torch"}
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+_FOREACH_AS_ONE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax)
+"""Classes whose implementation for many tensors rounds bfloat16 where that for one does."""
+
+
+def in_16_bits(parameter: Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def is_known_in_half(configured: ConfiguredOptimizer) -> bool:
+    """Whether the update of a recipe rounds as an optimizer of torch.optim does."""
+    choice = configured.kind.choose(configured.settings, None)
+    is_native = configured.options["variant"] == "torch" and configured.kind.name != "sgdw"
+    return is_native and in_half(choice.function, configured.options.get("fused", False)) is not None
+
+
+def objection(
+    part: Optimizer, settings: Mapping[str, Any], configured: ConfiguredOptimizer, dtype: torch.dtype
+) -> tuple[str, str] | None:
+    """Why an update of 16 bits cannot be carried over exactly, and what to do."""
+    kind = type(part).__name__
+    if settings.get("fused") and "fused" not in configured.options:
+        return f"the fused kernel of {kind} rounds in its own way", "say `fused=False`"
+    if isinstance(part, ExactOptimizer) or not is_known_in_half(configured):
+        return f"{kind} rounds in its own way", "let it work on copies in float32, or take AdamW or SGD"
+    if settings.get("foreach") and (dtype != torch.bfloat16 or not isinstance(part, _FOREACH_AS_ONE)):
+        return f"{kind} rounds otherwise with `foreach=True`", "say `foreach=False`"
+    for setting in ("capturable", "differentiable"):
+        if settings.get(setting):
+            return f"{kind} rounds otherwise with `{setting}=True`", f"say `{setting}=False`"
+    return None
+
+
+def class_of(row: TorchOptimizer) -> type[Optimizer]:
+    """Return the class of a row."""
+    return getattr(torch.optim, row.name) if row.is_native else EXACT[row.name]
+
+
+CLASSES = {class_of(row): row for row in reversed(OPTIMIZERS)}
+"""The first row of each class."""
+_NO_STEPS = tuple(kind for kind, row in CLASSES.items() if not row.counts)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -48,9 +158,10 @@ def read_optimizer(
     if isinstance(optimizer, MasterWeights):
         return _read_masters(optimizer, names, schedule)
     problems = Problems(f"the optimizer {type(optimizer).__name__}")
-    parts = list(_parts(optimizer))
-    for part in parts:
-        _check_class(part, problems)
+    parts = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    for kind in map(type, parts):
+        if kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in REFUSED_OPTIMIZERS:
+            problems.add(*REFUSED_OPTIMIZERS[kind.__name__])
     if any(_other_hooks(part) for part in {optimizer, *parts}):
         problems.add("it has hooks, which could do anything", "remove the hooks")
     problems.refuse()
@@ -59,7 +170,7 @@ def read_optimizer(
     reading = _Reading(names, problems)
     for part in parts:
         of_part = [next(rates) for _ in part.param_groups]
-        if type(part) in FROM_TORCH:
+        if type(part) in CLASSES:
             for group, rate in zip(part.param_groups, of_part, strict=True):
                 reading.add(part, group, rate)
         else:
@@ -80,19 +191,6 @@ def _read_masters(
     )
     masters = {f"{name}/master": to_array(given.copies[x]).copy() for x, name in named.items() if x.dtype in HALVES}
     return groups, {**slots, **masters}, step
-
-
-def _parts(given: Optimizer) -> Iterator[Optimizer]:
-    if isinstance(given, Together):
-        yield from given.optimizers
-    else:
-        yield given
-
-
-def _check_class(part: Optimizer, problems: Problems) -> None:
-    kind = type(part)
-    if kind in REFUSED:
-        problems.add(*REFUSED[kind])
 
 
 def _other_hooks(part: Optimizer) -> bool:
@@ -206,12 +304,13 @@ def _minds_step(configured: ConfiguredOptimizer) -> bool:
 
 def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, example: Parameter | None) -> Spec:
     """The words of a recipe for a group."""
-    name, variant = FROM_TORCH[kind](settings)
+    row = CLASSES[kind]
+    name, variant = row.read(settings)
     is_half = example is not None and example.dtype in HALVES
     given: dict[str, Any] = {"fused": is_half and bool(settings.get("fused"))}  # with more bits it computes the same
     if isinstance(eps := settings.get("eps"), tuple) and eps[0] is None:
         given["eps1"] = torch.finfo(example.dtype if example is not None else torch.float32).eps
-    return words_of(name, settings, lr=rate, variant=variant, **given)
+    return row.words(name, settings, lr=rate, variant=variant, **given)
 
 
 # ---- making ----------------------------------------------------------------------------------------------------------
@@ -237,7 +336,7 @@ def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optim
         if isinstance(group.optimizer, FunctionOptimizer):
             made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
         else:
-            by_class.setdefault(counterpart(configure(group.optimizer)), []).append(group)
+            by_class.setdefault(class_of(_row_of(configure(group.optimizer))), []).append(group)
     for kind, groups in by_class.items():
         settings = [_arguments(kind, configure(group.spec)) for group in groups]
         chosen = [[parameters[name] for name in group.parameters] for group in groups]
@@ -265,16 +364,17 @@ def _check_run(run: RunState, parameters: Mapping[str, Parameter]) -> None:
     problems.refuse()
 
 
+def _row_of(configured: ConfiguredOptimizer) -> TorchOptimizer:
+    row = row_for(OPTIMIZERS, configured)
+    assert row is not None, configured
+    return row
+
+
 def _arguments(kind: type[Optimizer], configured: ConfiguredOptimizer) -> dict[str, Any]:
-    """All settings of a class that mean what ours mean."""
-    settings = settings_in(configured)
-    return {key: settings[key] for key in _settings_of(kind) if key in settings}
-
-
-def _settings_of(kind: type[Optimizer]) -> list[str]:
-    if issubclass(kind, ExactOptimizer):
-        return [*{**kind.COMMON, **kind.SETTINGS}]
-    return [*inspect.signature(kind).parameters]
+    """Return the settings of a class for a configured optimizer of a recipe."""
+    settings = _row_of(configured).settings_for(configured)
+    taken = settings if issubclass(kind, ExactOptimizer) else inspect.signature(kind).parameters
+    return {key: value for key, value in settings.items() if key in taken}
 
 
 def _fill(made: Optimizer, run: RunState, names: Mapping[int, str]) -> None:
