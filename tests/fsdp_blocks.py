@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from layered_models import hugging
 from onward.frameworks.torch import to_module
-from onward.frameworks.torch.module import OnnxModule
+from onward.frameworks.torch.forward import OnnxModule
 from processes import meet
 
 STEPS, BATCH, TIME, WORDS = 20, 4, 8, 40

@@ -1,5 +1,6 @@
 """States of modules, optimizers and schedulers of PyTorch as they are saved, both ways. State names no class:
-what it keeps tells which it can be."""
+what it keeps tells which it can be.
+"""
 
 from __future__ import annotations
 

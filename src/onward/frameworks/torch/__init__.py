@@ -13,11 +13,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError
-from onward.frameworks.torch.capture import capture_module, check_copyable, into_training, unwrap_module
+from onward.frameworks.torch.capture import (
+    COUNTER,
+    GROUP,
+    STEP,
+    capture_module,
+    check_copyable,
+    into_training,
+    unwrap_module,
+)
 from onward.frameworks.torch.exact import MasterWeights
+from onward.frameworks.torch.forward import OnnxModule, to_module
 from onward.frameworks.torch.loss import inner_values, make_loss, read_objective, summands
-from onward.frameworks.torch.module import OnnxModule, to_module
-from onward.frameworks.torch.native_run import NativeRun, probe_made, probe_native
 from onward.frameworks.torch.optimizer import (
     HALVES,
     Clip,
@@ -27,10 +34,9 @@ from onward.frameworks.torch.optimizer import (
     parameters_of,
     read_optimizer,
 )
+from onward.frameworks.torch.probe import NativeRun, probe_made, probe_native
 from onward.frameworks.torch.schedule import make_scheduler, read_scheduler, updates_per_step
-from onward.frameworks.torch.tags import COUNTER, GROUP, STEP
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
-from onward.frameworks.torch.wrappers import bare_optimizer, bare_scheduler
 from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
@@ -202,6 +208,48 @@ def _counters(model: Model) -> Iterator[ir.Value]:
     return (value for name, value in model.graph.initializers.items() if name.rpartition(".")[2] == COUNTER)
 
 
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+# Accelerate and others wrap optimizers and schedulers. A wrapper is recognized by its structure, so that it need not be
+# installed: it holds no groups of parameters, or is not a scheduler, but has an attribute that does or is.
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside of a wrapper, if that does nothing else; or what was given."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(
+        optimizer
+    ):
+        _check_wrapper(optimizer)
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"{optimizer!r} is no optimizer of PyTorch", hint="give one: `torch.optim.AdamW(module.parameters())`"
+        )
+    return optimizer
+
+
+def bare_scheduler(scheduler: Any) -> Any:
+    """The scheduler inside of a wrapper, with the bare optimizer; or what was given."""
+    while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    held = getattr(scheduler, "optimizer", None)
+    if not isinstance(held, Optimizer) or (bare := bare_optimizer(held)) is held:
+        return scheduler
+    made = copy.copy(scheduler)
+    made.optimizer = bare
+    return made
+
+
+def _check_wrapper(wrapper: Any) -> None:
+    problems = Problems(f"the wrapper {type(wrapper).__name__} of the optimizer")
+    inside = "give the optimizer inside, `optimizer.optimizer`, and leave that to the loop"
+    batches = getattr(getattr(wrapper, "gradient_state", None), "num_steps", 1)
+    if batches != 1:
+        problems.add(f"it accumulates the gradients of {batches} batches", inside)
+    if getattr(wrapper, "scaler", None) is not None:
+        problems.add("it scales the loss", inside)
+    problems.refuse()
+
+
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +296,7 @@ def to_torch(
     if live:
         made.module.sync_batch_norm(sync_batch_norm)
         return made
-    from onward.frameworks.torch.source import run_program, write_program
+    from onward.frameworks.torch.program import run_program, write_program
 
     return TorchTraining(*run_program(write_program(model, made), made))
 

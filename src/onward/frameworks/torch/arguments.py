@@ -1,16 +1,23 @@
-"""What a module takes and returns, however it is nested, as tensors with names."""
+"""What a module takes and returns, however it is nested, as tensors with names; and modules without values."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from onward.engines.torch.types import CODES
 from onward.errors import DataError
+from onward.model.storage.files import reason
+from onward.model.storage.npz import read_npz
 
 
 def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
@@ -102,3 +109,54 @@ def _join_path(path: Sequence[Any]) -> str:
     """A name from where something is: `state_0`, `logits`, and `output_1` for what has no name."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return "_".join(["output", *parts] if parts[0].isdigit() else parts)
+
+
+_TYPES = {code.numpy(): dtype for dtype, code in CODES.items()}
+
+
+def hollow_out(module: nn.Module, types: Mapping[str, np.dtype]) -> None:
+    """Replace the parameters of a module; `types` are those by name that are others than the module has."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            dtype = _TYPES.get(types[name], parameter.dtype) if name in types else parameter.dtype
+            made[id(parameter)] = _hollow(parameter, dtype)
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = made[id(parameter)]
+
+
+def hollow_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module, on the CPU, that holds buffers only."""
+    memo: dict[int, object] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = _hollow(tensor, tensor.dtype)
+        elif tensor.device.type != "cpu":
+            memo[id(tensor)] = tensor.cpu()
+    return copy.deepcopy(module, memo)
+
+
+def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape), requires_grad=parameter.requires_grad)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+_UNNAMED = re.compile(r"arr_\d+")
+"""What `numpy.savez` calls arrays that have no names."""
+
+
+def read_example(file: Path) -> Any:
+    """The arrays of an .npz file as tensors: by name; without names in their order, and one alone as it is."""
+    try:
+        found = {name: torch.from_numpy(array) for name, array in read_npz(file).items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"`{file}` is no .npz file of arrays: {reason(error)}", hint="write it with `numpy.savez`"
+        ) from error
+    if not found or not all(map(_UNNAMED.fullmatch, found)):
+        return found
+    in_order = tuple(found.values())
+    return in_order if len(in_order) > 1 else in_order[0]

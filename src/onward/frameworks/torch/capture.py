@@ -18,12 +18,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from onward.engines.torch.types import CODES, FLOAT8, to_array
-from onward.frameworks.torch.arguments import Flat, tensors_of
+from onward.frameworks.torch.arguments import Flat, is_hollow, tensors_of
 from onward.frameworks.torch.exporter import export
-from onward.frameworks.torch.placeholder_parameters import is_hollow
-from onward.frameworks.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.model import Model
 from onward.run_state.problems import Problems
+
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""PARAMETER or BUFFER, as PyTorch's exporter writes it."""
+PERSISTENT = "pkg.torch.export.graph_signature.InputSpec.persistent"
+"""Whether a `state_dict` has it."""
+ALSO = "torch.also"
+"""The other names under which the module has it, and which place in its order these have; JSON."""
+LEARNS = "torch.requires_grad"
+"""Of a parameter that is not trained: whether PyTorch computes a gradient for it nevertheless."""
+GROUP = "torch.group"
+"""Of a parameter that is not trained: the group in which the optimizer has it nevertheless."""
+STEP = "torch.step"
+"""Of a counter of batches: the updates that there had been when it was read."""
+COUNTER = "num_batches_tracked"
+"""What PyTorch calls the number of batches that a normalization has seen."""
+
 
 _PREFIX = "module."
 """What names begin with in the exported graph."""

@@ -1,6 +1,7 @@
 """PyTorch objects that compute what no class of PyTorch's own does.
 
-This file imports nothing but PyTorch, so that its source can go into a program that runs without Onward."""
+This file imports nothing but PyTorch, so that its source can go into a program that runs without Onward.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from onward.errors import UnsupportedError, list_names
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
 from onward.frameworks.torch.formulas import EXACT
 from onward.frameworks.torch.schedule import ReadSchedule
+from onward.frameworks.torch.traced.graph_optimizer import GraphOptimizer
 from onward.frameworks.torch.traced.groups import trace_groups
-from onward.frameworks.torch.traced.optimizer import GraphOptimizer
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure
 from onward.recipe.optimizers.sixteen_bit import in_half
 from onward.recipe.optimizers.updates import SCALAR_SLOTS

@@ -14,7 +14,8 @@ from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import Step, Value
 from onward.frameworks.program.expressions import ATOM, SUM, UNARY, WIDE, Expression, Printer
 from onward.frameworks.program.literals import number
-from onward.frameworks.torch.source.program import LIVE, TRAINING, WhileTraining, defaults_of
+from onward.frameworks.torch.forward import LIVE
+from onward.frameworks.torch.program.recording import TRAINING, WhileTraining, defaults_of
 
 
 class Infix(NamedTuple):

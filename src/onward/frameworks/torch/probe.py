@@ -1,32 +1,38 @@
-"""A run as PyTorch executes it, to compare a training model with."""
+"""A run as PyTorch executes it, and a written program, compared with the training model."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
 
 from onward.agreement.data import example_inputs
-from onward.agreement.steps import Step, compare_steps, without_dropout
+from onward.agreement.steps import Step, compare_steps, epsilon_in, types_in, without_dropout
+from onward.agreement.tolerance import Comparison, Tolerance
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
-from onward.frameworks.torch.arguments import Flat, tensors_of
-from onward.frameworks.torch.failures import fault_of_example
+from onward.frameworks.program.child import try_out
+from onward.frameworks.program.trial import StepTrial, step_trial
+from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
+from onward.frameworks.torch.exporter import fault_of_example
+from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
-from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipping_part
-from onward.frameworks.torch.placeholder_parameters import hollow_copy
-from onward.frameworks.torch.randomness import NothingDropped
-from onward.frameworks.torch.targets import drawn_targets
+from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe
 from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
@@ -34,7 +40,42 @@ from onward.model.core import values
 from onward.recipe import objective
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.state import Group, RunState, from_training_model, to_training_model
+
+_LABELS = 2
+"""How many a sequence has, for CTC."""
+
+
+def drawn_targets(
+    rng: np.random.Generator,
+    term: LossTerm,
+    prediction: torch.Tensor,
+    inputs: Mapping[str, ir.Value],
+    sizes: Mapping[str, int],
+) -> dict[str, np.ndarray]:
+    """Classes, or numbers from 0 to 1, which are probabilities and variances if need be."""
+    if term.name == "ctc":
+        return _sequences(rng, term, prediction)
+    axis = term.options.get("axis", 1)
+    classes = prediction.shape[axis] if prediction.ndim > 1 else 2
+    return {name: _draw_target(rng, inputs[name], sizes, classes) for name in term.inputs}
+
+
+def _draw_target(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
+    assert target.shape is not None and target.dtype is not None
+    shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
+    drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
+    return drawn.astype(target.dtype.numpy())
+
+
+def _sequences(rng: np.random.Generator, term: LossTerm, prediction: torch.Tensor) -> dict[str, np.ndarray]:
+    """Labels that are not blank, of sequences that are as long as they can be."""
+    batch, time = prediction.shape[:2] if term.options.get("batch_first") else (prediction.shape[1], len(prediction))
+    blank, classes = term.options.get("blank", 0), prediction.shape[2]
+    labels = (blank + rng.integers(1, classes, (batch, _LABELS))) % classes
+    arrays = labels, np.full(batch, time), np.full(batch, _LABELS)
+    return dict(zip(term.inputs, arrays, strict=True))
+
 
 _STEPS = 3
 _RATE = 1e-3
@@ -237,3 +278,101 @@ def _sizes(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         for dim, size in zip(value.shape, tensors[value.name].shape, strict=True)
         if not isinstance(dim, int)
     }
+
+
+def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
+    """Let a process of its own load the files, compute outputs and make steps, and compare."""
+    inputs, expected = _example(live)
+    trial = _step_trial(model)
+    with tempfile.TemporaryDirectory() as folder:
+        given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
+        torch.save(inputs, given)
+        batch = [] if trial is None else [trial.save(Path(folder), **_settings(model))]
+        if not try_out(str(Path(__file__).with_name("program") / "child.py"), program, state, given, results, *batch):
+            return
+        found = torch.load(results, weights_only=True)
+    _compare_state(found["state"], live)
+    _compare(found["outputs"], expected, live)
+    if trial is not None:
+        trial.compare(found["losses"], same_random_numbers=False)
+
+
+def _step_trial(model: Model) -> StepTrial | None:
+    """Steps to repeat, if what they are fed is all that a module takes."""
+    trial = step_trial(model)
+    return trial if trial is not None and all(value.name in trial.batch for value in model.inputs) else None
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """Return what a training loop must know: see the heading of a program."""
+    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
+    return {
+        "inputs": [value.name for value in model.inputs],
+        "terms": [[term.output, list(term.inputs)] for term in terms],
+        "is_own": len(terms) == 1 and terms[0].name == "value",
+        "every": updates_per_step(run),
+        "step": run.step,
+    }
+
+
+def try_module(made: nn.Module, live: OnnxModule) -> None:
+    """The same for what a program has made here."""
+    _compare_state({name: list(x.shape) for name, x in made.state_dict().items()}, live)
+    inputs, expected = _example(live)
+    if inputs is not None:
+        _compare(_outputs(made, inputs), expected, live)
+
+
+def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
+    """Inputs that are made up, and what the live module makes of them; None if it takes none."""
+    for named in example_inputs(live.to_model()):
+        inputs = [from_array(array) for array in named.values()]
+        try:
+            return inputs, _outputs(live, inputs)
+        except (Error, RuntimeError, IndexError):
+            continue
+    return None, {}
+
+
+def _outputs(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    with torch.no_grad():
+        made = copy.deepcopy(module).eval()(*inputs)
+    return made if isinstance(made, dict) else {"": made}
+
+
+def _compare_state(found: Mapping[str, list[int]], live: OnnxModule) -> None:
+    if list(found.items()) != [(name, list(x.shape)) for name, x in live.state_dict().items()]:
+        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+
+
+def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxModule) -> None:
+    ours, theirs = ({name: to_array(x) for name, x in outputs.items()} for outputs in (found, expected))
+    tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
+    hint = "please report the model; the live module is `onward.to_torch(training)`"
+    Comparison("that of the live module", hint, tolerance, _describe)(ours, theirs)
+
+
+def _describe(output: str) -> str:
+    return f"`{output or 'the output'}` of the program"
+
+
+class NothingDropped(TorchFunctionMode):  # type: ignore[misc]
+    """Leaves out dropout, also where a module calls it as a function."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if function is torch.Tensor.bernoulli_:
+            return args[0].fill_(given.get("p", (*args[1:], 0.5)[0]))
+        if function is F.scaled_dot_product_attention:
+            args, given = args[:4], {**given, **dict(zip(_AFTER_MASK, args[4:], strict=False)), "dropout_p": 0.0}
+        return function(*args, **given)
+
+
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout),
+)
+_AFTER_MASK = ("dropout_p", "is_causal")
+"""Arguments of attention that may be given by position, after queries, keys, values and the mask."""

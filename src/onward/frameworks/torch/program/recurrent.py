@@ -10,7 +10,7 @@ import torch
 from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import Value
 from onward.frameworks.program.sizes import asking
-from onward.frameworks.torch.source.program import Recorder, compute, numbered_tensor, sources, without_recording
+from onward.frameworks.torch.program.recording import Recorder, compute, numbered_tensor, sources, without_recording
 
 Tensors = Sequence[torch.Tensor]
 

@@ -18,14 +18,13 @@ from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.layout import arrange_imports, break_lines, indent
 from onward.frameworks.program.names import docstring, identifier, quote
 from onward.frameworks.program.own_source import OwnSource
-from onward.frameworks.torch.module import OnnxModule
+from onward.frameworks.torch.forward import OnnxModule
+from onward.frameworks.torch.probe import try_module
+from onward.frameworks.torch.program.model import ModelSource, argument_names, model_source
+from onward.frameworks.torch.program.operators import ForwardCalls, trace
+from onward.frameworks.torch.program.passes import shorten
+from onward.frameworks.torch.program.training import Definitions, schedules_of
 from onward.frameworks.torch.schedule import updates_per_step
-from onward.frameworks.torch.source.model import ModelSource, model_source
-from onward.frameworks.torch.source.passes import shorten
-from onward.frameworks.torch.source.statements import argument_names
-from onward.frameworks.torch.source.tracing import Program, trace
-from onward.frameworks.torch.source.training import Definitions, schedules_of
-from onward.frameworks.torch.source.trial import try_module
 from onward.inspect import describe
 from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
@@ -74,7 +73,7 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     )
 
 
-def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
+def _model(module: OnnxModule) -> tuple[ForwardCalls, ModelSource]:
     """The class of a module, if it is the same for all sizes."""
     programs = [shorten(trace(module, size)) for size in _SIZES]
     sources = [model_source(module, program) for program in programs]
@@ -119,7 +118,7 @@ def _heading(loop: list[str]) -> str:
     return docstring("\n".join([*lines, ""]))
 
 
-def _loop(program: Program, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:
+def _loop(program: ForwardCalls, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:
     """How to train; `every` is how many updates there are for a step of the scheduler, if there is one."""
     often = f"  # once in {every} updates" if every > 1 else ""
     arguments = argument_names(program)

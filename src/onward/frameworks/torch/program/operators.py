@@ -1,11 +1,12 @@
-"""PyTorch as a framework that writes down what it is asked to compute."""
+"""The forward pass of a live module as calls of PyTorch: operators as a person would call them; sizes are symbols."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,60 @@ import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Function, NotOnHost
+from onward.engines.framework_engine import interpreter
 from onward.engines.shared.windows import paddings
 from onward.engines.torch.types import TYPES
-from onward.errors import UnsupportedError
-from onward.frameworks.program.calls import Value
+from onward.errors import Error, UnsupportedError, first_line
+from onward.frameworks.program.calls import Step, Value, without_unused
 from onward.frameworks.program.forms import slice_places
 from onward.frameworks.program.sizes import on_host
+from onward.frameworks.torch.forward import LIVE, Graph, OnnxModule
 from onward.frameworks.torch.module_engine import Live, share_of_batch
-from onward.frameworks.torch.source import recurrent
-from onward.frameworks.torch.source.program import Recorder, is_zero
-from onward.frameworks.torch.source.sizes import OWN, array_of, is_open
+from onward.frameworks.torch.program import recurrent
+from onward.frameworks.torch.program.recording import Recorder, is_zero
+from onward.model import Model
 from onward.options import Variance
+
+
+def array_of(sizes: Any) -> np.ndarray:
+    """Sizes as an array: of numbers, if all of them are."""
+    made = np.empty(np.shape(sizes) if not isinstance(sizes, torch.SymInt) else (), object)
+    made[...] = sizes
+    return made.astype(np.int64) if all(isinstance(x, int) for x in made.flat) else made
+
+
+def is_open(array: Any) -> bool:
+    """Whether an array has symbols in it."""
+    return isinstance(array, np.ndarray) and array.dtype == object and any(_is_symbol(x) for x in array.flat)
+
+
+def _is_symbol(x: Any) -> bool:
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _elementwise(function: Callable[..., Any]) -> Function:
+    vectorized = np.frompyfunc(function, function.__code__.co_argcount, 1)
+    return lambda *arrays: np.asarray(vectorized(*arrays), object)
+
+
+def _numbers(array: np.ndarray, floating: bool) -> np.ndarray:
+    convert = torch.sym_float if floating else torch.sym_int
+    return np.asarray(np.frompyfunc(convert, 1, 1)(array), object)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    return x / y if any(isinstance(part, float | torch.SymFloat) for part in (x, y)) else x // y
+
+
+OWN: dict[str, Function] = {
+    "Cast": lambda x, *, to: _numbers(x, ir.DataType(to).is_floating_point()),
+    "CastLike": lambda x, like: _numbers(x, like.dtype.is_floating_point),
+    "Div": _elementwise(_quotient),
+    "Mod": _elementwise(lambda x, y: x % y),
+    "Neg": _elementwise(lambda x: -x),
+    "Equal": _elementwise(lambda x, y: bool(x == y)),
+}
+"""Of arrays that hold symbols."""
 
 
 class Writing(Live):
@@ -239,3 +283,90 @@ def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = Non
     if places is None:
         return by_numbers(x, starts, ends, axes, steps)
     return x[tuple(places)] if places else x
+
+
+@dataclasses.dataclass
+class ForwardCalls:
+    """What a module computes from its inputs."""
+
+    inputs: list[Value]
+    outputs: dict[str, Value]
+    steps: list[Step]
+    sizes: dict[str, str]
+    """Symbols in formulas, and what the model calls these sizes."""
+
+
+def trace(module: OnnxModule, first_size: int) -> ForwardCalls:
+    """The program for some sizes; sizes that vary begin with this one."""
+    graph = module._graph
+    recorder = Recorder()
+    framework = Writing(recorder, graph.program.statistics)
+    model = _in_training(graph)
+    values = {value.name or "": value for value in model.graph.inputs}
+    given = {
+        name: recorder.add(_hold_tensor(recorder, tensor, module._paths[name]))
+        for name, tensor in module._state().items()
+    }
+    sizes = _Sizes(first_size)
+    inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
+    given |= {value.name: recorder.add(value) for value in inputs}
+    try:
+        results = interpreter(model, framework)(given)
+    except Error as error:
+        raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
+    outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
+    return ForwardCalls(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
+
+
+def _in_training(graph: Graph) -> Model:
+    """The model with the normalizations that follow their batches marked; a module asks whether it is in training."""
+    model = graph.model.copy()
+    for node in model.graph.all_nodes():
+        if node.name in graph.program.switched:
+            node.attributes.add(ir.AttrInt64("training_mode", 1))
+    return model
+
+
+def _hold_tensor(recorder: Recorder, tensor: torch.Tensor, path: str) -> Value:
+    made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim)
+    return Value(made.requires_grad_(tensor.requires_grad), path=path)
+
+
+class _Sizes:
+    """Different numbers for sizes of different names: those of one name are the same."""
+
+    def __init__(self, first: int):
+        self._next = first
+        self._numbers: dict[Any, int] = {}
+        self._dimensions: list[list[str | None]] = []
+
+    def input(self, recorder: Recorder, value: ir.Value) -> Value:
+        if value.shape is None or value.dtype is None:
+            raise UnsupportedError(f"nobody knows how many axes `{value.name}` has", hint="give it a shape")
+        names = [
+            None if isinstance(size, int) else str(size.value or f"{value.name}_{i}")
+            for i, size in enumerate(value.shape)
+        ]
+        sizes = [
+            size if isinstance(size, int) else self._number(size.value or (value.name, i))
+            for i, size in enumerate(value.shape)
+        ]
+        self._dimensions.append(names)
+        example = torch.zeros(sizes, dtype=TYPES[value.dtype])
+        return Value(recorder.stand_in(example, [name is not None for name in names]), name=value.name or "")
+
+    def _number(self, size: Any) -> int:
+        """By its name, or where it is."""
+        if size not in self._numbers:
+            self._numbers[size] = self._next
+            self._next += 2
+        return self._numbers[size]
+
+    def names(self, inputs: list[Value]) -> dict[str, str]:
+        """Symbols, and the names that they stand for."""
+        found: dict[str, str] = {}
+        for value, names in zip(inputs, self._dimensions, strict=True):
+            for size, name in zip(value.tensor.shape, names, strict=True):
+                if name is not None and isinstance(size, torch.SymInt):
+                    found.setdefault(str(size.node.expr), name)
+        return found

@@ -21,9 +21,7 @@ from torch.utils._pytree import tree_leaves
 from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import Step, Value
-
-LIVE = "take the live module, which computes all of them: `onward.to_torch`"
-
+from onward.frameworks.torch.forward import LIVE
 
 TRAINING = object()
 """An argument that is whether the module is in training."""

@@ -17,7 +17,7 @@ from onward.frameworks.program.literals import number
 from onward.frameworks.program.names import quote
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
 from onward.frameworks.torch.optimizer import Clip, clipping_part
-from onward.frameworks.torch.source.program import defaults_of
+from onward.frameworks.torch.program.recording import defaults_of
 from onward.vocabulary import rate_formulas
 
 _USUAL = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
