@@ -22,7 +22,7 @@ from onward.frameworks.torch.capture import STEP as STEP_TAG
 from onward.frameworks.torch.optimizer import read_optimizer
 from onward.frameworks.torch.probe import try_files
 from onward.frameworks.torch.program import state_of, write_program
-from onward.frameworks.torch.schedule import read_scheduler, updates_per_step
+from onward.frameworks.torch.schedule import read_schedule, updates_per_step
 from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.replacement import replacing
@@ -193,7 +193,7 @@ def restore(path: Path, like: Model) -> Model:
 
 
 def _optimizer(carried: TorchTraining, names: Mapping[int, str], every: int) -> Any:
-    schedule = read_scheduler(carried.scheduler, every) if carried.scheduler is not None else None
+    schedule = read_schedule(carried.scheduler, every) if carried.scheduler is not None else None
     return read_optimizer(carried.optimizer, names, schedule)
 
 

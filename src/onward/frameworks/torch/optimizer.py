@@ -20,13 +20,13 @@ from onward.frameworks.torch.formulas import EXACT
 from onward.frameworks.torch.schedule import ReadSchedule
 from onward.frameworks.torch.traced.graph_optimizer import GraphOptimizer
 from onward.frameworks.torch.traced.groups import trace_groups
+from onward.frameworks.torch.traced.optimizer_state import parameters_of
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure
 from onward.recipe.optimizers.sixteen_bit import in_half
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group, RunState
-from onward.vocabulary.rows import row_for
 from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS, TorchOptimizer
 
 _Settings = Mapping[str, Any]
@@ -52,24 +52,17 @@ class Clip:
         clip_gradients(parameters, self.settings)
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def clip_gradients(parameters: list[torch.nn.Parameter], settings: _Settings) -> None:
+def clip_gradients(parameters: Sequence[torch.Tensor], settings: _Settings) -> None:
     """Clip as a recipe says, such as `{"norm": 1.0, "variant": "torch"}`."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
+    to_norm = scale_to_norm if settings.get("variant") == "optax" else clip_grad_norm_
     if "value" in settings:
         clip_grad_value_(given, settings["value"])
     elif "norm" in settings:
-        _to_norm(given, settings["norm"], settings.get("variant"))
+        to_norm(given, settings["norm"])
     else:
         for parameter in given:
-            _to_norm([parameter], settings["tensor_norm"], settings.get("variant"))
-
-
-def _to_norm(parameters: list[torch.nn.Parameter], limit: float, variant: str | None) -> None:
-    (scale_to_norm if variant == "optax" else clip_grad_norm_)(parameters, limit)
+            to_norm([parameter], settings["tensor_norm"])
 
 
 def clipping_part(optimizer: Optimizer) -> Optimizer:
@@ -162,7 +155,8 @@ def read_optimizer(
     for kind in map(type, parts):
         if kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in REFUSED_OPTIMIZERS:
             problems.add(*REFUSED_OPTIMIZERS[kind.__name__])
-    if any(_other_hooks(part) for part in {optimizer, *parts}):
+    hooks = [hook for part in {optimizer, *parts} for hook in _hooks(part)]
+    if any(not isinstance(hook, Clip) for hook in hooks):
         problems.add("it has hooks, which could do anything", "remove the hooks")
     problems.refuse()
     settings = [group for part in parts for group in part.param_groups]
@@ -193,9 +187,8 @@ def _read_masters(
     return groups, {**slots, **masters}, step
 
 
-def _other_hooks(part: Optimizer) -> bool:
-    hooks = [*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values()]
-    return any(not isinstance(hook, Clip) for hook in hooks)
+def _hooks(part: Optimizer) -> list[Any]:
+    return [*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values()]
 
 
 class _Reading:
@@ -219,7 +212,9 @@ class _Reading:
         for name, parameter in chosen.items():
             if parameter.dtype in HALVES and (what := objection(part, settings, configure(spec), parameter.dtype)):
                 self._problems.add(f"`{name}` is {in_16_bits(parameter)}, and {what[0]}", what[1])
-        minds = _minds_step(configure(spec))
+        configured = configure(spec)
+        is_constant = configured.kind.name == "adagrad" and not configured.values["lr_decay"]
+        minds = not is_constant and "t" in configured.kind.choose(configured.settings, None).function.inputs
         for parameter in settings["params"]:
             self._check(parameter, part)
         for name, parameter in chosen.items():
@@ -263,7 +258,9 @@ class _Reading:
             self._counts[name] = count
         if count:
             slots = {slot: value for slot, value in state.items() if slot != "step" and value is not None}
-            self.slots |= {f"{name}/{slot}": _array(slot, value) for slot, value in slots.items()}
+            for slot, value in slots.items():
+                array = to_array(value)
+                self.slots[f"{name}/{slot}"] = array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 
     def step(self, schedule: ReadSchedule | None) -> int:
         """How many updates there were, as far as it matters."""
@@ -288,18 +285,6 @@ def _updates(part: Optimizer, state: Mapping[str, Any]) -> int:
     if isinstance(part, _NO_STEPS):
         return int(any(value is not None for value in state.values()))
     return int(state.get("step", 0))
-
-
-def _array(slot: str, value: torch.Tensor) -> np.ndarray:
-    array = to_array(value)
-    return array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
-
-
-def _minds_step(configured: ConfiguredOptimizer) -> bool:
-    """Whether the update depends on how many there were before."""
-    if configured.kind.name == "adagrad" and not configured.values["lr_decay"]:
-        return False
-    return "t" in configured.kind.choose(configured.settings, None).function.inputs
 
 
 def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, example: Parameter | None) -> Spec:
@@ -329,32 +314,6 @@ def make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optimi
 
 
 def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optimizer:
-    _check_run(run, parameters)
-    by_class: dict[type[Optimizer], list[Group]] = {}
-    made: list[Optimizer] = []
-    for i, group in enumerate(run.groups):
-        if isinstance(group.optimizer, FunctionOptimizer):
-            made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
-        else:
-            by_class.setdefault(class_of(_row_of(configure(group.optimizer))), []).append(group)
-    for kind, groups in by_class.items():
-        settings = [_arguments(kind, configure(group.spec)) for group in groups]
-        chosen = [[parameters[name] for name in group.parameters] for group in groups]
-        part = kind([{"params": own, **of} for own, of in zip(chosen, settings, strict=True)], **settings[0])
-        _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
-        made.append(part)
-    return made[0] if len(made) == 1 else Together(made)
-
-
-def _at_present(function: FunctionOptimizer, run: RunState, group: str) -> FunctionOptimizer:
-    """A function whose state begins as it is in a run now."""
-    names = [value.name or "" for value in function.state]
-    held = {name: run.state.get(name if function.owner_of(name) else f"{group}/{name}") for name in names}
-    present = {name: array for name, array in held.items() if array is not None}
-    return dataclasses.replace(function, initial={**function.initial, **present})
-
-
-def _check_run(run: RunState, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
     for group in run.groups:
         halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
@@ -362,19 +321,29 @@ def _check_run(run: RunState, parameters: Mapping[str, Parameter]) -> None:
             what = f"`{group.optimizer.name}` rounds {list_names(halves, 5)} in another way than any class of PyTorch"
             problems.add(what, "make the training model with master weights, or of float32 weights")
     problems.refuse()
-
-
-def _row_of(configured: ConfiguredOptimizer) -> TorchOptimizer:
-    row = row_for(OPTIMIZERS, configured)
-    assert row is not None, configured
-    return row
-
-
-def _arguments(kind: type[Optimizer], configured: ConfiguredOptimizer) -> dict[str, Any]:
-    """Return the settings of a class for a configured optimizer of a recipe."""
-    settings = _row_of(configured).settings_for(configured)
-    taken = settings if issubclass(kind, ExactOptimizer) else inspect.signature(kind).parameters
-    return {key: value for key, value in settings.items() if key in taken}
+    settings: dict[type[Optimizer], list[dict[str, Any]]] = {}
+    made: list[Optimizer] = []
+    for i, group in enumerate(run.groups):
+        if isinstance(group.optimizer, FunctionOptimizer):
+            function = group.optimizer
+            names = [value.name or "" for value in function.state]
+            held = {name: run.state.get(name if function.owner_of(name) else f"group{i}/{name}") for name in names}
+            present = {name: array for name, array in held.items() if array is not None}
+            function = dataclasses.replace(function, initial={**function.initial, **present})
+            made.append(GraphOptimizer(function, parameters, run.step))
+        else:
+            configured = configure(group.optimizer)
+            row = next(row for row in OPTIMIZERS if row.fits(configured))
+            kind, options = class_of(row), row.settings_for(configured)
+            if row.is_native:  # AdamW has a setting that its class does not take
+                options = {key: x for key, x in options.items() if key in inspect.signature(kind).parameters}
+            own = [parameters[name] for name in group.parameters]
+            settings.setdefault(kind, []).append({"params": own, **options})
+    for kind, groups in settings.items():
+        part = kind(groups, **{key: value for key, value in groups[0].items() if key != "params"})
+        _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
+        made.append(part)
+    return made[0] if len(made) == 1 else Together(made)
 
 
 def _fill(made: Optimizer, run: RunState, names: Mapping[int, str]) -> None:
@@ -384,18 +353,10 @@ def _fill(made: Optimizer, run: RunState, names: Mapping[int, str]) -> None:
     for group in made.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            slots = {key.removeprefix(f"{name}/"): value for key, value in run.state.items() if _is_slot(key, name)}
-            state = {slot: _tensor(slot, value, parameter) for slot, value in slots.items()}
-            if not isinstance(made, _NO_STEPS):
-                state = {"step": torch.tensor(float(run.step)), **state}
+            state = {} if isinstance(made, _NO_STEPS) else {"step": torch.tensor(float(run.step))}
+            for key, value in run.state.items():
+                owner, _, slot = key.rpartition("/")
+                if owner == name:  # PyTorch itself makes scalars on the CPU
+                    is_scalar = slot in SCALAR_SLOTS
+                    state[slot] = torch.tensor(float(value)) if is_scalar else from_array(value).to(parameter.device)
             made.state[parameter] = state
-
-
-def _tensor(slot: str, value: np.ndarray, parameter: Parameter) -> torch.Tensor:
-    if slot in SCALAR_SLOTS:  # as PyTorch itself makes them
-        return torch.tensor(float(value))
-    return from_array(value).to(parameter.device)
-
-
-def _is_slot(key: str, parameter: str) -> bool:
-    return key.startswith(f"{parameter}/") and "/" not in key.removeprefix(f"{parameter}/")

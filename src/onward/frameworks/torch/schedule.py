@@ -41,39 +41,32 @@ def updates_per_step(run: RunState) -> int:
     return unit if all(end % unit == 0 for end in ends) else 1
 
 
-def make_scheduler(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler that goes on where a run is, for an optimizer of `make_optimizer`; None where the rate is fixed."""
+def make_schedule(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
+    """Return the scheduler of a run, at its position, for an optimizer of `make_optimizer`; None if the rate is fixed.
+
+    It is PyTorch's own where that computes the same, else a formula in LambdaLR.
+    """
     if not run.schedule:
         return None
     unit = updates_per_step(run)
-    schedules = _in_units(unit, complete([(spec.without("until"), _end(spec.options)) for spec in run.schedule]))
+    schedules = complete([(one.without("until"), float(one.options.get("until", FOREVER))) for one in run.schedule])
+    if unit > 1:  # by steps of the scheduler
+        schedules = [{key: value for key, value in one.items() if key != "every"} for one in schedules]
+        schedules = [{**one, **({"until": one["until"] / unit} if "until" in one else {})} for one in schedules]
     bases = [float(group["lr"]) for group in optimizer.param_groups]
     position = run.step // unit
-    make = _native(schedules, position) or _by_formula
+    make = _native(schedules, position)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no step of the optimizer comes before the first rate
-        scheduler = make(optimizer, schedules)
+        if make is not None:
+            scheduler = make(optimizer)
+        else:
+            scheduler = lr_scheduler.LambdaLR(optimizer, [Factor(base, schedules) for base in bases])
     _put_at(scheduler, position)
     for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["lr"] = Factor(base, schedules).rate(position)
     _remember_rates(scheduler, [group["lr"] for group in optimizer.param_groups])
     return scheduler
-
-
-def _end(options: Mapping[str, Any]) -> float:
-    return float(options.get("until", FOREVER))
-
-
-def _in_units(unit: int, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Schedules by groups of updates, where they were by updates."""
-    if unit == 1:
-        return schedules
-    counted = [{key: value for key, value in one.items() if key != "every"} for one in schedules]
-    return [{**one, **({"until": one["until"] / unit} if "until" in one else {})} for one in counted]
-
-
-def _by_formula(optimizer: Optimizer, schedules: list[dict[str, Any]]) -> LRScheduler:
-    return lr_scheduler.LambdaLR(optimizer, [Factor(float(group["lr"]), schedules) for group in optimizer.param_groups])
 
 
 def _put_at(scheduler: Any, position: int) -> None:
@@ -96,39 +89,33 @@ def _remember_rates(scheduler: Any, rates: list[float]) -> None:
         _remember_rates(scheduler._schedulers[active], rates)
 
 
-# ---- PyTorch's own ---------------------------------------------------------------------------------------------------
-
-
-def _native(schedules: list[dict[str, Any]], position: int) -> Callable[[Optimizer, Any], LRScheduler] | None:
-    """How to make the class that computes the same, if there is one."""
+def _native(schedules: list[dict[str, Any]], position: int) -> Make | None:
+    """Return what makes the class that computes the same, if there is one."""
     made = [_maker(one, position) for one in schedules]
     ends = [one["until"] for one in schedules if "until" in one]
     makers = [make for make in made if make is not None]
     if len(makers) < len(schedules) or not all(is_whole(end) for end in ends):
         return None
     if len(makers) == 1:
-        return lambda optimizer, _: makers[0](optimizer)
+        return makers[0]
     if any(one["name"] == "one_cycle" for one in schedules):
         return None
     milestones = [int(end) for end in ends]
-    return lambda optimizer, _: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in makers], milestones)
+    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in makers], milestones)
 
 
 def _maker(schedule: dict[str, Any], position: int) -> Make | None:
     if schedule["name"] == "one_cycle":
-        arguments = one_cycle_arguments(schedule, position)
-        return (
-            None
-            if arguments is None
-            else lambda optimizer: lr_scheduler.OneCycleLR(
-                optimizer, [float(group["lr"]) for group in optimizer.param_groups], **arguments
-            )
-        )
-    found = class_of(schedule)
-    if found is None:
+        settings = one_cycle_arguments(schedule, position)
+        return None if settings is None else functools.partial(_one_cycle, settings)
+    if (found := class_of(schedule)) is None:
         return None
     kind, arguments = found
     return lambda optimizer: getattr(lr_scheduler, kind)(optimizer, **arguments)
+
+
+def _one_cycle(settings: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, [float(group["lr"]) for group in optimizer.param_groups], **settings)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -147,50 +134,31 @@ class ReadSchedule(NamedTuple):
     """The updates between its steps."""
 
 
-def read_scheduler(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
-    """The schedules of a recipe that give the rates of a scheduler which steps once in `every` updates."""
+def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
+    """Return the schedules of a recipe with the rates of a scheduler that steps once in `every` updates."""
     problems = Problems(f"the scheduler {type(scheduler).__name__}")
-    base_rates = _base_rates(scheduler)
+    groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
+    key = "max_lr" if isinstance(scheduler, lr_scheduler.OneCycleLR) else "initial_lr"
+    base_rates = [float(group.get(key, group["lr"])) for group in groups]
     pieces = _Reader(problems, base_rates).pieces(scheduler)
     problems.refuse()
-    schedules = _complete(pieces, problems)
-    problems.refuse()
-    position = _position(scheduler)
-    for base, group in zip(base_rates, _optimizer(scheduler).param_groups, strict=True):
-        expected, found = Factor(base, schedules).rate(position), float(group["lr"])
-        if not math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-6 * base):
-            what = (
-                f"the learning rate is {found:g}, and by the scheduler it would be {expected:g} after {position} steps"
-            )
-            problems.add(what, "change the scheduler instead of the rate")
-    problems.refuse()
-    return ReadSchedule(in_words(pieces, every), base_rates, position, every)
-
-
-def _optimizer(scheduler: LRScheduler) -> Optimizer:
-    return scheduler.optimizer
-
-
-def _base_rates(scheduler: LRScheduler) -> list[float]:
-    key = "max_lr" if isinstance(scheduler, lr_scheduler.OneCycleLR) else "initial_lr"
-    return [float(group.get(key, group["lr"])) for group in _optimizer(scheduler).param_groups]
-
-
-def _position(scheduler: LRScheduler) -> int:
-    if isinstance(scheduler, lr_scheduler.ChainedScheduler):
-        return _position(scheduler._schedulers[0])
-    return int(scheduler.last_epoch)
-
-
-def _complete(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
+    schedules: list[dict[str, Any]] = []
     try:
-        return complete(pieces)
+        schedules = complete(pieces)
     except RecipeError as error:
         problems.add(error.message, error.hint or "use other numbers")
-        return []
-
-
-# ---- one class after the other ---------------------------------------------------------------------------------------
+    problems.refuse()
+    counter: Any = scheduler
+    while isinstance(counter, lr_scheduler.ChainedScheduler):
+        counter = counter._schedulers[0]
+    position = int(counter.last_epoch)
+    for base, group in zip(base_rates, groups, strict=True):
+        expected, found = Factor(base, schedules).rate(position), float(group["lr"])
+        if not math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-6 * base):
+            what = f"the learning rate is {found:g}, and by the scheduler it would be {expected:g}"
+            problems.add(f"{what} after {position} steps", "change the scheduler instead of the rate")
+    problems.refuse()
+    return ReadSchedule(in_words(pieces, every), base_rates, position, every)
 
 
 class _Reader:
@@ -246,7 +214,9 @@ class _Reader:
 
     def _lambda(self, scheduler: Any) -> Pieces:
         functions = scheduler.lr_lambdas
-        same = all(_same(function, functions[0]) for function in functions)
+        # Formulas of ours know the rate of their group, and are the same if their schedules are.
+        kinds = [each.schedules if isinstance(each, Factor) else each for each in functions]
+        same = all(kind is kinds[0] or (isinstance(kind, list) and kind == kinds[0]) for kind in kinds)
         pieces = read_lambda(functions[0], self._base_rates) if same else None
         if pieces is None:
             what = "its function is not known" if same else "its groups have different functions"
@@ -257,14 +227,7 @@ class _Reader:
         if scheduler.cycle_momentum:
             what = "it moves the momentum, which is a fixed number in a training model"
             self._problems.add(what, "make it with `cycle_momentum=False`")
-        return one_cycle(vars(scheduler), _optimizer(scheduler).param_groups[0])
-
-
-def _same(function: Any, other: Any) -> bool:
-    """Formulas of ours know the rate of their group, and are the same if their schedules are."""
-    if isinstance(function, Factor) and isinstance(other, Factor):
-        return function.schedules == other.schedules
-    return function is other
+        return one_cycle(vars(scheduler), scheduler.optimizer.param_groups[0])
 
 
 # ---- functions of LambdaLR -------------------------------------------------------------------------------------------
@@ -276,7 +239,8 @@ ENOUGH = 400
 def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pieces | None:
     """The schedules that a function means, or None where that is not known."""
     if isinstance(function, Factor):
-        return [(_spec(one), one.get("until", FOREVER)) for one in function.schedules]
+        rows = [dict(one) for one in function.schedules]
+        return [(Spec(row.pop("name"), row), end) for row in rows for end in [row.pop("until", FOREVER)]]
     name, numbers = _origin(function)
     reader = READERS.get(name)
     if reader is None or not numbers.keys() <= inspect.signature(reader).parameters.keys():
@@ -284,10 +248,6 @@ def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pie
     pieces = reader(bases[0], **numbers)
     relative = len(set(bases)) > 1 and any(spec.options.get("min") or spec.options.get("end") for spec, _ in pieces)
     return pieces if not relative and _agrees(function, Factor(bases[0], complete(pieces)), numbers) else None
-
-
-def _spec(one: Mapping[str, Any]) -> Spec:
-    return Spec(one["name"], {key: value for key, value in one.items() if key not in ("name", "until")})
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
