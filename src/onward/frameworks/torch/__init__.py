@@ -31,12 +31,11 @@ from onward.frameworks.torch.optimizer import (
     clip_of,
     clipping_part,
     make_optimizer,
-    parameters_of,
     read_optimizer,
 )
 from onward.frameworks.torch.probe import NativeRun, probe_made, probe_native
 from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
-from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
+from onward.frameworks.torch.traced.optimizer_state import copy_optimizer, parameters_of
 from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
@@ -205,11 +204,16 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer inside of a wrapper, if that does nothing else; or what was given."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(
-        optimizer
-    ):
-        _check_wrapper(optimizer)
-        optimizer = inner
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(optimizer):
+        problems = Problems(f"the wrapper {type(optimizer).__name__} of the optimizer")
+        inside = "give the optimizer inside, `optimizer.optimizer`, and leave that to the loop"
+        batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+        if batches != 1:
+            problems.add(f"it accumulates the gradients of {batches} batches", inside)
+        if getattr(optimizer, "scaler", None) is not None:
+            problems.add("it scales the loss", inside)
+        problems.refuse()
+        optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(
             f"{optimizer!r} is no optimizer of PyTorch", hint="give one: `torch.optim.AdamW(module.parameters())`"
@@ -227,17 +231,6 @@ def bare_scheduler(scheduler: Any) -> Any:
     made = copy.copy(scheduler)
     made.optimizer = bare
     return made
-
-
-def _check_wrapper(wrapper: Any) -> None:
-    problems = Problems(f"the wrapper {type(wrapper).__name__} of the optimizer")
-    inside = "give the optimizer inside, `optimizer.optimizer`, and leave that to the loop"
-    batches = getattr(getattr(wrapper, "gradient_state", None), "num_steps", 1)
-    if batches != 1:
-        problems.add(f"it accumulates the gradients of {batches} batches", inside)
-    if getattr(wrapper, "scaler", None) is not None:
-        problems.add("it scales the loss", inside)
-    problems.refuse()
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------

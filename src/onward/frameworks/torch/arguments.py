@@ -35,17 +35,6 @@ def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments
         ) from error
 
 
-def _check_devices(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse examples that are elsewhere than the module is."""
-    devices = {str(tensor.device) for _, tensor in tensors_of(module)} or {"cpu"}
-    wrong = [f"`{name}` is on {tensor.device}" for name, tensor in inputs.items() if str(tensor.device) not in devices]
-    if wrong:
-        raise DataError(
-            f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
-            hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
-        )
-
-
 class Flat(nn.Module):  # type: ignore[misc]
     """A module as a function from tensors to tensors, however it takes and returns them."""
 
@@ -64,7 +53,13 @@ class Flat(nn.Module):  # type: ignore[misc]
             if any(tensor is other for other in self.inputs.values()):
                 tensor = tensor.clone()  # the exporter would take two inputs for one
             self.inputs[f"{name}_input" if name in held else name] = tensor
-        _check_devices(module, self.inputs)
+        devices = {str(tensor.device) for tensor in held.values()} or {"cpu"}
+        wrong = [f"`{name}` is on {x.device}" for name, x in self.inputs.items() if str(x.device) not in devices]
+        if wrong:
+            raise DataError(
+                f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
+                hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
+            )
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self._leaves)
@@ -72,13 +67,11 @@ class Flat(nn.Module):  # type: ignore[misc]
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        return {_join_path(path or ("output",)): _for_loss(x) for path, x in found if isinstance(x, torch.Tensor)}
-
-
-def _for_loss(output: torch.Tensor) -> torch.Tensor:
-    """Under `torch.autocast` losses are computed in float32, whatever comes in."""
-    is_narrow = output.dtype in (torch.float16, torch.bfloat16)
-    return output.float() if is_narrow and torch.is_autocast_enabled(output.device.type) else output
+        outputs = {_join_path(path or ("output",)): x for path, x in found if isinstance(x, torch.Tensor)}
+        for name, x in outputs.items():  # under `torch.autocast` losses are computed in float32
+            if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+                outputs[name] = x.float()
+        return outputs
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

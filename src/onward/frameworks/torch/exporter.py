@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from onward.build import Names
 from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, near
 from onward.frameworks.randomness import no_chance
 from onward.frameworks.torch.arguments import Flat
@@ -37,7 +38,8 @@ def explain(error: Exception, what: str = "the module") -> UnsupportedError:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if any(_has_packed(cause) for cause in causes):
+    frames = (frame for cause in causes for frame, _ in traceback.walk_tb(cause.__traceback__))
+    if any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
         return UnsupportedError(
             "the module packs sequences of different lengths (`pack_padded_sequence`), and a graph cannot",
             hint="run over padded sequences, and leave out the padding after that, by a mask for example",
@@ -65,16 +67,13 @@ def fault_of_example(flat: Flat) -> DataError | None:
         with torch.no_grad(), torch.random.fork_rng():
             copy.deepcopy(flat)(*flat.inputs.values())
     except Exception as error:
+        inputs = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in flat.inputs.items()}
+        shown = ", ".join(f"`{name}` {kind}" for name, kind in inputs.items())
         return DataError(
             f"the module fails with the example: {first_line(error)}",
-            hint=f"check shapes and types of the example: {_show_inputs(flat.inputs)}",
+            hint=f"check shapes and types of the example: {shown}",
         )
     return None
-
-
-def _has_packed(error: BaseException) -> bool:
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def _place(causes: Sequence[BaseException]) -> str:
@@ -99,10 +98,6 @@ def _is_users(filename: str) -> bool:
     return not of_python and not any(path.is_relative_to(home) for home in _HOMES)
 
 
-def _show_inputs(inputs: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(f"`{name}` {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in inputs.items())
-
-
 class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
     """Answers whether a number from `torch.rand` is below 0, as modules ask that leave out layers with probability 0.
 
@@ -114,7 +109,8 @@ class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
         self._drawn: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.lt and id(args[0]) in self._drawn and _is_zero(args[1]):
+        is_asked = function is torch.Tensor.lt and id(args[0]) in self._drawn
+        if is_asked and isinstance(args[1], int | float) and args[1] <= 0:
             return False
         if function is F.l1_loss:
             _refuse_weight()
@@ -138,10 +134,6 @@ def _refuse_weight() -> None:
             )
 
 
-def _is_zero(limit: Any) -> bool:
-    return isinstance(limit, int | float) and limit <= 0
-
-
 _NORMALIZATIONS = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
 
 
@@ -161,10 +153,32 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
             raise UnknownNameError(
                 f"there is no input `{name}`", hint=near(name, known) or f"one of {', '.join(known)}"
             )
-    axes = {name: _axes(name, tensor, dynamic_shapes) for name, tensor in flat.inputs.items()}
-    made = _export(flat, axes)
+    axes: dict[str, dict[int, Any]] = {}
+    for name, tensor in flat.inputs.items():
+        given: Any = {0: "batch"} if tensor.ndim and dynamic_shapes is None else (dynamic_shapes or {}).get(name) or {}
+        axes[name] = dict(given.items() if isinstance(given, Mapping) else enumerate(given))
+    dims = [{axis: Dim.AUTO if isinstance(size, str) else size for axis, size in axes[name].items()} for name in axes]
+    with quiet(), torch.random.fork_rng():
+        try:
+            with no_chance("the module"), NeverBelowZero():
+                program = torch.export.export(
+                    flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims),), strict=False
+                )
+            rewrite(program)
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                input_names=list(flat.inputs),
+                custom_translation_table=TRANSLATIONS,
+            )
+        except Error:
+            raise
+        except Exception as error:
+            raise fault_of_example(flat) or explain(error) from error
+    assert made is not None and made.exported_program is not None
     program = made.exported_program
-    assert program is not None
     model = Model(made.model)
     define_functions(model)
     model.ir.producer_name = "onward"  # not the exporter that merges what is equal, which `prepare` would undo
@@ -200,42 +214,6 @@ def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ..
     return Model(made.model)
 
 
-def _axes(name: str, tensor: torch.Tensor, dynamic_shapes: Mapping[str, Any] | None) -> dict[int, Any]:
-    if dynamic_shapes is None:
-        return {0: "batch"} if tensor.ndim else {}
-    given = dynamic_shapes.get(name) or {}
-    return dict(given.items() if isinstance(given, Mapping) else enumerate(given))
-
-
-def _export(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.ONNXProgram:
-    dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
-    with quiet(), torch.random.fork_rng():
-        try:
-            with no_chance("the module"), NeverBelowZero():
-                program = torch.export.export(
-                    flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims.values()),), strict=False
-                )
-            rewrite(program)
-            made = torch.onnx.export(
-                program,
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-                input_names=list(flat.inputs),
-                custom_translation_table=TRANSLATIONS,
-            )
-        except Error:
-            raise
-        except Exception as error:
-            raise fault_of_example(flat) or explain(error) from error
-    assert made is not None
-    return made
-
-
-def _dim(size: Any) -> Any:
-    return Dim.AUTO if isinstance(size, str) else size
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """The exporter has much to say."""
@@ -252,14 +230,24 @@ def quiet() -> Iterator[None]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _name_outputs(model: Model, names: Sequence[str]) -> None:
-    """Call outputs as the module does. The exporter names values after operators, and those make way."""
+def free_names(model: Model, names: Collection[str]) -> Names:
+    """Rename computed values that have one of these names: the exporter names values after operators.
+
+    Returns:
+        the names that are taken now
+    """
     taken = model.names()
     taken.take(names)
-    held = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for value in [value for node in model.graph.all_nodes() for value in node.outputs]:
         if value.name and value.name in names:
             value.name = taken.fresh(value.name)
+    return taken
+
+
+def _name_outputs(model: Model, names: Sequence[str]) -> None:
+    """Call outputs as the module does."""
+    held = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    taken = free_names(model, names)
     for value, name in zip(model.graph.outputs, names, strict=True):
         value.name = taken.fresh(name) if name in held else name
 
@@ -273,7 +261,9 @@ def _name_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> None:
             names.setdefault(dim.value, name)
     for value in _all_values(model):
         if value.shape is not None and not value.shape.is_static():
-            value.shape = ir.Shape([_rename_dim(dim, names) for dim in value.shape])
+            dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+            renamed = [re.sub(r"\w+", lambda m: names.get(m[0], m[0]), x) if isinstance(x, str) else x for x in dims]
+            value.shape = ir.Shape(renamed)
 
 
 def _settle_sizes(model: Model) -> None:
@@ -320,9 +310,3 @@ def _all_values(model: Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
     for node in model.graph.all_nodes():
         yield from node.outputs
-
-
-def _rename_dim(dim: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
-    if isinstance(dim, int) or dim.value is None:
-        return dim if isinstance(dim, int) else None
-    return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), dim.value)

@@ -41,8 +41,9 @@ def read_state_file(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of bytes that are none of its own, PyTorch says so in many ways
+        why = "".join(letter if letter.isprintable() else " " for letter in first_line(error))[:200]
         raise InvalidModelError(
-            f"`{path}` is not a file of tensors that PyTorch reads without executing it: {_reason(error)}", hint=_HINT
+            f"`{path}` is not a file of tensors that PyTorch reads without executing it: {why}", hint=_HINT
         ) from error
     if not isinstance(state, dict) or not expected.keys() <= state.keys():
         raise InvalidModelError(f"`{path}` does not hold a module, an optimizer and a scheduler", hint=_HINT)
@@ -58,10 +59,6 @@ def read_state_file(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(path: Path, objections: Iterator[str]) -> None:
     for objection in objections:
         raise InvalidModelError(f"`{path}` is no state of such a run: {objection}", hint=_HINT)
-
-
-def _reason(error: Exception) -> str:
-    return "".join(character if character.isprintable() else " " for character in first_line(error))[:200]
 
 
 def _check_size(path: Path, module: Mapping[str, torch.Tensor]) -> None:
@@ -198,11 +195,15 @@ def _optimizer(carried: TorchTraining, names: Mapping[int, str], every: int) -> 
 
 
 def _load(carried: TorchTraining, path: Path) -> None:
-    """Fill the objects of PyTorch with what a file holds, if they are the same."""
+    """Fill the objects of PyTorch from a file, if it holds the same objects."""
     scheduler = carried.scheduler
+    module, optimizer = copy.deepcopy(carried[:2])  # without the hook that clips
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()  # makes all the state that it ever has
     expected = {
         "module": carried.module.state_dict(),
-        "optimizer": _with_all_state(carried).state_dict(),
+        "optimizer": optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     state = read_state_file(path, expected)
@@ -210,12 +211,3 @@ def _load(carried: TorchTraining, path: Path) -> None:
     carried.optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-
-
-def _with_all_state(carried: TorchTraining) -> torch.optim.Optimizer:
-    """A copy of the optimizer that has made a step: with all that it ever remembers."""
-    module, optimizer = copy.deepcopy(carried[:2])  # without the hook that clips
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    return optimizer

@@ -71,12 +71,16 @@ class Graph:
         if hidden := [*functions_to_inline(model), *own]:
             model = inline(model, hidden)
         model = model.copy()
-        _name_nodes(model)
+        names = model.names()
+        for node in model.graph.all_nodes():
+            node.name = node.name or names.fresh(node.op_type)
         known = {value.name: value for value in values(model.graph)}
         model.graph.outputs.extend(known[name] for name in inner)
         learns = _parameters(model, trainable)
         held = {name: value for name, value in model.graph.initializers.items() if name in learns or _is_held(value)}
-        switched = _switched_nodes(model, [name for name, learn in learns.items() if not learn])
+        frozen = [name for name, learn in learns.items() if not learn]
+        normalizations = [node for node in model.graph.all_nodes() if node.op_type == "BatchNormalization"]
+        switched = [node for node in normalizations if is_switchable(node, frozen)]
         state = {name: value.const_value for name, value in held.items() if value.const_value is not None}
         program = Executable(
             model, statistics, [node.name or "" for node in switched], {name: x.dtype for name, x in state.items()}
@@ -148,12 +152,6 @@ class Graph:
         vars(self).update({**kept, "state": state})
 
 
-def _name_nodes(model: Model) -> None:
-    names = model.names()
-    for node in model.graph.all_nodes():
-        node.name = node.name or names.fresh(node.op_type)
-
-
 def _parameters(model: Model, trainable: Collection[str] | None) -> dict[str, bool]:
     """What is a parameter, and whether it is trained."""
     by_rule = {choice.name for choice in judge(model, model.outputs) if choice.role == "parameter"}
@@ -177,11 +175,6 @@ def _is_kept(value: ir.Value, switched: Collection[ir.Node]) -> bool:
     if KIND in value.metadata_props:
         return value.metadata_props.get(PERSISTENT) == "True"
     return any(node in switched for node in value.consumers())
-
-
-def _switched_nodes(model: Model, frozen: Collection[str]) -> list[ir.Node]:
-    nodes = model.graph.all_nodes()
-    return [node for node in nodes if node.op_type == "BatchNormalization" and is_switchable(node, frozen)]
 
 
 def _counter(node: ir.Node) -> str:
@@ -261,10 +254,17 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             made = from_array(tensor.numpy()).clone()
             tensors[name] = nn.Parameter(made, graph.learns[name]) if name in graph.learns else made
         homes = _homes(graph)
-        keys = _keys(graph, homes)
+        keys: dict[str, str] = {}  # a block has all that it holds, and nothing else that is read
+        for home, segment in homes.items():
+            keys |= {name: f"{home}.{name}" for name in segment.own if not name.startswith(f"{home}.")}
+            keys |= {name: f"outside.{name}" for name in _strangers(graph, home, segment.own)}
         blocks = {home: Block(segment) for home, segment in homes.items()}
         for name, main in graph.names():
-            self._hold(keys.get(name, name), blocks, tensors[main], is_constant=main in graph.constants)
+            owner, attribute = _place(self, keys.get(name, name), blocks)
+            if isinstance(tensor := tensors[main], nn.Parameter):
+                owner.register_parameter(attribute, tensor)
+            else:
+                owner.register_buffer(attribute, tensor, persistent=main not in graph.constants)
         for home, block in blocks.items():
             if not homes[home].own:
                 self.add_module(_free(self, home), block)
@@ -276,13 +276,6 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             block._sources = [
                 self._paths[name][len(path) + 1 :] if name in segment.own else None for name in segment.piece.reads
             ]
-
-    def _hold(self, key: str, blocks: Mapping[str, Block], tensor: torch.Tensor, *, is_constant: bool) -> None:
-        owner, attribute = _place(self, key, blocks)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(attribute, tensor)
-        else:
-            owner.register_buffer(attribute, tensor, persistent=not is_constant)
 
     def _state(self) -> dict[str, torch.Tensor]:
         held = _tensors_of(self)
@@ -314,7 +307,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             for counter in self._graph.counters:
                 state[counter] += 1
         device, _ = where(state, self._graph.program.held)
-        tensors = {name: _tensor(value, device) for name, value in given.items()}
+        tensors = {n: x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device) for n, x in given.items()}
         results = self._execute({**state, **tensors})
         return results if len(results) > 1 else next(iter(results.values()))
 
@@ -382,10 +375,6 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _tensor(value: Any, device: torch.device) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
-
-
 def _homes(graph: Graph) -> dict[str, Segment]:
     """Blocks by where they are in a module: what the names of their parameters begin with, if few others do."""
     homes: dict[str, Segment] = {}
@@ -404,15 +393,6 @@ def _strangers(graph: Graph, home: str, own: Collection[str]) -> dict[str, str]:
     read = {name for segment in graph.segments for name in segment.given}
     begins = f"{home}."
     return {name: x for name, x in graph.names() if name.startswith(begins) and x in read and x not in own}
-
-
-def _keys(graph: Graph, homes: Mapping[str, Segment]) -> dict[str, str]:
-    """Keys of what has another than its name: a block has all that it holds, and nothing else that is read."""
-    keys: dict[str, str] = {}
-    for home, segment in homes.items():
-        keys |= {name: f"{home}.{name}" for name in segment.own if not name.startswith(f"{home}.")}
-        keys |= {name: f"outside.{name}" for name in _strangers(graph, home, segment.own)}
-    return keys
 
 
 def _place(root: nn.Module, key: str, blocks: Mapping[str, Block]) -> tuple[nn.Module, str]:

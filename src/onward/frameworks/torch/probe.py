@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.child import try_out
-from onward.frameworks.program.trial import StepTrial, step_trial
+from onward.frameworks.program.trial import step_trial
 from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.forward import LIVE, OnnxModule
@@ -54,30 +54,24 @@ def drawn_targets(
     sizes: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
     """Classes, or numbers from 0 to 1, which are probabilities and variances if need be."""
-    if term.name == "ctc":
-        return _sequences(rng, term, prediction)
+    if term.name == "ctc":  # labels that are not blank, of sequences that are as long as they can be
+        is_first = term.options.get("batch_first")
+        batch, time = prediction.shape[:2] if is_first else (prediction.shape[1], len(prediction))
+        blank, classes = term.options.get("blank", 0), prediction.shape[2]
+        labels = (blank + rng.integers(1, classes, (batch, _LABELS))) % classes
+        return dict(zip(term.inputs, (labels, np.full(batch, time), np.full(batch, _LABELS)), strict=True))
     axis = term.options.get("axis", 1)
     classes = prediction.shape[axis] if prediction.ndim > 1 else 2
-    return {name: _draw_target(rng, inputs[name], sizes, classes) for name in term.inputs}
+    targets = {}
+    for name in term.inputs:
+        target = inputs[name]
+        assert target.shape is not None and target.dtype is not None
+        shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
+        drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
+        targets[name] = drawn.astype(target.dtype.numpy())
+    return targets
 
 
-def _draw_target(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
-    assert target.shape is not None and target.dtype is not None
-    shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
-    drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
-    return drawn.astype(target.dtype.numpy())
-
-
-def _sequences(rng: np.random.Generator, term: LossTerm, prediction: torch.Tensor) -> dict[str, np.ndarray]:
-    """Labels that are not blank, of sequences that are as long as they can be."""
-    batch, time = prediction.shape[:2] if term.options.get("batch_first") else (prediction.shape[1], len(prediction))
-    blank, classes = term.options.get("blank", 0), prediction.shape[2]
-    labels = (blank + rng.integers(1, classes, (batch, _LABELS))) % classes
-    arrays = labels, np.full(batch, time), np.full(batch, _LABELS)
-    return dict(zip(term.inputs, arrays, strict=True))
-
-
-_STEPS = 3
 _RATE = 1e-3
 """Learning rate of a probe without an optimizer. Gradients are compared by themselves."""
 
@@ -97,15 +91,22 @@ class NativeRun:
     """Updates between two steps of the scheduler."""
 
 
-def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = _STEPS) -> None:
+def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
     """Compare a run with its training model. The run makes the steps: it must be the caller's own.
 
     Targets are made up where there are none.
     """
     model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
-    _turn_dropout_off(native.module)
-    prober = _Prober(native, run.step, _flat(native.module, example_inputs), terms)
+    for layer in native.module.modules():
+        # Attention and other layers have dropout inside; stochastic depth holds nothing.
+        if not layer.state_dict() or any("drop" in name for name in vars(layer)):
+            layer.training = False
+        elif isinstance(layer, OnnxModule):
+            layer.leave_out_dropout()
+    is_ours = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
+    flat = _OwnNames(native.module, example_inputs) if is_ours else Flat(native.module, example_inputs)
+    prober = _Prober(native, run.step, flat, terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
         batches = [prober.batch(model)] * steps
@@ -157,15 +158,6 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
     probe_native(native, run, example_inputs, steps=1)
 
 
-def _turn_dropout_off(module: nn.Module) -> None:
-    """Also in layers that have dropout inside, such as attention, or stochastic depth, which hold nothing."""
-    for layer in module.modules():
-        if not layer.state_dict() or any("drop" in name for name in vars(layer)):
-            layer.training = False
-        elif isinstance(layer, OnnxModule):
-            layer.leave_out_dropout()
-
-
 class _OwnNames(nn.Module):  # type: ignore[misc]
     """A live module as `Flat` has others. Its names are those of a model, which Python may have no argument for."""
 
@@ -179,18 +171,16 @@ class _OwnNames(nn.Module):  # type: ignore[misc]
         return made if isinstance(made, dict) else {self.module._graph.outputs[0]: made}
 
 
-def _flat(module: nn.Module, example_inputs: Any) -> Flat | _OwnNames:
-    is_ours = isinstance(module, OnnxModule) and isinstance(example_inputs, Mapping)
-    return _OwnNames(module, example_inputs) if is_ours else Flat(module, example_inputs)
-
-
 class _Prober:
     def __init__(self, native: NativeRun, made: int, forward: Flat | _OwnNames, terms: Sequence[LossTerm]):
         self._native = native
         self._made = made
         """Updates so far."""
         self._forward = forward
-        self._forward.inputs = {name: _vary(tensor) for name, tensor in forward.inputs.items()}
+        for name, x in forward.inputs.items():
+            # An example that is the same everywhere leaves nothing but rounding errors of a BatchNorm.
+            if x.is_floating_point() and x.numel() > 1 and bool((x == x.flatten()[0]).all()):
+                forward.inputs[name] = torch.rand_like(x)
         self._terms = terms
         self._clip = native.clip
         """What happens to gradients before a step, unless it happens to those of copies, in it."""
@@ -209,19 +199,23 @@ class _Prober:
             raise
         except Exception as error:  # tracing checks less than PyTorch itself
             raise (fault_of_example(self._forward) or error) from error
-        sizes = _sizes(model, {**inputs, **outputs})
+        shapes = {name: x.shape for name, x in {**inputs, **outputs}.items()}
+        sizes = {
+            str(dim): size
+            for value in values(model.graph)
+            if value.name in shapes and value.shape is not None
+            for dim, size in zip(value.shape, shapes[value.name], strict=True)
+            if not isinstance(dim, int)
+        }
         rng = np.random.default_rng(0)
         targets = {value.name or "": value for value in model.step().algorithm.inputs}
         made = {name: to_array(tensor) for name, tensor in inputs.items()}
-        for term, summand in self._summands():
+        for term, summand in zip(self._terms, self._native.summands, strict=bool(self._native.summands)):
             if summand.targets:
                 made |= {name: to_array(x) for name, x in zip(term.inputs, summand.targets, strict=True)}
             else:
                 made |= drawn_targets(rng, term, outputs[term.output], targets, sizes)
         return made
-
-    def _summands(self) -> Iterator[tuple[LossTerm, Summand]]:
-        return zip(self._terms, self._native.summands, strict=True) if self._native.summands else iter(())
 
     def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
         """By their names in the model; one that was made from a model returns a single output without its name."""
@@ -232,10 +226,11 @@ class _Prober:
     def step(self, batch: Arrays) -> Step:
         native = self._native
         native.optimizer.zero_grad()
+        named = dict(native.module.named_parameters())
         loss = self._loss(batch)
         with torch.autocast(loss.device.type, enabled=False):  # which is for the forward pass alone
             loss.backward()
-            gradients = {name: to_array(x.grad).copy() for name, x in self._parameters() if x.grad is not None}
+            gradients = {name: to_array(x.grad).copy() for name, x in named.items() if x.grad is not None}
             if self._clip is not None:
                 clip_gradients(list(native.module.parameters()), self._clip)
             native.optimizer.step()
@@ -243,51 +238,40 @@ class _Prober:
         self._made += 1
         if native.scheduler is not None and self._made % native.every == 0:
             native.scheduler.step()
-        held = {**dict(self._parameters()), **dict(native.module.named_buffers())}
+        held = {**named, **dict(native.module.named_buffers())}
         weights = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
         return Step(float(loss.detach()), gradients, weights)
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._native.module.named_parameters()
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
         outputs = self._outputs(self._forward)
         if not self._native.summands:
             return outputs[self._terms[0].output]
         total = torch.zeros(())
-        for term, summand in self._summands():
+        for term, summand in zip(self._terms, self._native.summands, strict=True):
             prediction = outputs[term.output]
             targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
             total = total + summand.value(prediction, targets)
         return total
 
 
-def _vary(tensor: torch.Tensor) -> torch.Tensor:
-    """An example that is the same everywhere tells little, and leaves nothing but rounding errors of a BatchNorm."""
-    if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
-        return torch.rand_like(tensor)
-    return tensor
-
-
-def _sizes(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """What the sizes that may vary are in this batch, by their names."""
-    return {
-        str(dim): size
-        for value in values(model.graph)
-        if value.name and value.name in tensors and value.shape is not None
-        for dim, size in zip(value.shape, tensors[value.name].shape, strict=True)
-        if not isinstance(dim, int)
-    }
-
-
 def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
     """Let a process of its own load the files, compute outputs and make steps, and compare."""
     inputs, expected = _example(live)
-    trial = _step_trial(model)
+    trial = step_trial(model)
+    if trial is not None and any(value.name not in trial.batch for value in model.inputs):
+        trial = None  # a module takes more than the steps are fed
+    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
+    settings = {  # see the heading of a program
+        "inputs": [value.name for value in model.inputs],
+        "terms": [[term.output, list(term.inputs)] for term in terms],
+        "is_own": len(terms) == 1 and terms[0].name == "value",
+        "every": updates_per_step(run),
+        "step": run.step,
+    }
     with tempfile.TemporaryDirectory() as folder:
         given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
         torch.save(inputs, given)
-        batch = [] if trial is None else [trial.save(Path(folder), **_settings(model))]
+        batch = [] if trial is None else [trial.save(Path(folder), **settings)]
         if not try_out(str(Path(__file__).with_name("program") / "child.py"), program, state, given, results, *batch):
             return
         found = torch.load(results, weights_only=True)
@@ -295,24 +279,6 @@ def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> Non
     _compare(found["outputs"], expected, live)
     if trial is not None:
         trial.compare(found["losses"], same_random_numbers=False)
-
-
-def _step_trial(model: Model) -> StepTrial | None:
-    """Steps to repeat, if what they are fed is all that a module takes."""
-    trial = step_trial(model)
-    return trial if trial is not None and all(value.name in trial.batch for value in model.inputs) else None
-
-
-def _settings(model: Model) -> dict[str, Any]:
-    """Return what a training loop must know: see the heading of a program."""
-    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
-    return {
-        "inputs": [value.name for value in model.inputs],
-        "terms": [[term.output, list(term.inputs)] for term in terms],
-        "is_own": len(terms) == 1 and terms[0].name == "value",
-        "every": updates_per_step(run),
-        "step": run.step,
-    }
 
 
 def try_module(made: nn.Module, live: OnnxModule) -> None:
@@ -349,11 +315,9 @@ def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxMo
     ours, theirs = ({name: to_array(x) for name, x in outputs.items()} for outputs in (found, expected))
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
     hint = "please report the model; the live module is `onward.to_torch(training)`"
-    Comparison("that of the live module", hint, tolerance, _describe)(ours, theirs)
-
-
-def _describe(output: str) -> str:
-    return f"`{output or 'the output'}` of the program"
+    Comparison("that of the live module", hint, tolerance, lambda name: f"`{name or 'the output'}` of the program")(
+        ours, theirs
+    )
 
 
 class NothingDropped(TorchFunctionMode):  # type: ignore[misc]

@@ -67,10 +67,12 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     body = "\n\n\n".join([*own.texts(), *map(break_lines, parts)])
     terms = describe(training).steps[0].loss.terms
     every = updates_per_step(from_training_model(training)) if scheduler is not None else 0
-    heading = _heading(_loop(program, terms, every, quote(file)))
-    return Source(
-        audit_program(f"{heading}\n\n{_imports(own.imports(), body)}\n\n\n{body}\n", ["torch"]), model.constants
-    )
+    loop = [f"    {line}" for line in _loop(program, terms, every, quote(file))]
+    heading = docstring("\n".join(["A model and its training, written by Onward.", "", *loop, ""]))
+    used = {*own.imports(), *(line for use, line in _KNOWN.items() if use in body)}
+    used -= {"from torch import Tensor", "from torch import nn"}
+    imports = arrange_imports([*used, "from __future__ import annotations", "from torch import Tensor, nn"])
+    return Source(audit_program(f"{heading}\n\n{imports}\n\n\n{body}\n", ["torch"]), model.constants)
 
 
 def _model(module: OnnxModule) -> tuple[ForwardCalls, ModelSource]:
@@ -113,11 +115,6 @@ def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRSche
 # ---- parts of the file -----------------------------------------------------------------------------------------------
 
 
-def _heading(loop: list[str]) -> str:
-    lines = ["A model and its training, written by Onward.", "", *(f"    {line}" for line in loop)]
-    return docstring("\n".join([*lines, ""]))
-
-
 def _loop(program: ForwardCalls, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:
     """How to train; `every` is how many updates there are for a step of the scheduler, if there is one."""
     often = f"  # once in {every} updates" if every > 1 else ""
@@ -128,13 +125,12 @@ def _loop(program: ForwardCalls, terms: Sequence[LossTerm], every: int, file: st
     outputs = [f"outputs[{quote(term.output)}]" if several else called for term in terms]
     pairs = [", ".join([output, *map(identifier, term.inputs)]) for output, term in zip(outputs, terms, strict=True)]
     own = terms[0].name == "value" and len(terms) == 1
-    given = (
-        ("outputs" if several else called)
-        if own
-        else pairs[0]
-        if len(terms) == 1
-        else ", ".join(f"({p})" if term.inputs else f"({p},)" for p, term in zip(pairs, terms, strict=True))
-    )
+    if own:
+        given = "outputs" if several else called
+    elif len(terms) == 1:
+        given = pairs[0]
+    else:
+        given = ", ".join(f"({p})" if term.inputs else f"({p},)" for p, term in zip(pairs, terms, strict=True))
     return [
         f"module, optimizer, scheduler, loss = load({file})",
         f"for {', '.join([*arguments, *targets])} in batches:",
@@ -159,14 +155,6 @@ _KNOWN = {
 }
 
 
-def _imports(needed: list[str], body: str) -> str:
-    found = {*needed, *(line for use, line in _KNOWN.items() if use in body)} - {
-        "from torch import Tensor",
-        "from torch import nn",
-    }
-    return arrange_imports([*found, "from __future__ import annotations", "from torch import Tensor, nn"])
-
-
 def _load(scheduled: bool, constants: bool) -> list[str]:
     result = "tuple[Model, torch.optim.Optimizer, LRScheduler | None, nn.Module]"
     lines = [
@@ -174,11 +162,8 @@ def _load(scheduled: bool, constants: bool) -> list[str]:
         "state = torch.load(path, weights_only=True)",
         "module = Model()",
         'module.load_state_dict(state["module"])',
-        *(
-            ['for name, constant in state["constants"].items():', "    module.get_buffer(name).copy_(constant)"]
-            if constants
-            else []
-        ),
+        'for name, constant in state["constants"].items():' if constants else "",
+        "    module.get_buffer(name).copy_(constant)" if constants else "",
         "optimizer = make_optimizer(module)",
         "scheduler = make_scheduler(optimizer)" if scheduled else "",
         'optimizer.load_state_dict(state["optimizer"])',

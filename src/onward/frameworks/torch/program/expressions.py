@@ -69,7 +69,8 @@ class TorchPrinter(Printer):
             texts = [self.value(condition), self.operand(x, y), self.operand(y, x)]
             return Expression(f"torch.where({', '.join(t.text for t in texts)})", ATOM, 1 + max(t.depth for t in texts))
         if method == step.function:
-            return self._call(_shorten(step.function), step.arguments, step)
+            name, is_functional = step.function.removeprefix(_FUNCTIONAL), step.function.startswith(_FUNCTIONAL)
+            return self._call(f"F.{name}" if is_functional else name, step.arguments, step)
         first, *rest = step.arguments
         if method.endswith(".__get__"):
             return self.after(first, f".{method.removesuffix('.__get__')}")
@@ -128,10 +129,6 @@ class TorchPrinter(Printer):
             names[symbol] = sympy.Symbol(self._sizes[str(symbol)], integer=True, positive=True)
         text = _PRODUCT.sub(" * ", PythonPrinter().doprint(formula.xreplace(names)))
         return Expression(text, ATOM if formula.is_Symbol else SUM)
-
-
-def _shorten(function: str) -> str:
-    return f"F.{function.removeprefix(_FUNCTIONAL)}" if function.startswith(_FUNCTIONAL) else function
 
 
 def _same(value: Any, default: Any) -> bool:

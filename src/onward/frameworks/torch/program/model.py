@@ -29,7 +29,8 @@ _ROLES = {"torch.nn.functional.scaled_dot_product_attention": ("q", "k", "v", "m
 def forward_lines(program: ForwardCalls, place: Callable[[Value], str]) -> Iterator[str]:
     """The body of `forward`. `place` says where the module holds a parameter, a buffer or a constant."""
     arguments = argument_names(program)
-    sizes = _size_names(program, arguments)
+    names = Identifiers([*MENTIONED, *arguments, *LETTERS])
+    sizes = {symbol: names.like(name) for symbol, name in program.sizes.items()}
     device = f"{arguments[0]}.device" if arguments else '"cpu"'
     printers: list[TorchPrinter] = []
 
@@ -44,7 +45,12 @@ def forward_lines(program: ForwardCalls, place: Callable[[Value], str]) -> Itera
         printer,
         lambda value: Expression(place(value)),
         taken=sizes.values(),
-        roles=_roles(program),
+        roles={
+            value: role
+            for step in program.steps
+            for value, role in zip(step.arguments, _ROLES.get(step.function, ()), strict=False)
+            if isinstance(value, Value)
+        },
     )
     body = written.lines()
     results = {name: written.name(value).text for name, value in program.outputs.items()}
@@ -78,20 +84,6 @@ MENTIONED = ("torch", "nn", "F", "math", "Tensor", "population_batch_norm")
 """What `forward` reads of what the file imports and defines."""
 
 
-def _size_names(program: ForwardCalls, taken: list[str]) -> dict[str, str]:
-    names = Identifiers([*MENTIONED, *taken, *LETTERS])
-    return {symbol: names.like(name) for symbol, name in program.sizes.items()}
-
-
-def _roles(program: ForwardCalls) -> dict[Value, str]:
-    return {
-        value: role
-        for step in program.steps
-        for value, role in zip(step.arguments, _ROLES.get(step.function, ()), strict=False)
-        if isinstance(value, Value)
-    }
-
-
 _SHORT = 12
 """Constants with more elements than this are not written out."""
 
@@ -108,6 +100,7 @@ class ModelSource:
 
 
 def model_source(live: OnnxModule, program: ForwardCalls) -> ModelSource:
+    """Return the class of a live module, whose forward pass makes these calls."""
     return _Class(live, program).source()
 
 
@@ -152,7 +145,9 @@ class _Class:
         """The call as the class makes it: of a layer, if it is one."""
         if step.function == "nn.Dropout":
             x, share = step.arguments
-            return _instead(step, f"self.{self._dropout(share)}", [x])
+            if share not in self._dropouts:
+                self._dropouts[share] = self._fresh("dropout")
+            return _instead(step, f"self.{self._dropouts[share]}", [x])
         layer = layer_of(step)
         path = self._structure.claim(layer) if layer is not None else None
         if layer is not None and path is not None:
@@ -161,20 +156,12 @@ class _Class:
             step.pattern = layer.pattern
             return _instead(step, self._structure.access(path), layer.inputs)
         if step.function.startswith("nn.BatchNorm"):
-            return self._batch_norm(step)
+            arguments = [*step.arguments, TRAINING, step.named["momentum"], step.named["eps"]]
+            if step.function.endswith("sample"):
+                return _instead(step, f"{F_}batch_norm", arguments)
+            self._helpers.append(exact.population_batch_norm)
+            return _instead(step, exact.population_batch_norm.__name__, arguments)
         return _tidy(step)
-
-    def _dropout(self, share: float) -> str:
-        if share not in self._dropouts:
-            self._dropouts[share] = self._fresh("dropout")
-        return self._dropouts[share]
-
-    def _batch_norm(self, step: Step) -> Step:
-        arguments = [*step.arguments, TRAINING, step.named["momentum"], step.named["eps"]]
-        if step.function.endswith("sample"):
-            return _instead(step, f"{F_}batch_norm", arguments)
-        self._helpers.append(exact.population_batch_norm)
-        return _instead(step, exact.population_batch_norm.__name__, arguments)
 
     def _fresh(self, name: str) -> str:
         plain, count = name, 1
@@ -246,7 +233,8 @@ def _tidy(step: Step) -> Step:
         step.arguments = [x, _one(kernel)]
         step.named = {key: value for key, value in named.items() if key not in usual or value != usual[key]}
     elif step.function in ("torch.Tensor.squeeze", "torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.amin"):
-        step.arguments = [_single(argument) for argument in step.arguments]
+        arguments = step.arguments
+        step.arguments = [x[0] if isinstance(x, list | tuple) and len(x) == 1 else x for x in arguments]
         dtype = step.results[0].tensor.dtype
         first = step.arguments[0]
         if step.named.get("dtype") == dtype == first.tensor.dtype and dtype.is_floating_point:
@@ -259,10 +247,6 @@ _OFF = {"ceil_mode": False, "return_indices": False}
 
 def _one(numbers: Any) -> Any:
     return one(numbers) if isinstance(numbers, list | tuple) else numbers
-
-
-def _single(axes: Any) -> Any:
-    return axes[0] if isinstance(axes, list | tuple) and len(axes) == 1 else axes
 
 
 def _literal(array: np.ndarray) -> str:

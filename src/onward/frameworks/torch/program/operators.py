@@ -22,11 +22,10 @@ from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.program.calls import Step, Value, without_unused
 from onward.frameworks.program.forms import slice_places
 from onward.frameworks.program.sizes import on_host
-from onward.frameworks.torch.forward import LIVE, Graph, OnnxModule
+from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.module_engine import Live, share_of_batch
 from onward.frameworks.torch.program import recurrent
 from onward.frameworks.torch.program.recording import Recorder, is_zero
-from onward.model import Model
 from onward.options import Variance
 
 
@@ -37,13 +36,12 @@ def array_of(sizes: Any) -> np.ndarray:
     return made.astype(np.int64) if all(isinstance(x, int) for x in made.flat) else made
 
 
+_SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
 def is_open(array: Any) -> bool:
-    """Whether an array has symbols in it."""
-    return isinstance(array, np.ndarray) and array.dtype == object and any(_is_symbol(x) for x in array.flat)
-
-
-def _is_symbol(x: Any) -> bool:
-    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+    """True if an array has symbols in it."""
+    return isinstance(array, np.ndarray) and array.dtype == object and any(isinstance(x, _SYMBOLS) for x in array.flat)
 
 
 def _elementwise(function: Callable[..., Any]) -> Function:
@@ -301,12 +299,15 @@ def trace(module: OnnxModule, first_size: int) -> ForwardCalls:
     graph = module._graph
     recorder = Recorder()
     framework = Writing(recorder, graph.program.statistics)
-    model = _in_training(graph)
+    model = graph.model.copy()
+    for node in model.graph.all_nodes():
+        if node.name in graph.program.switched:  # a module asks whether it is in training
+            node.attributes.add(ir.AttrInt64("training_mode", 1))
     values = {value.name or "": value for value in model.graph.inputs}
-    given = {
-        name: recorder.add(_hold_tensor(recorder, tensor, module._paths[name]))
-        for name, tensor in module._state().items()
-    }
+    given = {}
+    for name, tensor in module._state().items():
+        made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim).requires_grad_(tensor.requires_grad)
+        given[name] = recorder.add(Value(made, path=module._paths[name]))
     sizes = _Sizes(first_size)
     inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
     given |= {value.name: recorder.add(value) for value in inputs}
@@ -316,20 +317,6 @@ def trace(module: OnnxModule, first_size: int) -> ForwardCalls:
         raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
     outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
     return ForwardCalls(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
-
-
-def _in_training(graph: Graph) -> Model:
-    """The model with the normalizations that follow their batches marked; a module asks whether it is in training."""
-    model = graph.model.copy()
-    for node in model.graph.all_nodes():
-        if node.name in graph.program.switched:
-            node.attributes.add(ir.AttrInt64("training_mode", 1))
-    return model
-
-
-def _hold_tensor(recorder: Recorder, tensor: torch.Tensor, path: str) -> Value:
-    made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim)
-    return Value(made.requires_grad_(tensor.requires_grad), path=path)
 
 
 class _Sizes:
