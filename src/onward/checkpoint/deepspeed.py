@@ -246,7 +246,10 @@ def write_universal(checkpoint: Checkpoint, path: Path) -> None:
     model = _model(checkpoint, groups, step)
     write_torch_file(folder / _MODEL, model)
     trained = {name for group in groups for name in group.parameters}
-    outside = {name: _nothing(t) if name in trained else t for name, t in model["module"].items()}
+    nothing = {
+        name: ArrayTensor(np.zeros(0, model["module"][name].dtype)) for name in model["module"] if name in trained
+    }
+    outside = {**model["module"], **nothing}
     write_torch_file(folder / _MODEL_OF_STAGE_3, {**model, "module": Attributed(outside)})
 
 
@@ -303,19 +306,11 @@ def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dic
     }
     if checkpoint.clip and "norm" in checkpoint.clip:
         tree["clip_grad"] = checkpoint.clip["norm"]
-    if (scaler := _own_scaler(checkpoint)) is not None:
-        tree |= {"loss_scaler": scaler, "dynamic_loss_scale": bool(checkpoint.scaler.get("dynamic"))}
+    for kept in map(mapping, checkpoint.trees.values()):  # of DeepSpeed, with a scaler
+        scaler = kept.get("loss_scaler", mapping(kept.get("optimizer_state_dict")).get("loss_scaler"))
+        if isinstance(scaler, Object) and checkpoint.scaler:
+            return {**tree, "loss_scaler": scaler, "dynamic_loss_scale": bool(checkpoint.scaler.get("dynamic"))}
     return tree
-
-
-def _own_scaler(checkpoint: Checkpoint) -> Any:
-    """The scaler of a checkpoint of DeepSpeed, with what it has come to."""
-    for tree in checkpoint.trees.values():
-        outer = mapping(tree)
-        stored = outer.get("loss_scaler", mapping(outer.get("optimizer_state_dict")).get("loss_scaler"))
-        if isinstance(stored, Object) and checkpoint.scaler:
-            return stored
-    return None
 
 
 def _model(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
@@ -350,10 +345,6 @@ def _model(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict
 def _shapes(checkpoint: Checkpoint, names: Any) -> Attributed:
     size = partial(Object, Name("torch", "Size"))
     return Attributed({name: size((checkpoint.tensors[name].shape,)) for name in names})
-
-
-def _nothing(tensor: Tensor) -> Tensor:
-    return ArrayTensor(np.zeros(0, tensor.dtype))
 
 
 def _scheduler(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:

@@ -95,9 +95,10 @@ def one_cycle_arguments(numbers: Mapping[str, Any], position: int) -> dict[str, 
         return None
     return {
         "total_steps": int(numbers["steps"]),
+        "pct_start": numbers["pct_start"],
         "anneal_strategy": numbers["anneal"],
         "cycle_momentum": False,
-        **{key: numbers[key] for key in ("pct_start", "div_factor", "final_div_factor", "three_phase")},
+        **{key: numbers[key] for key in ("div_factor", "final_div_factor", "three_phase")},
     }
 
 

@@ -163,7 +163,11 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         "randomness": tuple(found.randomness),
         "scaler": found.scalers[0] if found.scalers else {},
         "data": found.data[0] if found.data else {},
-        "averages": _averages(found.averages[0]) if found.averages else {},
+        "averages": {
+            name.removeprefix("module."): tensor  # an `AveragedModel` holds its module
+            for name, tensor in (found.averages[0] if found.averages else {}).items()
+            if isinstance(tensor, Tensor) and name.startswith("module.")
+        },
         "average_updates": averages_made(found.averages[0]) if found.averages else None,
         "trees": trees,
         "executes": executed_names(trees),
@@ -174,15 +178,6 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         step = step_of(known.get("progress", {}), known["optimizers"])
     kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
-
-
-def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Averaged parameters, which an `AveragedModel` has under a name more."""
-    return {
-        name.removeprefix("module."): tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and name.startswith("module.")
-    }
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:
@@ -246,12 +241,9 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
         facts["configuration"] = read_json(folder / "config.json")
         trees = {**trees, "config.json": facts["configuration"]}
     known = {*trees, INDEX}
-    others = sorted(
-        path.name for path in folder.iterdir() if path.is_file() and path.name not in known and not _is_model(path)
-    )
+    others = []  # neither tensors of the model, nor a training model that was written beside them
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in known):
+        is_stored = path.suffix == ".data" and path.with_suffix(".onnx").exists()
+        if path.suffix not in (".safetensors", ".onnx") and not is_stored:
+            others.append(path.name)
     return checkpoint_of(folder, format, title, trees, files=tuple(others), **facts)
-
-
-def _is_model(path: Path) -> bool:
-    """Whether a file is of the model itself: its tensors, or a training model that was written beside them."""
-    return path.suffix in (".safetensors", ".onnx") or (path.suffix == ".data" and path.with_suffix(".onnx").exists())

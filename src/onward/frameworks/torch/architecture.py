@@ -260,12 +260,10 @@ def from_configuration(
 
     `computes_loss` says that its own loss is trained, and `in_trainer` that the Trainer does it.
     """
-
     return _of_transformers(hollow_model(configuration, types), example_inputs, computes_loss, in_trainer)
 
 
 def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_trainer: bool) -> Architecture:
-
     if inputs is None:
         inputs, axes = example_of(module)
         if not computes_loss:
@@ -273,7 +271,7 @@ def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_tra
         axes = {name: axes[name] for name in inputs}
     else:
         axes = axes_of(inputs)
-    orders = {"the model, as the Trainer groups its parameters": decay_groups(module), **_order(module)}
+    orders = {"the model, as the Trainer groups its parameters": decay_groups(module)}
     stored = {theirs: ours for ours, theirs in stored_names(module).items() if ours != theirs}
     if in_trainer:
         as_the_trainer_calls(module)
@@ -300,11 +298,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
         )
     if has_step:
         module, example_inputs = _training_step(module, example_inputs)
-    return _architecture(module, example_inputs, None, _order(module))
-
-
-def _order(module: nn.Module) -> dict[str, Order]:
-    return {"the module": (tuple(name for name, _ in module.named_parameters()),)}
+    return _architecture(module, example_inputs, None, {})
 
 
 def remember_example(example: Any) -> Any:
@@ -345,6 +339,7 @@ def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:
 def _architecture(
     module: nn.Module, inputs: Any, axes: Mapping[str, Any] | None, orders: Mapping[str, Order]
 ) -> Architecture:
+    orders = {**orders, "the module": (tuple(name for name, _ in module.named_parameters()),)}
     model = captured_in_place(module, inputs, axes)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors_of(module):

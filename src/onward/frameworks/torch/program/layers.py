@@ -113,13 +113,6 @@ def _recurrent(step: Step) -> Layer | None:
     return Layer(f"{kind}({made})", dict(zip(names, weights, strict=True)), given, pattern)
 
 
-def own_state(module: nn.Module) -> list[str]:
-    """The names of what a module itself holds, in the order of its `state_dict`."""
-    kept = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-    return [*module._parameters, *kept]
-
-
-ROOT = "self"
 _METHODS = frozenset(dir(nn.ModuleDict)) - frozenset(dir(nn.Module))
 
 
@@ -145,9 +138,13 @@ class Structure:
     def claim(self, layer: Layer) -> str | None:
         """The path of the module that is this layer, by the names of what it holds; it belongs to nobody else then."""
         names = [*layer.state, *(["num_batches_tracked"] if "running_mean" in layer.state else [])]
-        for owner in self._owners(layer):
-            holds = own_state(self._modules[owner])
-            fits = owner and owner not in self.layers and holds == names and not any(self._modules[owner].children())
+        first, value = next(iter(layer.state.items()))
+        main = self._aliases.get(value.path)
+        owners = [path.rpartition(".") for path, other in self._aliases.items() if other == main]
+        for owner in [owner for owner, _, name in owners if name == first]:
+            module = self._modules[owner]
+            holds = [*module._parameters, *(x for x in module._buffers if x not in module._non_persistent_buffers_set)]
+            fits = owner and owner not in self.layers and holds == names and not any(module.children())
             same = all(
                 self._aliases[f"{owner}.{name}"] == self._aliases.get(value.path)
                 for name, value in layer.state.items()
@@ -158,21 +155,13 @@ class Structure:
                 return owner
         return None
 
-    def _owners(self, layer: Layer) -> Iterator[str]:
-        first = next(iter(layer.state.values()))
-        main = self._aliases.get(first.path)
-        for path, other in self._aliases.items():
-            owner, _, name = path.rpartition(".")
-            if other == main and name == next(iter(layer.state)):
-                yield owner
-
     # ---- access ------------------------------------------------------------------------------------------------------
 
     def access(self, path: str) -> str:
         """How a module, a parameter or a buffer is reached."""
         owner, _, name = path.rpartition(".")
         if not path:
-            return ROOT
+            return "self"
         held = self._modules[owner]
         where = self.access(owner)
         if path in self._modules:
@@ -205,7 +194,11 @@ class Structure:
     def lines(self, values: dict[str, str]) -> Iterator[str]:
         """What makes all parts; `values` are those of buffers that are given in full."""
         yield from self._lines("", values)
-        yield from self._ties()
+        for path, main in self._aliases.items():
+            if path != main:
+                owner, _, name = path.rpartition(".")
+                kind = "parameter" if name in self._modules[owner]._parameters else "buffer"
+                yield _assignment(self.access(owner), name, self.access(main), f"register_{kind}")
         yield from self._frozen()
 
     def _lines(self, path: str, values: dict[str, str]) -> Iterator[str]:
@@ -228,13 +221,6 @@ class Structure:
                 yield _assignment(where, name, made, "add_module")
             if inner not in self.layers:
                 yield from self._lines(inner, values)
-
-    def _ties(self) -> Iterator[str]:
-        for path, main in self._aliases.items():
-            if path != main:
-                owner, _, name = path.rpartition(".")
-                kind = "parameter" if name in self._modules[owner]._parameters else "buffer"
-                yield _assignment(self.access(owner), name, self.access(main), f"register_{kind}")
 
     def _frozen(self) -> Iterator[str]:
         """Whole modules, if nothing in them learns, else single parameters."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from onward.frameworks.program.calls import Step, Value, count_uses, in_order, without_unused
 from onward.frameworks.torch.program.layers import F_
@@ -27,23 +27,18 @@ def simplify(steps: list[Step], outputs: list[Value]) -> list[Step]:
         for value in step.values():
             readers.setdefault(value, []).append(step)
     done: set[Step] = set()
+    kept = set(outputs)
     for step in steps:
         if step.function in _MOVES and step not in done:
-            chain = list(_chain(step, readers, set(outputs)))
+            chain = [step]  # calls that move elements, with nobody else reading what they give
+            while (result := chain[-1].results[0]) not in kept:
+                following = readers.get(result, [])
+                if len(following) != 1 or following[0].function not in _MOVES:
+                    break
+                chain += following
             done.update(chain)
             _shorten(chain)
     return steps
-
-
-def _chain(step: Step, readers: dict[Value, list[Step]], kept: set[Value]) -> Iterator[Step]:
-    """A call that moves elements, and those that follow with nobody else looking on."""
-    while True:
-        yield step
-        result = step.results[0]
-        following = readers.get(result, [])
-        if len(following) != 1 or following[0].function not in _MOVES or result in kept:
-            return
-        step = following[0]
 
 
 Call = tuple[str, list[Any]]
@@ -57,20 +52,15 @@ def _shorten(chain: list[Step]) -> None:
             part = chain[start : start + length]
             calls = _fewer(part[0].arguments[0], part[-1].results[0])
             if calls is not None and len(calls) < length:
-                _put(calls, part)
+                value: Value = part[0].arguments[0]
+                for step, (method, arguments) in zip(part[-len(calls) :], calls, strict=True):
+                    step.function = f"torch.Tensor.{method}"
+                    step.arguments, step.named, step.call = [value, *arguments], {}, _MOVES[step.function]
+                    source, value = value, step.results[0]
+                    value.tensor = step.call(source.tensor, *arguments)
                 _shorten(chain[:start])
                 _shorten(chain[start + length :])
                 return
-
-
-def _put(calls: list[Call], part: list[Step]) -> None:
-    """Write calls into the last steps of a part; those before are not needed any more."""
-    value: Value = part[0].arguments[0]
-    for step, (method, arguments) in zip(part[-len(calls) :], calls, strict=True):
-        step.function = f"torch.Tensor.{method}"
-        step.arguments, step.named, step.call = [value, *arguments], {}, _MOVES[step.function]
-        value = step.results[0]
-        value.tensor = step.call(step.arguments[0].tensor, *arguments)
 
 
 def _fewer(source: Value, result: Value) -> list[Call] | None:
@@ -105,14 +95,12 @@ def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(a[place] == b[place] for place in places) and torch.equal(a, b)
 
 
-def _same_sizes(a: Value, b: Value) -> bool:
-    return [str(size) for size in a.tensor.shape] == [str(size) for size in b.tensor.shape]
-
-
 def is_idle(step: Step) -> bool:
     """Whether a call gives what it is given."""
     source = step.arguments[0] if step.arguments else None
-    if not isinstance(source, Value) or not _same_sizes(source, step.results[0]):
+    if not isinstance(source, Value):
+        return False
+    if [str(size) for size in source.tensor.shape] != [str(size) for size in step.results[0].tensor.shape]:
         return False
     name = step.function.removeprefix("torch.Tensor.")
     if name in ("add", "sub") and step.arguments[1:] == [0]:
@@ -160,7 +148,8 @@ def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
     if reduction is None or not reduction.named.get("keepdim") or len(squeeze.arguments) != 2:
         return
     rank = reduction.arguments[0].tensor.ndim
-    axes = [sorted(axis % rank for axis in _axes(step.arguments[1])) for step in (reduction, squeeze)]
+    axes = [tree_leaves(step.arguments[1]) for step in (reduction, squeeze)]
+    axes = [sorted(axis % rank for axis in each) for each in axes]
     if axes[0] == axes[1]:
         squeeze.function, squeeze.call = reduction.function, reduction.call
         squeeze.arguments = reduction.arguments
@@ -168,10 +157,6 @@ def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
 
 
 _REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.amin")
-
-
-def _axes(given: Any) -> list[int]:
-    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -189,11 +174,8 @@ def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
     scores, mask = softmax.arguments[0], None
     added = _only(scores, uses, "torch.Tensor.add")
     if added is not None:
-        scores, mask = (
-            added.arguments
-            if _only(added.arguments[0], uses, "torch.Tensor.matmul", *_SCALES)
-            else added.arguments[::-1]
-        )
+        is_first = _only(added.arguments[0], uses, "torch.Tensor.matmul", *_SCALES) is not None
+        scores, mask = added.arguments if is_first else added.arguments[::-1]
     scores, scale = _factor_of(scores, uses)
     product = _only(scores, uses, "torch.Tensor.matmul")
     if product is None or not all(isinstance(x, Value) and x.tensor.ndim == 4 for x in (*product.arguments, v)):

@@ -114,11 +114,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         if isinstance(argument, dict):
             return {key: self._valued(item) for key, item in argument.items()}
         if isinstance(argument, list | tuple):
-            return (
-                [self._valued(item) for item in argument]
-                if isinstance(argument, list)
-                else tuple(self._valued(item) for item in argument)
-            )
+            items = [self._valued(item) for item in argument]
+            return items if isinstance(argument, list) else tuple(items)
         return argument
 
 

@@ -19,6 +19,7 @@ from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Togethe
 from onward.frameworks.torch.optimizer import Clip, clipping_part
 from onward.frameworks.torch.program.recording import defaults_of
 from onward.vocabulary import rate_formulas
+from onward.vocabulary.torch_schedules import one_cycle, one_cycle_arguments
 
 _USUAL = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings that only say how PyTorch computes, or are left out unless they are on."""
@@ -70,12 +71,9 @@ class Definitions:
             if plain is not None:
                 given = plain
             else:
-                rows = [
-                    _group(part, names, group, common) for names, group in zip(groups, part.param_groups, strict=True)
-                ]
-                name = "groups" if len(parts) == 1 else f"groups_{len(texts) + 1}"
-                lines += [f"{name} = [", *(f"    {line}" for row in rows for line in row), "]"]
-                given = name
+                given = "groups" if len(parts) == 1 else f"groups_{len(texts) + 1}"
+                rows = (_group(part, own, group, common) for own, group in zip(groups, part.param_groups, strict=True))
+                lines += [f"{given} = [", *(f"    {line}" for row in rows for line in row), "]"]
             texts.append(f"{self._class(type(part))}({given}, {_keywords(common)})")
         if isinstance(made, Together):
             self.borrowed.append(Together)
@@ -122,7 +120,10 @@ class Definitions:
             inner = ", ".join(map(self.scheduler, made._schedulers))
             return f"lr_scheduler.SequentialLR(optimizer, [{inner}], {made._milestones!r})"
         if isinstance(made, lr_scheduler.OneCycleLR):
-            return f"lr_scheduler.OneCycleLR(optimizer, {_keywords(_one_cycle(made))})"
+            groups = made.optimizer.param_groups
+            arguments = one_cycle_arguments(one_cycle(vars(made), groups[0])[0][0].options, 0) or {}
+            rates = {"max_lr": [group["max_lr"] for group in groups]}
+            return f"lr_scheduler.OneCycleLR(optimizer, {_keywords({**rates, **arguments})})"
         names = [name for name in inspect.signature(kind).parameters if name not in ("optimizer", "last_epoch")]
         settings = {name: getattr(made, name) for name in names}
         if isinstance(made, lr_scheduler.MultiStepLR):
@@ -218,37 +219,18 @@ def _group(part: Optimizer, names: list[str], group: Mapping[str, Any], common: 
     own = {**{key: group[key] for key in common}, **_settings(part, group)}
     different = {key: value for key, value in own.items() if key not in common or not _equal(value, common[key])}
     other = "".join(f', "{key}": {_text(value)}' for key, value in different.items())
-    rows = _rows([quote(name) for name in names])
+    rows = [""]
+    for text in map(quote, names):  # side by side, in as many lines as they need
+        rows += [""] if rows[-1] and len(rows[-1]) + len(text) > _WIDTH else []
+        rows[-1] += f"{text}, "
+    rows = [row.rstrip() for row in rows[:-1]] + [rows[-1].removesuffix(", ")]
     if len(rows) == 1 and len(rows[0]) + len(other) < 60:
         return [f'{{"params": [named[name] for name in [{rows[0]}]]{other}}},']
     return ["{", '    "params": [', "        named[name]", "        for name in [",
             *(f"            {row}" for row in rows), "        ]", f"    ]{other}", "},"]  # fmt: skip
 
 
-def _rows(texts: list[str]) -> list[str]:
-    """Texts side by side, in as many lines as they need."""
-    rows = [""]
-    for text in texts:
-        rows += [""] if rows[-1] and len(rows[-1]) + len(text) > _WIDTH else []
-        rows[-1] += f"{text}, "
-    return [row.rstrip() for row in rows[:-1]] + [rows[-1].removesuffix(", ")]
-
-
 _WIDTH = 80
-
-
-def _one_cycle(made: lr_scheduler.OneCycleLR) -> dict[str, Any]:
-    group, phases = made.optimizer.param_groups[0], made._schedule_phases
-    return {
-        "max_lr": [group["max_lr"] for group in made.optimizer.param_groups],
-        "total_steps": made.total_steps,
-        "pct_start": (phases[0]["end_step"] + 1) / made.total_steps,
-        "anneal_strategy": made._anneal_func_type,
-        "cycle_momentum": False,
-        "div_factor": group["max_lr"] / group["initial_lr"],
-        "final_div_factor": group["initial_lr"] / group["min_lr"],
-        "three_phase": len(phases) == 3,
-    }
 
 
 def _keywords(settings: Mapping[str, Any]) -> str:

@@ -61,34 +61,20 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
             group[RATE] = rate * trial.factor
         with torch.random.fork_rng():
             step_of(theirs)()
-        return {**parameters(), **_state(theirs, side, trained)}
+        leaves, after = leaves_of(theirs), parameters()
+        for name, place in side.places.items():
+            leaf = leaves[("state", next(iter(trained)), *place[1:]) if place[0] == "each" else place]
+            after[name] = to_array(leaf).copy() if isinstance(leaf, Tensor) else np.asarray(leaf, np.float64)
+        return after
 
     start = {**parameters(), **function.initial}
     compare_updates(update_by(function), step, start, held, optimizer=f"the optimizer {function.name}")
 
 
-def _state(optimizer: Optimizer, side: Side, trained: Mapping[int, str]) -> dict[str, np.ndarray]:
-    leaves, first = leaves_of(optimizer), next(iter(trained))
-    found = {}
-    for name, place in side.places.items():
-        leaf = leaves[("state", first, *place[1:]) if place[0] == "each" else place]
-        found[name] = to_array(leaf).copy() if isinstance(leaf, Tensor) else np.asarray(leaf, np.float64)
-    return found
-
-
-_COUNT = "step"
-
-
-class Traced(NamedTuple):
-    """What an optimizer has become."""
-
-    groups: list[Group]
-    step: int
-    """The updates that it says it has made, if it says so; else 0."""
-
-
-def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> Traced:
+def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> tuple[list[Group], int]:
     """The groups of an optimizer of any class, by tracing a step of it; `rates` are what its groups begin with.
+
+    The second result is the updates that it says it has made, or 0.
 
     `names` are those of the parameters that are trained, by `id`. What was traced is compared with the optimizer.
     """
@@ -100,14 +86,17 @@ def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence
     return _try_trace(optimizer, trained, trace(ready, list(trained)), rates)
 
 
-def _try_trace(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
+def _try_trace(
+    optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]
+) -> tuple[list[Group], int]:
     _clean(found.model)
-    sides = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates).functions()
+    group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    sides = _Making(type(optimizer).__name__, found, trained, group_of, rates).functions()
     for side in sides:
         try_out(optimizer, trained, side)
-    count = found.state.get(("each", _COUNT))
+    count = found.state.get(("each", "step"))
     groups = [Group(side.function, side.function.parameters) for side in sides]
-    return Traced(groups, 0 if count is None else int(count))
+    return groups, 0 if count is None else int(count)
 
 
 def _clean(model: Model) -> None:
@@ -132,10 +121,6 @@ def _clean(model: Model) -> None:
         if node.op_type == "Identity" and not node.outputs[0].is_graph_output() and node.inputs[0] is not None:
             node.outputs[0].replace_all_uses_with(node.inputs[0])
     optimize(model)
-
-
-def _group_of_each(optimizer: Optimizer) -> list[int]:
-    return [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
 
 
 class _Making:

@@ -103,15 +103,21 @@ _ONE_STEP = "make one step with the optimizer first"
 
 def with_initial_state(optimizer: Optimizer, trained: Collection[int]) -> Optimizer:
     """A copy whose state has what a first step would make: as it was when the step made it, before it was used."""
-    _check_signature(optimizer)
+    parameters = inspect.signature(step_of(optimizer)).parameters.values()
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+        raise _refusal(
+            optimizer,
+            "its step asks for a closure, to evaluate the model several times",
+            "use an optimizer of one gradient for each update, such as AdamW",
+        )
     made = [_first_state(optimizer, trained, seed) for seed in range(2)]
     first, second = made
     if first.keys() != second.keys() or not all(_equal(first[key], second[key]) for key in first):
         raise _refusal(optimizer, "what its state begins with depends on the first gradients", _ONE_STEP)
     result = copy_optimizer(optimizer)
-    parameters = parameters_of(result)
+    own = parameters_of(result)
     for (place, slot), value in first.items():
-        result.state[parameters[place]][slot] = value
+        result.state[own[place]][slot] = value
     before, after = leaves_of(result), leaves_of(after_step(copy_optimizer(result), trained, 2))
     strange = [path for path in before.keys() ^ after.keys() if path[0] != "state" or path[1] in trained]
     strange += [path for path in before.keys() & after.keys() if (before[path] is None) != (after[path] is None)]
@@ -146,16 +152,6 @@ def step_of(optimizer: Optimizer) -> Any:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step.__get__(optimizer)
-
-
-def _check_signature(optimizer: Optimizer) -> None:
-    parameters = inspect.signature(step_of(optimizer)).parameters.values()
-    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-        raise _refusal(
-            optimizer,
-            "its step asks for a closure, to evaluate the model several times",
-            "use an optimizer of one gradient for each update, such as AdamW",
-        )
 
 
 class _Slots(dict[Any, Any]):

@@ -275,9 +275,11 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
             found = rewritten(name.endswith("_"), *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if (value := _filling(name, args, kwargs)) is not None:
+        place = _FILLED.get(name, len(args))  # of the number that a tensor is filled with
+        value = args[place] if place < len(args) else kwargs.get("fill_value")
+        if name in _FILLED and isinstance(value, Tensor):
             rest = {key: x for key, x in kwargs.items() if key != "fill_value"}
-            return func(*args[: _FILLED[name]], 0.0, **rest) + value
+            return func(*args[:place], 0.0, **rest) + value
         if name in ("tensor", "as_tensor", "asarray", "scalar_tensor") and args and isinstance(args[0], Tensor):
             return args[0].clone().to(kwargs.get("dtype") or args[0].dtype)
         if name.strip("_") in _ELEMENTWISE:
@@ -321,15 +323,6 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
                 named["value"] = own.pop()
             results.append(self.__torch_function__(single, (), tuple(own), named))
         return None if name.endswith("_") else results
-
-
-def _filling(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The number that a tensor is to be filled with, where that is a tensor itself."""
-    place = _FILLED.get(name)
-    if place is None:
-        return None
-    value = args[place] if place < len(args) else kwargs.get("fill_value")
-    return value if isinstance(value, Tensor) else None
 
 
 def exported_update(update: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Model:

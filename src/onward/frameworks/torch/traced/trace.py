@@ -239,12 +239,12 @@ def _kind(optimizer: Optimizer, leaves: Leaves, place: int) -> object:
     """What is equal for parameters that are alike."""
     parameter = parameters_of(optimizer)[place]
     group = next(i for i, group in enumerate(optimizer.param_groups) if any(parameter is p for p in group["params"]))
-    state = [(path[2:], _form(leaf)) for path, leaf in leaves.items() if path[:2] == ("state", place)]
+    state = [
+        (path[2:], (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf))
+        for path, leaf in leaves.items()
+        if path[:2] == ("state", place)
+    ]
     return group, parameter.shape, parameter.dtype, tuple(state)
-
-
-def _form(leaf: object) -> object:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _widen(few: Trace, trained: Sequence[int], example: Mapping[int, int], leaves: Leaves) -> Trace | None:
