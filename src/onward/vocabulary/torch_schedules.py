@@ -12,7 +12,7 @@ from onward.vocabulary.rate_formulas import FOREVER, Pieces
 Attributes = Mapping[str, Any]
 
 
-class Row(NamedTuple):
+class SchedulerRow(NamedTuple):
     """A class of PyTorch, and the schedule that it computes."""
 
     arguments: tuple[str, ...]
@@ -44,25 +44,26 @@ def _line(n: Mapping[str, Any], start: float, end: float) -> tuple[Any, ...] | N
     return (start, end, n["steps"]) if 0 < start <= 1 and 0 <= end <= 1 else None
 
 
-ROWS = {
-    "StepLR": Row(
+SCHEDULERS = {
+    "StepLR": SchedulerRow(
         ("step_size", "gamma"), lambda s: _one("step", size=s["step_size"], gamma=s["gamma"]),
         "step", lambda n: (n["size"], n["gamma"])),
-    "MultiStepLR": Row(("milestones", "gamma"), _multistep, "multistep", lambda n: (n["milestones"], n["gamma"])),
-    "ExponentialLR": Row(
+    "MultiStepLR": SchedulerRow(
+        ("milestones", "gamma"), _multistep, "multistep", lambda n: (n["milestones"], n["gamma"])),
+    "ExponentialLR": SchedulerRow(
         ("gamma",), lambda s: _one("exponential", gamma=s["gamma"]), "exponential", lambda n: (n["gamma"],)),
-    "LinearLR": Row(
+    "LinearLR": SchedulerRow(
         ("start_factor", "end_factor", "total_iters"),
         lambda s: _one("linear", steps=s["total_iters"], start_factor=s["start_factor"], end_factor=s["end_factor"]),
         "linear", lambda n: _line(n, n["start_factor"], n["end_factor"])),
-    "ConstantLR": Row(("factor", "total_iters"), _constant, "constant", lambda n: (1.0, 1)),
-    "PolynomialLR": Row(
+    "ConstantLR": SchedulerRow(("factor", "total_iters"), _constant, "constant", lambda n: (1.0, 1)),
+    "PolynomialLR": SchedulerRow(
         ("total_iters", "power"), lambda s: _one("polynomial", steps=s["total_iters"], power=s["power"]),
         "polynomial", lambda n: None if n["end"] else (n["steps"], n["power"])),
-    "CosineAnnealingLR": Row(
+    "CosineAnnealingLR": SchedulerRow(
         ("T_max", "eta_min"), lambda s: _one("cosine", steps=s["T_max"], min=s["eta_min"], after="torch"),
         "cosine", lambda n: None if n["after"] == "floor" else (n["steps"], n["min"])),
-    "CosineAnnealingWarmRestarts": Row(
+    "CosineAnnealingWarmRestarts": SchedulerRow(
         ("T_0", "T_mult", "eta_min"),
         lambda s: _one("cosine_restarts", period=s["T_0"], mult=s["T_mult"], min=s["eta_min"]),
         "cosine_restarts", lambda n: (n["period"], n["mult"], n["min"])),
@@ -81,7 +82,7 @@ def class_of(schedule: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     numbers["milestones"] = [*map(int, numbers["milestones"])]
     if schedule["name"] == "warmup":
         numbers |= {"name": "linear", "end_factor": 1.0}
-    for kind, row in ROWS.items():
+    for kind, row in SCHEDULERS.items():
         if row.name == numbers["name"] and (values := row.write(numbers)) is not None:
             return kind, dict(zip(row.arguments, values, strict=True))
     return None
@@ -179,7 +180,7 @@ def read_saved(state: Attributes, group: Attributes) -> Pieces | None:
         return one_cycle(state, group) if is_known and not state["cycle_momentum"] else None
     if own == _NEMO:
         return _nemo_cosine(state)
-    row = next((row for row in ROWS.values() if own - {"T_i", "T_cur"} == {*row.arguments}), None)
+    row = next((row for row in SCHEDULERS.values() if own - {"T_i", "T_cur"} == {*row.arguments}), None)
     return row.read(state) if row is not None else None
 
 

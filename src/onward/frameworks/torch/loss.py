@@ -25,7 +25,7 @@ _LEGACY = ("size_average", "reduce")
 """Arguments that modules have long since turned into a reduction."""
 
 
-class Row(NamedTuple):
+class TorchLoss(NamedTuple):
     """A loss of a recipe, and its counterparts in PyTorch."""
 
     name: str
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     function: Callable[..., Any]
 
 
-ROWS = [Row(row.name, getattr(nn, row.module), getattr(F, row.function)) for row in LOSSES if row.function]
+ROWS = [TorchLoss(row.name, getattr(nn, row.module), getattr(F, row.function)) for row in LOSSES if row.function]
 _BY_NAME = {row.name: row for row in ROWS}
 _OURS = {getattr(exact, row.module): row.name for row in LOSSES if not row.function}
 """Classes of Onward, and the losses of a recipe that they are."""
@@ -69,7 +69,7 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
     return Spec(row.name, options)
 
 
-def _row_and_settings(loss: Any, problems: Problems) -> tuple[Row, dict[str, Any], dict[str, Any]] | None:
+def _row_and_settings(loss: Any, problems: Problems) -> tuple[TorchLoss, dict[str, Any], dict[str, Any]] | None:
     """The row of a loss, its settings, and what they are unless they are given."""
     for row in ROWS:
         if type(loss) is row.module:
@@ -95,7 +95,9 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _options(row: Row, settings: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+def _options(
+    row: TorchLoss, settings: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
+) -> dict[str, Any]:
     known = named_loss(row.name).options
     options = {}
     for name, value in settings.items():

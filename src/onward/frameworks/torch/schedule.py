@@ -20,7 +20,7 @@ from onward.run_state.state import RunState
 from onward.vocabulary.rate_formulas import FOREVER, Factor, Pieces, complete, in_words
 from onward.vocabulary.torch_schedules import (
     REFUSED_SCHEDULERS,
-    ROWS,
+    SCHEDULERS,
     class_of,
     in_sequence,
     is_whole,
@@ -171,8 +171,8 @@ class _Reader:
         is_native = kind is getattr(lr_scheduler, kind.__name__, None)
         if is_native and kind.__name__ in REFUSED_SCHEDULERS:
             self._problems.add(*REFUSED_SCHEDULERS[kind.__name__])
-        elif is_native and kind.__name__ in ROWS:
-            return ROWS[kind.__name__].read(vars(scheduler))
+        elif is_native and kind.__name__ in SCHEDULERS:
+            return SCHEDULERS[kind.__name__].read(vars(scheduler))
         elif isinstance(scheduler, lr_scheduler.SequentialLR):
             return self._sequence(scheduler)
         elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
