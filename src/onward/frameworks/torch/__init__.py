@@ -280,7 +280,7 @@ def to_torch(
     if live:
         made.module.sync_batch_norm(sync_batch_norm)
         return made
-    from onward.frameworks.torch.program import run_program, write_program
+    from onward.frameworks.torch.program.source import run_program, write_program
 
     return TorchTraining(*run_program(write_program(model, made), made))
 
