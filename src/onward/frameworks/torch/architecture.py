@@ -163,19 +163,14 @@ def _tokens(config: Any, length: int) -> torch.Tensor:
     return torch.arange(_BATCH * length).reshape(_BATCH, length) % config.vocab_size
 
 
-def _language_model(config: Any, main: str) -> Inputs:
-    inputs = _text(config, main)
-    return {**inputs, "labels": inputs["input_ids"]} if inputs else {}
+def _text_with(labels: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Axes]]) -> Callable[[Any, str], Inputs]:
+    """Return what makes text, and labels from its configuration and tokens."""
 
+    def make(config: Any, main: str) -> Inputs:
+        inputs = _text(config, main)
+        return {**inputs, "labels": labels(config, inputs["input_ids"][0])} if inputs else {}
 
-def _token_classes(config: Any, main: str) -> Inputs:
-    inputs = _text(config, main)
-    return {**inputs, "labels": (inputs["input_ids"][0] % config.num_labels, _TEXT)} if inputs else {}
-
-
-def _text_classes(config: Any, main: str) -> Inputs:
-    inputs = _text(config, main)
-    return {**inputs, "labels": _classes(config)} if inputs else {}
+    return make
 
 
 def _classes(config: Any) -> tuple[torch.Tensor, Axes]:
@@ -216,11 +211,11 @@ def _generation(config: Any, main: str) -> Inputs:
 
 
 _KINDS: dict[str, Callable[[Any, str], Inputs]] = {
-    "ForCausalLM": _language_model,
-    "LMHeadModel": _language_model,
-    "ForMaskedLM": _language_model,
-    "ForTokenClassification": _token_classes,
-    "ForSequenceClassification": _text_classes,
+    "ForCausalLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "LMHeadModel": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "ForMaskedLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "ForTokenClassification": _text_with(lambda config, tokens: (tokens % config.num_labels, _TEXT)),
+    "ForSequenceClassification": _text_with(lambda config, tokens: _classes(config)),
     "ForMultipleChoice": _choices,
     "ForImageClassification": _images,
     "ForConditionalGeneration": _generation,

@@ -147,7 +147,7 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluate(closure)
         self.settle()
-        changed = [(x, copy) for x, copy in self._apart() if x.grad is not None]
+        changed = [(x, copy) for x, copy in self.copies.items() if x is not copy and x.grad is not None]
         for x, copy in changed:
             copy.grad = x.grad.to(copy.dtype)
         self.inner.step()
@@ -171,24 +171,21 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
         own = [x for group in self.param_groups for x in group["params"]]
         for number, x in zip(numbers, own, strict=True):
             if number in state_dict["state"]:
-                self._hold(x, dict(state_dict["state"][number]))
+                state, copy = dict(state_dict["state"][number]), self.copies[x]
+                if "master" in state:
+                    copy.copy_(state.pop("master"))
+                    x.copy_(copy)
+                for slot, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[slot] = value.clone() if slot == "step" else value.to(copy, copy=True)
+                self.inner.state[copy] = state
         self._show()
-
-    def _hold(self, x: Parameter, state: dict[str, Any]) -> None:
-        copy = self.copies[x]
-        if "master" in state:
-            copy.copy_(state.pop("master"))
-            x.copy_(copy)
-        self.inner.state[copy] = {slot: _copy_slot(slot, value, copy) for slot, value in state.items()}
 
     def _show(self) -> None:
         """Let the state be what the inner optimizer has now."""
         for x, copy in self.copies.items():
             master = {} if x is copy else {"master": copy.detach()}
             self.state[x] = {**self.inner.state.get(copy, {}), **master}
-
-    def _apart(self) -> list[tuple[Parameter, Parameter]]:
-        return [(x, copy) for x, copy in self.copies.items() if x is not copy]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "inner": self.inner, "copies": self.copies}
@@ -198,13 +195,6 @@ def _settle(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Give groups the settings of others."""
     for one, other in zip(given, groups, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
-
-
-def _copy_slot(slot: str, value: Any, like: Tensor) -> Any:
-    """A copy of a slot, in the type of what it is kept beside."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if slot == "step" else value.to(like, copy=True)
 
 
 class OptaxAdafactor(ExactOptimizer):

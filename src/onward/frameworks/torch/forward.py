@@ -77,10 +77,22 @@ class Graph:
         known = {value.name: value for value in values(model.graph)}
         model.graph.outputs.extend(known[name] for name in inner)
         learns = _parameters(model, trainable)
-        held = {name: value for name, value in model.graph.initializers.items() if name in learns or _is_held(value)}
+        held: dict[str, ir.Value] = {}  # parameters, buffers, and floats that are more than a number
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            assert tensor is not None
+            is_buffer = value.metadata_props.get(KIND) == "BUFFER"
+            if name in learns or is_buffer or (tensor.dtype.is_floating_point() and len(tensor.shape)):
+                held[name] = value
         frozen = [name for name, learn in learns.items() if not learn]
         normalizations = [node for node in model.graph.all_nodes() if node.op_type == "BatchNormalization"]
         switched = [node for node in normalizations if is_switchable(node, frozen)]
+        followed = {value for node in switched for value in node.inputs}
+        kept = {
+            name
+            for name, value in held.items()
+            if (value.metadata_props.get(PERSISTENT) == "True" if KIND in value.metadata_props else value in followed)
+        }
         state = {name: value.const_value for name, value in held.items() if value.const_value is not None}
         program = Executable(
             model, statistics, [node.name or "" for node in switched], {name: x.dtype for name, x in state.items()}
@@ -91,7 +103,7 @@ class Graph:
             outputs=[value.name or "" for value in model.outputs],
             state=state,
             learns=learns,
-            constants={n for n, v in held.items() if n not in learns and not _is_kept(v, switched)},
+            constants={name for name in held if name not in learns and name not in kept},
             also={name: json.loads(v.metadata_props[ALSO]) for name, v in held.items() if ALSO in v.metadata_props},
             counters=[name for node in switched if (name := _counter(node)) in held],
             inner=inner,
@@ -162,19 +174,6 @@ def _parameters(model: Model, trainable: Collection[str] | None) -> dict[str, bo
             learns = value.metadata_props.get(LEARNS)
             found[name] = learns != "False" if trainable is None else name in trainable or learns == "True"
     return found
-
-
-def _is_held(value: ir.Value) -> bool:
-    """Whether the module holds it beside parameters: buffers, and floats that are more than a number."""
-    tensor = value.const_value
-    assert tensor is not None
-    return value.metadata_props.get(KIND) == "BUFFER" or (tensor.dtype.is_floating_point() and len(tensor.shape) > 0)
-
-
-def _is_kept(value: ir.Value, switched: Collection[ir.Node]) -> bool:
-    if KIND in value.metadata_props:
-        return value.metadata_props.get(PERSISTENT) == "True"
-    return any(node in switched for node in value.consumers())
 
 
 def _counter(node: ir.Node) -> str:

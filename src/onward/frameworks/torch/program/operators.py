@@ -194,7 +194,9 @@ class Writing(Live):
     def _dropout(self, x, ratio=None, training_mode=None, *, seed, outputs):  # type: ignore[no-untyped-def]
         if outputs > 1 or seed is not None:
             raise UnsupportedError("a Dropout has a seed of its own, or gives its mask away")
-        share = 0.5 if ratio is None else _short(float(ratio))
+        share = 0.5 if ratio is None else float(ratio)
+        if float(np.float32(share)) == share:
+            share = float(str(np.float32(share)))  # 0.1 for the float32 that is nearest to it
         if training_mode is not None and training_mode:
             return F.dropout(x, share)
         return self.recorder.imagine("nn.Dropout", [x, share], {}, _like(x))
@@ -210,11 +212,6 @@ class Writing(Live):
 def _like(x: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
         return torch.empty_like(x)
-
-
-def _short(number: float) -> float:
-    """0.1 for the float32 that is nearest to it."""
-    return float(str(np.float32(number))) if float(np.float32(number)) == number else number
 
 
 def one(numbers: Sequence[int]) -> Any:
@@ -323,7 +320,7 @@ class _Sizes:
     """Different numbers for sizes of different names: those of one name are the same."""
 
     def __init__(self, first: int):
-        self._next = first
+        self._first = first
         self._numbers: dict[Any, int] = {}
         self._dimensions: list[list[str | None]] = []
 
@@ -334,20 +331,14 @@ class _Sizes:
             None if isinstance(size, int) else str(size.value or f"{value.name}_{i}")
             for i, size in enumerate(value.shape)
         ]
-        sizes = [
-            size if isinstance(size, int) else self._number(size.value or (value.name, i))
-            for i, size in enumerate(value.shape)
-        ]
+        sizes = list(value.shape)
+        for i, size in enumerate(sizes):
+            if not isinstance(size, int):
+                key = size.value or (value.name, i)
+                sizes[i] = self._numbers.setdefault(key, self._first + 2 * len(self._numbers))
         self._dimensions.append(names)
         example = torch.zeros(sizes, dtype=TYPES[value.dtype])
         return Value(recorder.stand_in(example, [name is not None for name in names]), name=value.name or "")
-
-    def _number(self, size: Any) -> int:
-        """By its name, or where it is."""
-        if size not in self._numbers:
-            self._numbers[size] = self._next
-            self._next += 2
-        return self._numbers[size]
 
     def names(self, inputs: list[Value]) -> dict[str, str]:
         """Symbols, and the names that they stand for."""

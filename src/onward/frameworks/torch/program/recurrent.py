@@ -111,17 +111,8 @@ def rows(recorder: Recorder) -> dict[str, Callable[..., Any]]:
 
 
 def _row(kind: Recurrent, operator: str) -> Callable[..., Any]:
-    def call(
-        x: Any,
-        w: Any,
-        r: Any,
-        b: Any = None,
-        lengths: Any = None,
-        h: Any = None,
-        c: Any = None,
-        peepholes: Any = None,
-        **attributes: Any,
-    ) -> tuple[Any, ...]:
+    def call(x: Any, w: Any, r: Any, b: Any = None, *others: Any, **attributes: Any) -> tuple[Any, ...]:
+        lengths, h, c, peepholes = (*others, None, None, None, None)[:4]
         states = [h, c] if operator == "LSTM" else [h]
         return kind.run(x, w, r, b, states, {**attributes, "lengths": lengths, "peepholes": peepholes})
 
