@@ -12,11 +12,12 @@ import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
 from onward.build import DOMAIN, Expr, Function
+from onward.frameworks.program.expressions import ATOM, COMPARISON, POWER, PRODUCT, SUM, WIDE, Expression
 from onward.frameworks.program.layout import break_lines, indent
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.exact import ExactOptimizer
@@ -26,48 +27,44 @@ from onward.vocabulary.torch import OPTIMIZERS, TorchOptimizer
 # ---- an update as statements -----------------------------------------------------------------------------------------
 
 
-class _Text(NamedTuple):
-    """An expression of Python."""
-
-    text: str
-    binds: int = 9
-    """How strongly its outermost operator binds."""
-    is_number: bool = True
-
-    def within(self, binds: int) -> str:
-        return self.text if self.binds >= binds else f"({self.text})"
-
-
-_INFIX = {"And": ("and", 1), "Greater": (">", 2), "Add": ("+", 3), "Sub": ("-", 3), "Mul": ("*", 4), "Div": ("/", 4)}
+_INFIX = {
+    "And": ("and", WIDE), "Greater": (">", COMPARISON), "Add": ("+", SUM), "Sub": ("-", SUM), "Mul": ("*", PRODUCT),
+    "Div": ("/", PRODUCT),
+}  # fmt: skip
 _LONG = 60
 """Expressions with more signs get a name, if the definition has one for them."""
 _ARGUMENTS = ("x", "g", "lr", "t", "beta1", "beta2")
 
 
-def _expression(node: ir.Node, given: Sequence[_Text]) -> _Text:
-    is_number = all(each.is_number for each in given)
+def _expression(node: ir.Node, texts: Mapping[ir.Value, Expression], numbers: set[ir.Value]) -> Expression:
+    """Return a node as an expression, and note whether it is a number of Python."""
+    inputs = [value for value in node.inputs if value is not None]
+    given = [texts[value] for value in inputs]
+    is_number = numbers.issuperset(inputs[:1] if node.op_type in ("Cast", "CastLike") else inputs)
+    if is_number or node.op_type in ("Pow", "ReduceSumSquare"):
+        numbers.add(node.outputs[0])
     match node.op_type:
         case "Constant":
-            return _Text(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
+            return Expression(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
         case "Cast" | "CastLike":  # to the type of a tensor, which a number of Python becomes by itself
             return given[0]
         case "Pow":
-            return _Text(f"{given[0].within(6)}**{given[1].within(6)}", 5)
-        case "Mul" if given[1].is_number and not is_number:
-            return _Text(f"{given[1].within(4)} * {given[0].within(5)}", 4, is_number)
+            return Expression(f"{given[0].within(ATOM)}**{given[1].within(ATOM)}", POWER)
+        case "Mul" if inputs[1] in numbers and not is_number:
+            return Expression(f"{given[1].within(PRODUCT)} * {given[0].within(POWER)}", PRODUCT)
         case kind if kind in _INFIX:
-            sign, binds = _INFIX[kind]
-            return _Text(f"{given[0].within(binds)} {sign} {given[1].within(binds + 1)}", binds, is_number)
+            sign, looseness = _INFIX[kind]
+            return Expression(f"{given[0].within(looseness)} {sign} {given[1].within(looseness - 1)}", looseness)
         case "Sqrt" if is_number:
-            return _Text(f"math.sqrt({given[0].text})")
+            return Expression(f"math.sqrt({given[0].text})")
         case ("Sqrt" | "Abs" | "Sign") as kind:
-            return _Text(f"{given[0].within(9)}.{kind.lower()}()", 9, is_number)
+            return Expression(f"{given[0].within(ATOM)}.{kind.lower()}()")
         case "Max":
-            return _Text(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})", 9, is_number)
+            return Expression(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})")
         case "Where":
-            return _Text(f"{given[1].within(1)} if {given[0].text} else {given[2].text}", 0, is_number)
+            return Expression(f"{given[1].within(WIDE)} if {given[0].text} else {given[2].text}", WIDE + 1)
         case "ReduceSumSquare":
-            return _Text(f"float({given[0].within(9)}.square().sum())")
+            return Expression(f"float({given[0].within(ATOM)}.square().sum())")
     raise NotImplementedError(node.op_type)
 
 
@@ -94,12 +91,17 @@ def _statements(function: Function) -> list[str]:
     graph, names = _graph_of(function)
     slots = _slots_of(function)
     tensors = ("x", "g", *slots)
-    texts = {value: _Text(_input(value.name or "", slots), 9, value.name not in tensors) for value in graph.inputs}
+    texts: dict[ir.Value, Expression] = {}
+    for value in graph.inputs:
+        name = value.name or ""
+        kept = f'{"state" if name in slots else "group"}["{name}"]'
+        texts[value] = Expression(name if name in _ARGUMENTS else kept)
+    numbers = {value for value in graph.inputs if value.name not in tensors}
     taken = {*function.inputs, "self", "state", "group"}
     lines = ['beta1, beta2 = group["betas"]'] if "beta1" in function.inputs else []
     for node in graph:
         value = node.outputs[0]
-        made = _expression(node, [texts[each] for each in node.inputs if each is not None])
+        made = _expression(node, texts, numbers)
         reads = sum(use.node.op_type != "CastLike" or use.idx == 0 for use in value.uses()) + value.is_graph_output()
         name = names.get(value, "")
         if node.op_type not in ("Constant", "Cast", "CastLike") and (reads > 1 or (name and len(made.text) > _LONG)):
@@ -107,17 +109,13 @@ def _statements(function: Function) -> list[str]:
                 name = next(letter for letter in "dehk" if letter not in taken)
             taken.add(name)
             lines.append(f"{name} = {made.text}")
-            made = made._replace(text=name, binds=9)
+            made = Expression(name)
         texts[value] = made
     targets = ["x", *(f'state["{slot}"]' for slot in slots)]
     results = [texts[value].text for value in graph.outputs]
     for i, result in enumerate(results):  # nothing may be read after it was written
         assert not any(re.search(rf"(?<!\w){re.escape(done)}(?!\w)", result) for done in targets[:i]), function.name
     return lines + [f"{target}.copy_({result})" for target, result in zip(targets, results, strict=True)]
-
-
-def _input(name: str, slots: Sequence[str]) -> str:
-    return name if name in _ARGUMENTS else f'{"state" if name in slots else "group"}["{name}"]'
 
 
 def _slots_of(function: Function) -> tuple[str, ...]:
