@@ -85,14 +85,6 @@ def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
     return {**{flag: FLAGS[flag] for flag in row.flags}, **row.settings_for(configured), "lr": rate}
 
 
-def with_step(spec: Spec, slots: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The slots of a parameter as PyTorch keeps them: with a counter, unless the class has none."""
-    kept = {slot: value for slot, value in slots.items() if slot != COUNT}
-    if any(not row.counts and spec.name in row.optimizers for row in OPTIMIZERS):
-        return kept
-    return {COUNT: ArrayTensor(np.asarray(step, np.float32)), **kept}
-
-
 # ---- schedulers ------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +171,9 @@ def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+_COUNTERLESS = {name for row in OPTIMIZERS if not row.counts for name in row.optimizers}
+
+
 def module_state(checkpoint: Checkpoint) -> Attributed:
     """`module.state_dict()`."""
     aliases = {alias: checkpoint.tensors[name] for alias, name in checkpoint.tied.items() if name in checkpoint.tensors}
@@ -205,10 +200,10 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
             )
         kept = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
         step = slots.get(COUNT)
-        if spec is not None and step is not None:
-            kept = with_step(spec, kept, count_of(step))
-        elif step is not None:
+        if step is not None and spec is None:
             kept = {COUNT: as_tensor(step), **kept}
+        elif step is not None and spec is not None and spec.name not in _COUNTERLESS:
+            kept = {COUNT: ArrayTensor(np.asarray(count_of(step), np.float32)), **kept}
         state[numbers[name]] = kept
     ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
     groups = []
