@@ -336,7 +336,7 @@ def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optim
             row = next(row for row in OPTIMIZERS if row.fits(configured))
             kind, options = class_of(row), row.settings_for(configured)
             if row.is_native:  # AdamW has a setting that its class does not take
-                options = {key: x for key, x in options.items() if key in inspect.signature(kind).parameters}
+                options = {key: options[key] for key in inspect.signature(kind).parameters if key in options}
             own = [parameters[name] for name in group.parameters]
             settings.setdefault(kind, []).append({"params": own, **options})
     for kind, groups in settings.items():
