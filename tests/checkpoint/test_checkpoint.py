@@ -30,9 +30,8 @@ from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_chec
 from onward.checkpoint.exporting import checkpoint_of_model
 from onward.checkpoint.formats.pytorch import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
-from onward.checkpoint.pytorch.pickling import write_pickle
+from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, write_pickle
 from onward.checkpoint.source_checkpoint import FACT
 from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app

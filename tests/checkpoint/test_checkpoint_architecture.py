@@ -167,7 +167,7 @@ def test_kinds_of_models(name: str, tmp_path: Path) -> None:
     """Three more steps are those of PyTorch; only a configuration says what is computed."""
     import transformers
 
-    from onward.frameworks.torch.transformers_models import decay_groups
+    from onward.frameworks.torch.architecture import decay_groups
 
     options, takes = KINDS[name]
     torch.manual_seed(0)

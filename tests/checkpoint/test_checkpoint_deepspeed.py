@@ -17,10 +17,10 @@ from paths import CHECKPOINTS
 
 import onward
 from onward.checkpoint import Checkpoint
-from onward.checkpoint.deepspeed.schedules import scheduler_of
+from onward.checkpoint.deepspeed import scheduler_of
 from onward.checkpoint.formats.deepspeed import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.objects import Name, Object
+from onward.checkpoint.pytorch.pickling import Name, Object
 from onward.recipe.spec import Spec
 
 RECORDED = CHECKPOINTS / "deepspeed"

@@ -17,9 +17,9 @@ from processes import together
 
 import onward
 from onward.checkpoint import Checkpoint
-from onward.checkpoint.megatron.schedules import scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.recipe.spec import Spec
+from onward.vocabulary.megatron import schedule_words
 
 RECORDED = CHECKPOINTS / "megatron"
 VECTORS = ("decoder.layers.mlp.linear_fc1.bias", "decoder.final_layernorm.weight")
@@ -69,8 +69,8 @@ def test_schedules_of_megatron() -> None:
         "WSD": None,
     }
     for style, words in said.items():
-        assert scheduler_of({**state, "lr_decay_style": style}, 0.05, 5).words == words
-    assert scheduler_of({**state, "lr_decay_style": "linear", "num_steps": 21}, 0.05, 5).words is None
+        assert schedule_words({**state, "lr_decay_style": style}, 0.05, 5) == words
+    assert schedule_words({**state, "lr_decay_style": "linear", "num_steps": 21}, 0.05, 5) is None
 
 
 def test_what_is_written_for_megatron_is_read_back(tmp_path: Path) -> None:

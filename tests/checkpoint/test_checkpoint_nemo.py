@@ -21,7 +21,7 @@ from paths import CHECKPOINTS
 import onward
 from onward.checkpoint.configurations import plain
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.objects import Name, Object
+from onward.checkpoint.pytorch.pickling import Name, Object
 from onward.configuration import parse_yaml
 
 pytest.importorskip("yaml")

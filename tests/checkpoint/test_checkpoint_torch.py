@@ -14,9 +14,11 @@ import pytest
 from checkpoint_runs import close, exported, net, same_tree, steps, steps_of_onward
 
 import onward
-from onward.checkpoint.pytorch.optimizers import settings_of
+from onward.checkpoint.pytorch.states import settings_of
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec
+from onward.vocabulary import torch as torch_vocabulary
+from onward.vocabulary.rows import row_for
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as rates  # noqa: E402
@@ -254,23 +256,20 @@ def test_what_does_not_fit_is_named(changed: str, like: onward.Model, tmp_path: 
 
 def test_settings_are_those_of_the_class() -> None:
     """For every optimizer of a recipe, PyTorch's own class has these settings where it is the counterpart."""
-    from onward.frameworks.torch.counterparts import counterpart
+    from onward.frameworks.torch.optimizer import class_of
     from onward.recipe.optimizers import optimizer
 
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     for name, kind in OPTIMIZERS.items():
         for variant in kind.variants:
             spec = Spec(name, {"variant": variant})
-            try:
-                theirs = counterpart(optimizer(name).configure(**spec.options))
-            except StopIteration:
-                theirs = None
-            native = theirs is not None and theirs.__module__.startswith("torch.optim")
-            if not native:
+            row = row_for(torch_vocabulary.OPTIMIZERS, optimizer(name).configure(**spec.options))
+            if row is None or not row.is_native:
                 with pytest.raises(onward.Error, match="no optimizer of its own"):
                     settings_of(spec, 0.1)
                 continue
             settings = settings_of(spec, 0.1)
+            theirs = class_of(row)
             known = inspect.signature(theirs).parameters
             made = theirs([parameter], **{key: value for key, value in settings.items() if key in known})
             expected = {key: value for key, value in made.param_groups[0].items() if key != "params"}

@@ -27,10 +27,9 @@ from torch import nn  # noqa: E402
 
 from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
-from onward.frameworks.torch import capture_module, files, from_torch, to_torch  # noqa: E402
-from onward.frameworks.torch.clipping import Clip  # noqa: E402
-from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
-from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
+from onward.frameworks.torch import capture_module, from_torch, program, to_torch  # noqa: E402
+from onward.frameworks.torch.exact import MasterWeights, float32_copies  # noqa: E402
+from onward.frameworks.torch.optimizer import Clip, read_optimizer  # noqa: E402
 from onward.run_state.state import Group, RunState, to_training_model  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
@@ -423,7 +422,7 @@ def test_a_file_of_copies_fills_its_training_model_again(tmp_path: Path) -> None
     torch.save(
         {"module": module.state_dict(), "optimizer": made.state_dict(), "scheduler": scheduler.state_dict()}, path
     )
-    restored, expected = files.restore(path, like), from_torch(module, given[0][0], **settings)
+    restored, expected = program.restore(path, like), from_torch(module, given[0][0], **settings)
     for state in states(expected):
         np.testing.assert_array_equal(restored.array(state.name), state.array, state.name, strict=True)
 

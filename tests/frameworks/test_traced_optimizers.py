@@ -20,7 +20,7 @@ import torch_optimizers as theirs  # noqa: E402
 from torch import nn  # noqa: E402
 
 from onward.frameworks.torch.capture import capture_module  # noqa: E402
-from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
+from onward.frameworks.torch.optimizer import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

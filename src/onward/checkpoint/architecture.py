@@ -16,7 +16,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, missing_package
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.naming import TRAINER
-from onward.checkpoint.pytorch.objects import Object
+from onward.checkpoint.pytorch.pickling import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:

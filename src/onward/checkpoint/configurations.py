@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.pytorch.objects import Object
+from onward.checkpoint.pytorch.pickling import Object
 from onward.errors import InvalidModelError
 
 

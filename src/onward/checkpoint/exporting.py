@@ -17,8 +17,7 @@ from onward.checkpoint.formats import FORMATS, writable
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_either
-from onward.checkpoint.pytorch.schedules import advance_state, state_of
-from onward.checkpoint.pytorch.states import advance_counter
+from onward.checkpoint.pytorch.states import advance_counter, advance_state, state_of
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of

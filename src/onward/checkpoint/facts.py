@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Schedule
-from onward.checkpoint.pytorch.objects import Object
-from onward.checkpoint.pytorch.optimizers import base_rate
+from onward.checkpoint.pytorch.pickling import Object
+from onward.checkpoint.pytorch.states import base_rate
 from onward.checkpoint.tensors import Tensor
 from onward.inspect.formatting import quantity
 from onward.recipe.optimizers import configure

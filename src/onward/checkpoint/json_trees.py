@@ -18,7 +18,7 @@ import numpy as np
 
 from onward.arguments import fitting
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
+from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, WithDefault
 from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec

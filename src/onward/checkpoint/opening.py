@@ -11,8 +11,8 @@ from onward.arguments import checked
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
-from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickles import Named, note_names
+from onward.checkpoint.pytorch.trees import is_harmless
 from onward.errors import Error, InvalidModelError, UnsupportedError, advising
 from onward.model import Model, load
 

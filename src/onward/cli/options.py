@@ -160,7 +160,7 @@ def names_in(file: Path) -> dict[str, str] | list[str]:
 def example_in(file: Path) -> Any:
     """What a module of PyTorch takes, from a file."""
     try:
-        from onward.frameworks.torch.examples import read_example
+        from onward.frameworks.torch.arguments import read_example
     except ModuleNotFoundError as error:
         raise Misuse(
             f"`--inputs` needs `{error.name}`, which is not installed", "pip install 'onward[torch]'"

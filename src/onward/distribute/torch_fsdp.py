@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from onward.errors import UnsupportedError
-from onward.frameworks.torch.exact.masters import MasterWeights
+from onward.frameworks.torch.exact import MasterWeights
 
 
 def shard_blocks(module: nn.Module, optimizer: Optimizer, **options: Any) -> None:

@@ -28,7 +28,7 @@ class OptimizerRow:
     variants: tuple[str, ...]
     """Whose arithmetic it has: "torch", "keras", "optax", "transformers". The class is read as the first."""
     settings: Mapping[str, Any]
-    """Settings of the class: by the recipe's names -> the framework's."""
+    """Settings of the class: the recipe's names -> the framework's. Several of a recipe may be one tuple there."""
     slots: Mapping[str, str]
     """Slots of a recipe -> where the class keeps them."""
     applies: Condition | None = None

@@ -12,7 +12,7 @@ from onward.vocabulary.rate_formulas import FOREVER, Pieces
 Attributes = Mapping[str, Any]
 
 
-class Row(NamedTuple):
+class SchedulerRow(NamedTuple):
     """A class of PyTorch, and the schedule that it computes."""
 
     arguments: tuple[str, ...]
@@ -44,25 +44,26 @@ def _line(n: Mapping[str, Any], start: float, end: float) -> tuple[Any, ...] | N
     return (start, end, n["steps"]) if 0 < start <= 1 and 0 <= end <= 1 else None
 
 
-ROWS = {
-    "StepLR": Row(
+SCHEDULERS = {
+    "StepLR": SchedulerRow(
         ("step_size", "gamma"), lambda s: _one("step", size=s["step_size"], gamma=s["gamma"]),
         "step", lambda n: (n["size"], n["gamma"])),
-    "MultiStepLR": Row(("milestones", "gamma"), _multistep, "multistep", lambda n: (n["milestones"], n["gamma"])),
-    "ExponentialLR": Row(
+    "MultiStepLR": SchedulerRow(
+        ("milestones", "gamma"), _multistep, "multistep", lambda n: (n["milestones"], n["gamma"])),
+    "ExponentialLR": SchedulerRow(
         ("gamma",), lambda s: _one("exponential", gamma=s["gamma"]), "exponential", lambda n: (n["gamma"],)),
-    "LinearLR": Row(
+    "LinearLR": SchedulerRow(
         ("start_factor", "end_factor", "total_iters"),
         lambda s: _one("linear", steps=s["total_iters"], start_factor=s["start_factor"], end_factor=s["end_factor"]),
         "linear", lambda n: _line(n, n["start_factor"], n["end_factor"])),
-    "ConstantLR": Row(("factor", "total_iters"), _constant, "constant", lambda n: (1.0, 1)),
-    "PolynomialLR": Row(
+    "ConstantLR": SchedulerRow(("factor", "total_iters"), _constant, "constant", lambda n: (1.0, 1)),
+    "PolynomialLR": SchedulerRow(
         ("total_iters", "power"), lambda s: _one("polynomial", steps=s["total_iters"], power=s["power"]),
         "polynomial", lambda n: None if n["end"] else (n["steps"], n["power"])),
-    "CosineAnnealingLR": Row(
+    "CosineAnnealingLR": SchedulerRow(
         ("T_max", "eta_min"), lambda s: _one("cosine", steps=s["T_max"], min=s["eta_min"], after="torch"),
         "cosine", lambda n: None if n["after"] == "floor" else (n["steps"], n["min"])),
-    "CosineAnnealingWarmRestarts": Row(
+    "CosineAnnealingWarmRestarts": SchedulerRow(
         ("T_0", "T_mult", "eta_min"),
         lambda s: _one("cosine_restarts", period=s["T_0"], mult=s["T_mult"], min=s["eta_min"]),
         "cosine_restarts", lambda n: (n["period"], n["mult"], n["min"])),
@@ -81,10 +82,25 @@ def class_of(schedule: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     numbers["milestones"] = [*map(int, numbers["milestones"])]
     if schedule["name"] == "warmup":
         numbers |= {"name": "linear", "end_factor": 1.0}
-    for kind, row in ROWS.items():
+    for kind, row in SCHEDULERS.items():
         if row.name == numbers["name"] and (values := row.write(numbers)) is not None:
             return kind, dict(zip(row.arguments, values, strict=True))
     return None
+
+
+def one_cycle_arguments(numbers: Mapping[str, Any], position: int) -> dict[str, Any] | None:
+    """Return the arguments of OneCycleLR for its schedule, as `complete` gives it; None if they are not the same."""
+    if position >= numbers["steps"] or not is_whole(numbers["steps"]):
+        return None  # OneCycleLR raises after its last step
+    if numbers.get("warmup") or numbers.get("every", 1) != 1:
+        return None
+    return {
+        "total_steps": int(numbers["steps"]),
+        "pct_start": numbers["pct_start"],
+        "anneal_strategy": numbers["anneal"],
+        "cycle_momentum": False,
+        **{key: numbers[key] for key in ("div_factor", "final_div_factor", "three_phase")},
+    }
 
 
 def is_whole(number: float) -> bool:
@@ -121,3 +137,58 @@ def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
     while position >= period and mult > 1:
         position, period = position - period, period * mult
     return {"T_cur": position % period, "T_i": period}
+
+
+REFUSED_SCHEDULERS = {
+    "ReduceLROnPlateau": (
+        "what it does depends on a measure that a training model does not see",
+        "set the rate between runs, or use another scheduler",
+    ),
+    "CyclicLR": ("a training model has no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
+    "MultiplicativeLR": ("its function is not known", "use StepLR, MultiStepLR or ExponentialLR"),
+}
+"""Classes of torch.optim.lr_scheduler: the problem, and the hint."""
+
+# ---- saved schedulers ------------------------------------------------------------------------------------------------
+
+_COMMON = frozenset({
+    "base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr",
+})  # fmt: skip
+"""Attributes of all schedulers."""
+_ONE_CYCLE = {"total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum"}
+_NEMO = {"max_steps", "warmup_steps", "constant_steps", "decay_steps", "min_lr"}
+
+
+def read_saved(state: Attributes, group: Attributes) -> Pieces | None:
+    """Return the schedules of a saved state, whose attributes tell its class; None if there are no words for it.
+
+    Args:
+        state: the state of the scheduler
+        group: settings of a group of its optimizer, which has the rates of one cycle
+    """
+    own = state.keys() - _COMMON
+    if own == {"_milestones", "_schedulers"}:
+        milestones, inner = state["_milestones"], state["_schedulers"]
+        if not isinstance(milestones, list) or not isinstance(inner, list) or len(inner) != len(milestones) + 1:
+            return None
+        parts = [read_saved(each, {}) if isinstance(each, Mapping) else None for each in inner]
+        known = [part for part in parts if part is not None]
+        return in_sequence(known, milestones) if len(known) == len(parts) else None
+    if own == _ONE_CYCLE:
+        numbers = [state["total_steps"], *(group.get(key) for key in ("max_lr", "initial_lr", "min_lr"))]
+        is_known = all(isinstance(number, int | float) and number > 0 for number in numbers)
+        return one_cycle(state, group) if is_known and not state["cycle_momentum"] else None
+    if own == _NEMO:
+        return _nemo_cosine(state)
+    row = next((row for row in SCHEDULERS.values() if own - {"T_i", "T_cur"} == {*row.arguments}), None)
+    return row.read(state) if row is not None else None
+
+
+def _nemo_cosine(s: Attributes) -> Pieces | None:
+    """Return the schedules of NeMo's CosineAnnealing, whose first step has a rate already."""
+    warmup, steps = s["warmup_steps"], s["max_steps"]
+    if s["constant_steps"] or not (isinstance(warmup, int) and isinstance(steps, int) and 0 <= warmup < steps):
+        return None
+    rise = Spec("linear", {"steps": warmup, "start_factor": 1 / (warmup + 1), "end_factor": 1.0})
+    fall = Spec("cosine", {"steps": steps - warmup, "min": s["min_lr"]})
+    return [*([(rise, warmup)] if warmup else []), (fall, FOREVER)]

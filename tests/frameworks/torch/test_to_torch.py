@@ -14,7 +14,7 @@ from onward.engines import start
 from onward.run_state.state import from_training_model
 
 torch = pytest.importorskip("torch")
-from onward.frameworks.torch.schedules import updates_per_step  # noqa: E402
+from onward.frameworks.torch.schedule import updates_per_step  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

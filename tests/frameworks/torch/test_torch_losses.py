@@ -22,8 +22,12 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from onward.frameworks.torch.losses import ROWS, make_loss, read_loss  # noqa: E402
-from onward.frameworks.torch.objective import summands  # noqa: E402
+from onward.frameworks.torch.loss import (  # noqa: E402
+    ROWS,
+    make_loss,
+    read_loss,
+    summands,
+)
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

@@ -21,14 +21,14 @@ from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
 from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS
 
 torch = pytest.importorskip("torch")
 from paths import ROOT  # noqa: E402
 
-from onward.frameworks.torch.counterparts import FROM_TORCH, SUPPORT  # noqa: E402
-from onward.frameworks.torch.exact.optimizer import ExactOptimizer, Together  # noqa: E402
+from onward.frameworks.torch.exact import ExactOptimizer, Together  # noqa: E402
 from onward.frameworks.torch.formulas import EXACT  # noqa: E402
-from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
+from onward.frameworks.torch.optimizer import CLASSES, class_of, make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread", "torch_in_float64")]
 
@@ -159,12 +159,10 @@ def test_from_torch(name: str, cls: str, settings: dict[str, Any], before: int) 
 
 
 def test_every_class_of_torch_is_known() -> None:
-    from onward.frameworks.torch.counterparts import REFUSED
-
     traced = {torch.optim.ASGD, torch.optim.Rprop}
     public = {value for value in vars(torch.optim).values() if inspect.isclass(value)} - {torch.optim.Optimizer}
-    assert public <= {*FROM_TORCH, *REFUSED, *traced}
-    assert {cls for _, cls, _ in NATIVE} == {kind.__name__ for kind in public - {*REFUSED} - traced}
+    assert {kind.__name__ for kind in public - traced - {*CLASSES}} == {*REFUSED_OPTIMIZERS}
+    assert {cls for _, cls, _ in NATIVE} == {kind.__name__ for kind in public & {*CLASSES}}
 
 
 def test_groups_and_frozen_parameters() -> None:
@@ -263,9 +261,9 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
     run = from_training_model(model)
     parameters = as_parameters(weights_of(model))
     made = make_optimizer(run, parameters)
-    row = next(row for row in SUPPORT if row.fits(optimizer(name).configure(**settings, variant=variant)))
-    assert type(made) is row.made
-    assert isinstance(made, ExactOptimizer) == (row.way == "exact subclass")
+    row = next(row for row in OPTIMIZERS if row.fits(optimizer(name).configure(**settings, variant=variant)))
+    assert type(made) is class_of(row)
+    assert isinstance(made, ExactOptimizer) == (not row.is_native)
 
     loaded_parameters = as_parameters(weights_of(model))
     loaded = make_optimizer(RunState(run.model, run.loss, run.groups), loaded_parameters)
@@ -282,9 +280,9 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
 
 def test_every_row_is_tested() -> None:
     tested = [optimizer(name).configure(**settings, variant=variant) for name, variant, settings in CASES]
-    for row in SUPPORT:
-        assert any(next(r for r in SUPPORT if r.fits(one)) is row for one in tested), row
-    for name, variant in {(name, variant) for row in SUPPORT for name in row.optimizers for variant in row.variants}:
+    for row in OPTIMIZERS:
+        assert any(next(r for r in OPTIMIZERS if r.fits(one)) is row for one in tested), row
+    for name, variant in {(name, variant) for row in OPTIMIZERS for name in row.optimizers for variant in row.variants}:
         assert variant in optimizer(name).variants
 
 
@@ -373,12 +371,12 @@ def test_where_steps_do_not_matter_they_may_differ() -> None:
 
 def test_exact_classes_need_nothing_but_torch() -> None:
     """Put together in one file, they work without this package."""
-    folder = Path(inspect.getfile(ExactOptimizer)).parent
-    files = sorted(folder.glob("*.py"), key=lambda path: (path.stem != "optimizer", path.stem))
     printed = inspect.getsource(inspect.getmodule(EXACT["Lion"]))
-    lines = [line for text in (*(path.read_text() for path in files), printed) for line in text.splitlines()]
+    lines = [
+        line for text in (Path(inspect.getfile(ExactOptimizer)).read_text(), printed) for line in text.splitlines()
+    ]
     ours = [line for line in lines if "onward" in line]
-    assert all(line.startswith("from onward.frameworks.torch.exact.") for line in ours), ours
+    assert all(line.startswith("from onward.frameworks.torch.exact ") for line in ours), ours
     program = "\n".join(line for line in lines if line not in ours and "__future__" not in line)
     names: dict[str, Any] = {}
     exec(compile("from __future__ import annotations\n" + program, "program", "exec"), names)
@@ -404,8 +402,9 @@ def test_a_printed_update_reads_like_its_formula() -> None:
 
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "frameworks" / "torch.md").read_text().splitlines()
-    for row in SUPPORT:
-        when = f", {row.when.words}" if row.when else ""
+    for row in OPTIMIZERS:
+        when = f", {row.applies.words}" if row.applies else ""
+        way = "native" if row.is_native else "exact subclass"
         names = ", ".join(f"`{name}`" for name in row.optimizers)
-        assert f"| {names} | {', '.join(row.variants)}{when} | `{row.made.__name__}` | {row.way} |" in page
-    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(SUPPORT)
+        assert f"| {names} | {', '.join(row.variants)}{when} | `{row.name}` | {way} |" in page
+    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(OPTIMIZERS)

@@ -20,8 +20,8 @@ from onward.run_state.state import RunState
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
 
-from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
-from onward.frameworks.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
+from onward.frameworks.torch.optimizer import read_optimizer  # noqa: E402
+from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step  # noqa: E402
 from onward.vocabulary.rate_formulas import Factor, complete  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")]
@@ -87,7 +87,7 @@ TORCH: dict[str, Make] = {
 def test_from_torch(name: str, position: int) -> None:
     scheduler = TORCH[name](sgd())
     rates_of(scheduler, position)
-    read = read_scheduler(scheduler)
+    read = read_schedule(scheduler)
     assert (read.position, read.every, read.base_rates) == (position, 1, pytest.approx([LR]))
     steps = min(STEPS, getattr(scheduler, "total_steps", 1000) - 1 - position)
     expected = rates_of(scheduler, steps)
@@ -101,7 +101,7 @@ def test_from_torch_by_epochs(name: str) -> None:
     optimizer = sgd()
     scheduler = TORCH[name](optimizer)
     rates_of(scheduler, 6)
-    read = read_scheduler(scheduler, every=4)
+    read = read_schedule(scheduler, every=4)
     _, _, step = read_optimizer(optimizer, {id(optimizer.param_groups[0]["params"][0]): "p"}, read)
     assert step == 24
     expected = np.repeat(rates_of(scheduler, STEPS // 4), 4)
@@ -114,7 +114,7 @@ def test_groups_have_their_own_rates(position: int) -> None:
     scheduler = s.LinearLR(optimizer, 0.5, 1.0, 20)
     rates_of(scheduler, position)
     names = {id(group["params"][0]): f"p{i}" for i, group in enumerate(optimizer.param_groups)}
-    groups, _, step = read_optimizer(optimizer, names, read_scheduler(scheduler))
+    groups, _, step = read_optimizer(optimizer, names, read_schedule(scheduler))
     assert [group.optimizer.options["lr"] for group in groups] == [0.1, 0.3]
     assert step == position
 
@@ -128,9 +128,9 @@ def test_optimizer_and_scheduler_go_together() -> None:
         optimizer.step()
         if i % 3 == 2:
             scheduler.step()
-    assert read_optimizer(optimizer, {id(parameter): "p"}, read_scheduler(scheduler, 3))[2] == 7
+    assert read_optimizer(optimizer, {id(parameter): "p"}, read_schedule(scheduler, 3))[2] == 7
     with pytest.raises(UnsupportedError, match="made 7 updates, but its scheduler 2 steps, one in 1") as caught:
-        read_optimizer(optimizer, {id(parameter): "p"}, read_scheduler(scheduler))
+        read_optimizer(optimizer, {id(parameter): "p"}, read_schedule(scheduler))
     assert "for each step of the scheduler" in (caught.value.hint or "")
 
 
@@ -181,7 +181,7 @@ NAMES = [
 def test_from_transformers(name: str, position: int) -> None:
     scheduler = transformers_schedules()[name](sgd())
     rates_of(scheduler, position)
-    read = read_scheduler(scheduler)
+    read = read_schedule(scheduler)
     found = in_the_graph(read.specs, position + STEPS)[position:]
     np.testing.assert_allclose(found, rates_of(scheduler, STEPS), rtol=1e-10, atol=1e-12)
 
@@ -209,11 +209,11 @@ def get_cosine_schedule_with_warmup(mine: int) -> Callable[[int], float]:
 
 def test_a_function_is_believed_if_it_does_what_its_name_says() -> None:
     scheduler = s.LambdaLR(sgd(), get_linear_schedule_with_warmup(4, 30))
-    found = in_the_graph(read_scheduler(scheduler).specs, STEPS)
+    found = in_the_graph(read_schedule(scheduler).specs, STEPS)
     np.testing.assert_allclose(found, rates_of(scheduler, STEPS), rtol=1e-12, atol=1e-15)
     for function in (get_constant_schedule_with_warmup(9), get_cosine_schedule_with_warmup(9)):
         with pytest.raises(UnsupportedError, match="its function is not known"):
-            read_scheduler(s.LambdaLR(sgd(), function))
+            read_schedule(s.LambdaLR(sgd(), function))
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def run_at(schedule: str, step: int) -> RunState:
 
 def check_made(schedule: str, step: int) -> Any:
     run = run_at(schedule, step)
-    scheduler = make_scheduler(run, sgd())
+    scheduler = make_schedule(run, sgd())
     assert scheduler.last_epoch == step // updates_per_step(run)
     again = copy.deepcopy(scheduler.state_dict())
     unit = updates_per_step(run)
@@ -266,7 +266,7 @@ def check_made(schedule: str, step: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         np.testing.assert_allclose(rates_of(scheduler, STEPS // unit), expected, rtol=1e-10, atol=1e-12)
-    other = make_scheduler(run, sgd())
+    other = make_schedule(run, sgd())
     other.load_state_dict(again)
     np.testing.assert_allclose(rates_of(other, STEPS // unit), expected, rtol=1e-10, atol=1e-12)
     return scheduler
@@ -304,8 +304,8 @@ def test_to_torch_by_epochs(schedule: str, step: int) -> None:
 
 @pytest.mark.parametrize("schedule", [*NATIVE, *FORMULAS])
 def test_there_and_back(schedule: str) -> None:
-    scheduler = make_scheduler(run_at(schedule, 11), sgd(LR, 2 * LR) if "min" not in schedule else sgd())
-    read = read_scheduler(scheduler)
+    scheduler = make_schedule(run_at(schedule, 11), sgd(LR, 2 * LR) if "min" not in schedule else sgd())
+    read = read_schedule(scheduler)
     assert read.position == 11
     specs = [parse(item) for item in schedule.split()]
     np.testing.assert_allclose(in_the_graph(read.specs, 70), in_the_graph(specs, 70), rtol=1e-10, atol=1e-12)
@@ -316,7 +316,7 @@ def test_every_schedule_is_tested() -> None:
 
 
 def test_no_schedule_no_scheduler() -> None:
-    assert make_scheduler(run_at("", 3), sgd()) is None
+    assert make_schedule(run_at("", 3), sgd()) is None
 
 
 @pytest.mark.parametrize(
@@ -355,14 +355,14 @@ class Mine(s.StepLR):
 )
 def test_refused(make: Make, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
-        read_scheduler(make(sgd(LR, LR)))
+        read_schedule(make(sgd(LR, LR)))
     assert caught.value.hint
 
 
 def test_momentum_that_moves_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR, momentum=0.9)
     with pytest.raises(UnsupportedError, match="moves the momentum") as caught:
-        read_scheduler(s.OneCycleLR(optimizer, LR, 50))
+        read_schedule(s.OneCycleLR(optimizer, LR, 50))
     assert "cycle_momentum=False" in (caught.value.hint or "")
 
 
@@ -371,4 +371,4 @@ def test_a_rate_changed_by_hand_is_refused() -> None:
     scheduler = s.StepLR(optimizer, 4)
     optimizer.param_groups[0]["lr"] = 0.02
     with pytest.raises(UnsupportedError, match=r"rate is 0\.02, and by the scheduler it would be 0\.1 after 0 steps"):
-        read_scheduler(scheduler)
+        read_schedule(scheduler)

@@ -49,7 +49,7 @@ def torch_objects(live: bool) -> Target:
         import torch
         from torch import nn
 
-        from onward.frameworks.torch.schedulers import updates_per_step
+        from onward.frameworks.torch.schedule import updates_per_step
 
         module, optimizer, scheduler, loss = onward.to_torch(model, live=live)
         if has_dropout(model):

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
 from onward.frameworks.torch import from_torch, to_torch
-from onward.frameworks.torch.schedules import updates_per_step
+from onward.frameworks.torch.schedule import updates_per_step
 from onward.model import Model
 from onward.run_state.state import from_training_model
 

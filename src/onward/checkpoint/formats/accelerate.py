@@ -8,8 +8,8 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.folders import hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.states import optimizer_state
+from onward.checkpoint.pytorch.trees import hugging_face_folder, torch_files, write_again
 from onward.checkpoint.safetensors_files import MODEL, write_safetensors
 
 _STATES = "random_states_"

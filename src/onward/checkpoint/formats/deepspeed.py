@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.checkpoint.deepspeed.schedules import scheduler_of
-from onward.checkpoint.deepspeed.universal import COMMON, read_universal, write_universal
-from onward.checkpoint.deepspeed.zero import (
+from onward.checkpoint.deepspeed import (
+    COMMON,
     Kept,
     Line,
     Shapes,
@@ -18,17 +17,18 @@ from onward.checkpoint.deepspeed.zero import (
     named_groups,
     partitioned_groups,
     partitioned_parameters,
+    read_universal,
     read_unpartitioned,
+    scheduler_of,
+    write_universal,
 )
 from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import trainer
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.contents import contents_of, executed_names
-from onward.checkpoint.pytorch.objects import Attributed, Object
-from onward.checkpoint.pytorch.optimizers import optimizer_of
-from onward.checkpoint.pytorch.states import without_copies
-from onward.checkpoint.pytorch.trees import mapping, progress_of
+from onward.checkpoint.pytorch.pickling import Attributed, Object
+from onward.checkpoint.pytorch.states import optimizer_of, without_copies
+from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping, progress_of
 from onward.checkpoint.tensors import Tensor, convert_dtype
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name

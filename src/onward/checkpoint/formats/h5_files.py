@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, Format, missing_package
-from onward.checkpoint.pytorch.folders import has
+from onward.checkpoint.pytorch.trees import has
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import StoredTensor
 from onward.checkpoint.tf.fitted import Fitted

@@ -9,22 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.deepspeed.zero import numbered_slots
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
+from onward.checkpoint.deepspeed import numbered_slots
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
-from onward.checkpoint.megatron.schedules import advance_state, scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.contents import contents_of, executed_names
-from onward.checkpoint.pytorch.objects import Object
-from onward.checkpoint.pytorch.optimizers import optimizer_of, spec_of
-from onward.checkpoint.pytorch.states import refuse_unknown_class, settings_now, without_copies
-from onward.checkpoint.pytorch.trees import mapping
+from onward.checkpoint.pytorch.pickling import Object
+from onward.checkpoint.pytorch.states import optimizer_of, refuse_unknown_class, settings_now, spec_of, without_copies
+from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.vocabulary.megatron import advance_state, schedule_words
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON, _BACKEND = "common.pt", "metadata.json"
@@ -149,7 +147,10 @@ def _checkpoint(
     stored = common.get("args")
     arguments = mapping(stored.state if isinstance(stored, Object) else stored)
     done = common.get("iteration")
-    schedule = scheduler_of(common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0), done)
+    state, first_rate = common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0)
+    schedule = Schedule({})
+    if isinstance(state, Mapping):
+        schedule = Schedule(state, schedule_words(state, first_rate, done), done, every=1)
     optimizer, remarks = _optimizer(common, arguments, slots, tensors)
     clip = {"norm": float(limit), "variant": "torch"} if (limit := arguments.get("clip_grad")) else {}
     outer = mapping(common.get("optimizer"))

@@ -12,9 +12,8 @@ import numpy as np
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
-from onward.checkpoint.pytorch.contents import executed_names
 from onward.checkpoint.pytorch.states import module_state
-from onward.checkpoint.pytorch.trees import mapping
+from onward.checkpoint.pytorch.trees import executed_names, mapping
 from onward.checkpoint.tensors import StoredTensor, Tensor
 from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, list_names

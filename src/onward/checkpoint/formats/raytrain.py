@@ -11,8 +11,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import pytorch
 from onward.checkpoint.naming import with_own_names
-from onward.checkpoint.pytorch.folders import has, torch_files, write_again
-from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
+from onward.checkpoint.pytorch.trees import checkpoint_of, has, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name

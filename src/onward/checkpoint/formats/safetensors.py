@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
-from onward.checkpoint.pytorch.folders import has, hugging_face_folder
+from onward.checkpoint.pytorch.trees import has, hugging_face_folder
 from onward.checkpoint.safetensors_files import INDEX, read_safetensors, write_safetensors
 
 

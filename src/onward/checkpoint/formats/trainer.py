@@ -11,12 +11,9 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint, Schedule
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.folders import has, hugging_face_folder, torch_files, write_again
-from onward.checkpoint.pytorch.objects import Object
-from onward.checkpoint.pytorch.optimizers import optimizer_of
-from onward.checkpoint.pytorch.schedules import schedule_of
-from onward.checkpoint.pytorch.states import optimizer_state
-from onward.checkpoint.pytorch.trees import mapping, progress_of
+from onward.checkpoint.pytorch.pickling import Object
+from onward.checkpoint.pytorch.states import optimizer_of, optimizer_state, schedule_of
+from onward.checkpoint.pytorch.trees import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
 from onward.vocabulary.rate_formulas import Factor, complete, in_words

@@ -11,7 +11,7 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.optimizer_json import with_words, words_of
-from onward.checkpoint.pytorch.folders import has
+from onward.checkpoint.pytorch.trees import has
 from onward.checkpoint.pytree import leaves, with_lists
 from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree, tree_of
 from onward.checkpoint.pytree.zarr_trees import TREE, read_layout, read_tree, write_tree

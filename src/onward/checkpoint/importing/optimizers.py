@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
-from onward.checkpoint.pytorch.optimizers import spec_of
+from onward.checkpoint.pytorch.states import spec_of
 from onward.checkpoint.pytree.optax_states import of_adamax
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure

@@ -13,9 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import MOST_BYTES, Maker, read_pickle
-from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
+from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, Persistent, write_pickle
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.containers import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, read_stored, stored_range

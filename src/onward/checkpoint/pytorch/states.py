@@ -1,27 +1,183 @@
-"""States of modules and optimizers as PyTorch saves them, of what a checkpoint holds; and trees brought up to date."""
+"""States of modules, optimizers and schedulers of PyTorch as they are saved, both ways. State names no class:
+what it keeps tells which it can be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer
-from onward.checkpoint.pytorch.objects import Attributed
-from onward.checkpoint.pytorch.optimizers import FLAGS, is_optimizer_state, settings_of, with_step
-from onward.checkpoint.pytorch.schedules import is_schedule_state
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of, number_of
 from onward.errors import UnsupportedError
+from onward.recipe.optimizers import configure
+from onward.recipe.spec import Spec
+from onward.vocabulary.rate_formulas import FOREVER, complete, in_words
+from onward.vocabulary.rows import row_for
+from onward.vocabulary.torch import FLAGS, OPTIMIZERS, families_of, saved_words
+from onward.vocabulary.torch_schedules import Attributes, class_of, read_saved, restart_position
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+Settings = Mapping[str, Any]
+
+
+def is_optimizer_state(tree: Any) -> bool:
+    """True if a tree is the state of an optimizer of PyTorch."""
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("state"), Mapping):
+        return False
+    groups = tree.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    # Optimizers list parameters by number, in distributed checkpoints by name.
+    listed = [group.get("params") for group in groups]
+    return all(isinstance(each, list) and all(isinstance(x, int | str) for x in each) for each in listed)
+
+
+def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimizer:
+    """The optimizer that saved this; `family` is which it is, where something else says so."""
+    groups: list[Group] = []
+    names: dict[Any, Any] = {}
+    for group in tree["param_groups"]:
+        numbers = group["params"]
+        known = group.get("param_names")
+        named = known if isinstance(known, list) and len(known) == len(numbers) else numbers
+        names |= dict(zip(numbers, named, strict=True))
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append(Group(settings, tuple(named)))
+    slots = {
+        names.get(key, key): {slot: value for slot, value in kept.items() if value is not None}
+        for key, kept in tree["state"].items()
+        if isinstance(kept, Mapping)
+    }
+    states = {frozenset(map(str, kept)) - {COUNT, MASTER} for kept in slots.values()}
+    families = (family,) if family else families_of(states, groups[0].settings if groups else {})
+    if len(families) == 1:
+        groups = [dataclasses.replace(group, optimizer=spec_of(families[0], group.settings)) for group in groups]
+    return Optimizer(families, tuple(groups), slots)
+
+
+def spec_of(family: str, settings: Settings) -> Spec | None:
+    """Return the words of a recipe for a group of PyTorch; None if there are none."""
+    return saved_words(family, settings, base_rate(settings), number_of)
+
+
+def base_rate(settings: Settings) -> float:
+    """The rate that a schedule multiplies: before it, or at the top of one cycle."""
+    rate = settings.get("max_lr", settings.get("initial_lr", settings.get("lr", 0.0)))
+    return float(rate if isinstance(rate, int) else number_of(rate))
+
+
+def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
+    """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
+    configured = configure(spec)
+    row = row_for((row for row in OPTIMIZERS if row.is_native), configured)
+    if row is None:
+        raise UnsupportedError(
+            f"PyTorch has no optimizer of its own that computes what `{spec}` does",
+            hint="write the run with a program of its own: `onward convert training.onnx --to torch --program`, or use "
+            "`variant=torch` from the beginning",
+        )
+    return {**{flag: FLAGS[flag] for flag in row.flags}, **row.settings_for(configured), "lr": rate}
+
+
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def is_schedule_state(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and "_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)
+
+
+def schedule_of(state: Attributes, group: Attributes | None = None) -> Schedule:
+    """What the state of a scheduler says; the rates of one cycle are in a group of its optimizer."""
+    pieces = read_saved(_plain(state), group or {})
+    words = None if pieces is None else tuple(in_words(pieces))
+    position = state.get("last_epoch")
+    if position is None and isinstance(inner := state.get("_schedulers"), list) and inner:
+        position = inner[0].get("last_epoch") if isinstance(inner[0], Mapping) else None
+    return Schedule(state, words, position if isinstance(position, int) else None)
+
+
+def _plain(state: Attributes) -> Attributes:
+    """Return a state with plain counters in place of objects."""
+    state = dict(state)
+    if isinstance(counts := state.get("milestones"), Object):
+        state["milestones"] = counts.arguments[0]
+    if isinstance(inner := state.get("_schedulers"), list):
+        state["_schedulers"] = [_plain(each) if isinstance(each, Mapping) else each for each in inner]
+    return state
+
+
+def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[float], position: int) -> dict[str, Any]:
+    """The state of a scheduler of PyTorch at a position: its own class where there is one, else that of LambdaLR.
+
+    `bases` are the rates of the groups before the schedule, `rates` those at the position. What LambdaLR multiplies
+    with is never stored: whoever loads the state has the function.
+    """
+    common = {
+        "base_lrs": list(bases),
+        "last_epoch": position,
+        "_step_count": position + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": list(rates),
+    }
+    single = [(spec, FOREVER) for spec in words if len(words) == 1 and "until" not in spec.options]
+    found = class_of(complete(single)[0]) if single else None
+    if found is None:
+        return {**common, "lr_lambdas": [None] * len(bases)}
+    state = found[1]
+    if "milestones" in state:
+        counts = {step: state["milestones"].count(step) for step in state["milestones"]}
+        state["milestones"] = Object(Name("collections", "Counter"), (counts,))
+    if "T_0" in state:
+        state |= restart_position(state["T_0"], state["T_mult"], position)
+    return {**state, **common}
+
+
+def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any]:
+    """The state of a scheduler that is there, at another position; `rates` are those of the groups then."""
+    if state.get("last_epoch") == position:
+        return dict(state)
+    moved = dict(state)
+    if len(rates) == len(state.get("_last_lr", rates)):
+        moved["_last_lr"] = list(rates)
+    if isinstance(inner := state.get("_schedulers"), list):
+        moved["_schedulers"] = [_inner(state, at, rates, position) for at in range(len(inner))]
+    if "last_epoch" in state:
+        moved["last_epoch"] = position
+    if "_step_count" in state:
+        moved["_step_count"] = position + 1
+    if "T_cur" in state:
+        moved |= restart_position(state["T_0"], state["T_mult"], position)
+    return moved
+
+
+def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: int) -> Any:
+    """A scheduler inside another: each has its turn where there are milestones, else all move together."""
+    milestones = state.get("_milestones")
+    inner = state["_schedulers"][at]
+    if milestones is None:
+        return advance_state(inner, rates, position)
+    start = milestones[at - 1] if at else 0
+    end = milestones[at] if at < len(milestones) else FOREVER
+    return advance_state(inner, rates, position - start) if start <= position < end else inner
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+_COUNTERLESS = {name for row in OPTIMIZERS if not row.counts for name in row.optimizers}
 
 
 def module_state(checkpoint: Checkpoint) -> Attributed:
     """`module.state_dict()`."""
-    return Attributed({**checkpoint.tensors, **_aliases(checkpoint)})
-
-
-def _aliases(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    return {alias: checkpoint.tensors[name] for alias, name in checkpoint.tied.items() if name in checkpoint.tensors}
+    aliases = {alias: checkpoint.tensors[name] for alias, name in checkpoint.tied.items() if name in checkpoint.tensors}
+    return Attributed({**checkpoint.tensors, **aliases})
 
 
 def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str, Any]:
@@ -44,13 +200,16 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
             )
         kept = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
         step = slots.get(COUNT)
-        if spec is not None and step is not None:
-            kept = with_step(spec, kept, count_of(step))
-        elif step is not None:
+        if step is not None and spec is None:
             kept = {COUNT: as_tensor(step), **kept}
+        elif step is not None and spec is not None and spec.name not in _COUNTERLESS:
+            kept = {COUNT: ArrayTensor(np.asarray(count_of(step), np.float32)), **kept}
         state[numbers[name]] = kept
     ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
-    groups = [{**settings_now(group), **_members(group, numbers, by_name)} for group in optimizer.groups]
+    groups = []
+    for group in optimizer.groups:
+        params = [numbers[name] for name in group.parameters]
+        groups.append({**settings_now(group), "params": params, **({"param_names": params} if by_name else {})})
     return {"state": ordered, "param_groups": groups}
 
 
@@ -65,11 +224,6 @@ def refuse_unknown_class(optimizer: Optimizer) -> None:
             hint="name it in a training model: `onward convert CHECKPOINT --like model.onnx --optimizer adamw:lr=1e-3 "
             "-o run.onnx`; to write weights alone: `--to safetensors`",
         )
-
-
-def _members(group: Group, numbers: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
-    params = [numbers[name] for name in group.parameters]
-    return {"params": params, "param_names": params} if by_name else {"params": params}
 
 
 _OF_PYTORCH = frozenset(

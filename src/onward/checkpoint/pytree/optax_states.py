@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
-from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree import WRAPPER, Way, names_of_tensors, nest_names, parts
+from onward.checkpoint.pytree.optax_states import FAMILIES as OF_PYTORCH
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer

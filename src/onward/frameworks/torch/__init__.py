@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -13,20 +13,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError
-from onward.frameworks.torch.capture import capture_module, check_copyable, into_training, unwrap_module
-from onward.frameworks.torch.clipping import Clip, clip_of, clipping_part, parameters_of
-from onward.frameworks.torch.exact.masters import MasterWeights
-from onward.frameworks.torch.losses import make_loss
-from onward.frameworks.torch.module import OnnxModule, to_module
-from onward.frameworks.torch.native_run import NativeRun, probe_made, probe_native
-from onward.frameworks.torch.objective import inner_values, read_objective, summands
-from onward.frameworks.torch.optimizers import make_optimizer, read_optimizer
-from onward.frameworks.torch.schedulers import updates_per_step
-from onward.frameworks.torch.schedules import make_scheduler, read_scheduler
-from onward.frameworks.torch.sixteen_bit import HALVES
-from onward.frameworks.torch.tags import COUNTER, GROUP, STEP
-from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
-from onward.frameworks.torch.wrappers import bare_optimizer, bare_scheduler
+from onward.frameworks.torch.capture import (
+    COUNTER,
+    GROUP,
+    STEP,
+    capture_module,
+    check_copyable,
+    into_training,
+    unwrap_module,
+)
+from onward.frameworks.torch.exact import MasterWeights
+from onward.frameworks.torch.forward import OnnxModule, to_module
+from onward.frameworks.torch.loss import inner_values, make_loss, read_objective, summands
+from onward.frameworks.torch.optimizer import (
+    HALVES,
+    Clip,
+    clip_of,
+    clipping_part,
+    make_optimizer,
+    read_optimizer,
+)
+from onward.frameworks.torch.probe import NativeRun, probe_made, probe_native
+from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
+from onward.frameworks.torch.traced.optimizer_state import copy_optimizer, parameters_of
 from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
@@ -123,11 +132,12 @@ def _read(
 ) -> RunState:
     parts, schedule = Parts(), None
     with parts.reading():
-        model = _model(native.module, example_inputs, dynamic_shapes)
+        is_ours = isinstance(native.module, OnnxModule)
+        model = native.module.to_model() if is_ours else capture_module(native.module, example_inputs, dynamic_shapes)
     with parts.reading():
         loss = read_objective(native.loss, native.summands)
     with parts.reading():
-        schedule = read_scheduler(native.scheduler, native.every) if native.scheduler is not None else None
+        schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
     named = dict(native.module.named_parameters())
     if parts.errors:
         with parts.reading():  # what else there is to say, of all parameters that had updates
@@ -144,6 +154,7 @@ def _read(
         raise nothing_learns()
     groups, state, found = read_optimizer(native.optimizer, trained, schedule)
     step = _step(native, found, given)
+    is_half = any(parameter.dtype in HALVES and id(parameter) in trained for parameter in named.values())
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
     return RunState(
         model=model,
@@ -154,19 +165,7 @@ def _read(
         schedule=schedule.specs if schedule else (),
         clip=native.clip,
         statistics=native.module.statistics if isinstance(native.module, OnnxModule) else "sample",
-        recipe=_precision(state, [parameter for parameter in named.values() if id(parameter) in trained]),
-    )
-
-
-def _precision(state: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Whether parameters in 16 bits have copies in float32."""
-    is_half = any(parameter.dtype in HALVES for parameter in trained)
-    return {"master_weights": any(key.endswith("/master") for key in state)} if is_half else {}
-
-
-def _model(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None) -> Model:
-    return (
-        module.to_model() if isinstance(module, OnnxModule) else capture_module(module, example_inputs, dynamic_shapes)
+        recipe={"master_weights": any(key.endswith("/master") for key in state)} if is_half else {},
     )
 
 
@@ -196,6 +195,42 @@ def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int)
 
 def _counters(model: Model) -> Iterator[ir.Value]:
     return (value for name, value in model.graph.initializers.items() if name.rpartition(".")[2] == COUNTER)
+
+
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+# Accelerate and others wrap optimizers and schedulers. A wrapper is recognized by its structure, so that it need not be
+# installed: it holds no groups of parameters, or is not a scheduler, but has an attribute that does or is.
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside of a wrapper, if that does nothing else; or what was given."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(optimizer):
+        problems = Problems(f"the wrapper {type(optimizer).__name__} of the optimizer")
+        inside = "give the optimizer inside, `optimizer.optimizer`, and leave that to the loop"
+        batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+        if batches != 1:
+            problems.add(f"it accumulates the gradients of {batches} batches", inside)
+        if getattr(optimizer, "scaler", None) is not None:
+            problems.add("it scales the loss", inside)
+        problems.refuse()
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"{optimizer!r} is no optimizer of PyTorch", hint="give one: `torch.optim.AdamW(module.parameters())`"
+        )
+    return optimizer
+
+
+def bare_scheduler(scheduler: Any) -> Any:
+    """The scheduler inside of a wrapper, with the bare optimizer; or what was given."""
+    while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    held = getattr(scheduler, "optimizer", None)
+    if not isinstance(held, Optimizer) or (bare := bare_optimizer(held)) is held:
+        return scheduler
+    made = copy.copy(scheduler)
+    made.optimizer = bare
+    return made
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
@@ -240,23 +275,31 @@ def to_torch(
     run = from_training_model(model, index)
     made = _make_objects(run, blocks=blocks)
     if probe:
-        _probe(made, run)
+        twins, terms = copy.deepcopy(made[:3]), summands(made.loss, None)  # without the hook that clips
+        probe_made(NativeRun(*twins, made.loss, terms, run.clip, updates_per_step(run)), run)
     if live:
         made.module.sync_batch_norm(sync_batch_norm)
         return made
-    from onward.frameworks.torch.source import run_program, write_program
+    from onward.frameworks.torch.program.source import run_program, write_program
 
     return TorchTraining(*run_program(write_program(model, made), made))
 
 
 def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
-    _check(run)
-    _count(run)
+    problems = Problems("the training model")
+    for key, words in _WITHOUT_OBJECT.items():
+        if key in run.recipe:
+            problems.add(f"{words}, of which PyTorch has no object", "prepare it without, and do so in the loop")
+    problems.refuse()
+    for value in _counters(run.model):  # which count what was trained elsewhere, too
+        assert value.const_value is not None and value.name is not None
+        since = run.step - int(value.metadata_props.get(STEP, run.step))
+        run.model.set(value.name, value.const_value.numpy() + since)
     inner = inner_values(run.loss, run.model)
     module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=inner, blocks=blocks)
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
-    scheduler = make_scheduler(run, optimizer)
+    scheduler = make_schedule(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         part = clipping_part(optimizer)
@@ -264,29 +307,11 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 
-def _probe(made: TorchTraining, run: RunState) -> None:
-    twins = copy.deepcopy(made[:3])  # without the hook that clips
-    probe_made(NativeRun(*twins, made.loss, summands(made.loss, None), run.clip, updates_per_step(run)), run)
-
-
-def _check(run: RunState) -> None:
-    problems = Problems("the training model")
-    words = {
-        "accumulate": "it accumulates gradients",
-        "ema": "it averages its parameters",
-        "loss_scale": "it scales its loss",
-    }
-    for key in run.recipe.keys() & words.keys():
-        problems.add(f"{words[key]}, of which PyTorch has no object", "prepare it without, and do so in the loop")
-    problems.refuse()
-
-
-def _count(run: RunState) -> None:
-    """Let the counters of batches count what was trained elsewhere."""
-    for value in _counters(run.model):
-        assert value.const_value is not None and value.name is not None
-        since = run.step - int(value.metadata_props.get(STEP, run.step))
-        run.model.set(value.name, value.const_value.numpy() + since)
+_WITHOUT_OBJECT = {
+    "accumulate": "it accumulates gradients",
+    "ema": "it averages its parameters",
+    "loss_scale": "it scales its loss",
+}
 
 
 def _add_idle(optimizer: Optimizer, run: RunState, parameters: Mapping[str, nn.Parameter]) -> None:

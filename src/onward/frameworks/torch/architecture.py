@@ -1,10 +1,13 @@
 """The graph of a module whose training a checkpoint goes on with, and what only the module knows: which parameters are
-tied, and in which order an optimizer was given them."""
+tied, and in which order an optimizer was given them. Modules of transformers are made from their configurations,
+without values, and of classes of transformers alone: code that comes with a model is never executed.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -15,12 +18,210 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onward.errors import UnsupportedError
-from onward.frameworks.torch.arguments import tensors_of
+from onward.errors import InvalidModelError, UnsupportedError, first_line
+from onward.frameworks.torch.arguments import hollow_copy, hollow_out, tensors_of
 from onward.frameworks.torch.capture import captured_in_place, check_copyable, unwrap_module
-from onward.frameworks.torch.native_run import probe_module
-from onward.frameworks.torch.placeholder_parameters import hollow_copy
+from onward.frameworks.torch.exporter import quiet
+from onward.frameworks.torch.probe import probe_module
 from onward.model import Model
+
+_LIKE = (
+    "give the ONNX model that it is of: `--like model.onnx`, which `torch.onnx.export` makes, or `onward.from_torch`"
+)
+_BATCH, _LENGTH, _CHOICES = 3, 5, 2
+
+
+def hollow_model(configuration: Mapping[str, Any], types: Mapping[str, np.dtype]) -> nn.Module:
+    """The model that a configuration describes, in training; `types` are those of its parameters, by name."""
+    kind: Any = _class_of(configuration)
+    module = _make_module(kind, configuration)
+    stored = stored_names(module)
+    hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
+    return module.train()
+
+
+def stored_names(module: nn.Module) -> dict[str, str]:
+    """The names that parameters and buffers have in the files of transformers, which may be those of former classes."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    own = {name: tensor.detach().to("meta") for name, tensor in module.state_dict().items()}
+    place = {id(tensor): name for name, tensor in own.items()}
+    stored = loading.revert_weight_conversion(module, dict(own))
+    return {place[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in place}
+
+
+def _transformers() -> Any:
+    return importlib.import_module("transformers")
+
+
+def _class_of(configuration: Mapping[str, Any]) -> type:
+    transformers = _transformers()
+    name = configuration["architectures"][0]
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        version = configuration.get("transformers_version", "unknown")
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no model `{name}`",
+            hint=f"install the version that it is of ({version}); or {_LIKE}",
+        )
+    return kind
+
+
+def _make_module(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
+    """A module of a class of transformers, in memory that nobody touches, and that takes none therefore."""
+    initialization: Any = importlib.import_module("transformers.initialization")
+    try:
+        with quiet():
+            settings = kind.config_class.from_dict(dict(configuration))
+            with initialization.no_init_weights():
+                module = kind(settings)
+            module.tie_weights()
+    except Exception as error:  # whatever transformers does with a configuration that is none
+        raise InvalidModelError(
+            f"transformers makes no `{kind.__name__}` of its configuration: {first_line(error)}"
+        ) from error
+    return module
+
+
+def decay_groups(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parameters as the Trainer gives them to an optimizer: those that decay, and the others."""
+    decayed = set(_transformers().Trainer.get_decay_parameter_names(None, module))
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return tuple(name for name in names if name in decayed), tuple(name for name in names if name not in decayed)
+
+
+def as_the_trainer_calls(module: Any) -> None:
+    """Let a model count its labels for the loss, in place, as the Trainer does: for models that it does not know to
+    shift them, those at the beginning of sentences are among them."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    if not getattr(module, "accepts_loss_kwargs", takes_any):
+        return
+    losses: Any = importlib.import_module("transformers.loss.loss_utils")
+    is_causal = losses.LOSS_MAPPING.get(getattr(module, "loss_type", None)) is losses.ForCausalLMLoss
+    start = 1 if is_causal and not getattr(module.config, "is_encoder_decoder", False) else 0
+    forward = module.forward
+
+    def counted(**inputs: Any) -> Any:
+        if "labels" not in inputs:
+            return forward(**inputs)
+        labels = inputs["labels"]
+        return forward(**inputs, num_items_in_batch=(labels[..., 1:] if start else labels).ne(_IGNORED).sum())
+
+    module.forward = counted
+
+
+_IGNORED = -100
+
+
+# ---- examples --------------------------------------------------------------------------------------------------------
+
+Axes = tuple[str, ...]
+"""Names of the first axes, which are of any size."""
+_TEXT = ("batch", "sequence")
+
+
+class Example(NamedTuple):
+    """What a module takes, and which axes of it are of any size, by name."""
+
+    inputs: dict[str, torch.Tensor]
+    axes: dict[str, dict[int, str]]
+
+
+def example_of(module: nn.Module) -> Example:
+    """What a model of transformers takes in training, made up by its configuration."""
+    name = type(module).__name__
+    made = next((make for ending, make in _KINDS.items() if name.endswith(ending)), None)
+    try:
+        tensors = made(module.config, module.main_input_name) if made is not None else {}
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InvalidModelError(f"its configuration is not that of a `{name}`: {first_line(error)}") from error
+    if tensors:
+        return Example(
+            {key: tensor for key, (tensor, _) in tensors.items()},
+            {key: dict(enumerate(axes)) for key, (_, axes) in tensors.items()},
+        )
+    raise UnsupportedError(f"what a `{name}` takes is not known", hint=f"give `example_inputs=...`; or {_LIKE}")
+
+
+def axes_of(inputs: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
+    """Axes of any size of inputs that were given: batches, and sequences of tokens."""
+    is_text = {name: tensor.ndim == 2 and not tensor.is_floating_point() for name, tensor in inputs.items()}
+    return {name: dict(enumerate(_TEXT if is_text[name] else _TEXT[:1])) for name in inputs}
+
+
+Inputs = dict[str, tuple[torch.Tensor, Axes]]
+
+
+def _text(config: Any, main: str) -> Inputs:
+    if main != "input_ids" or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        return {}
+    ids = _tokens(config, min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH))
+    return {"input_ids": (ids, _TEXT), "attention_mask": (torch.ones_like(ids), _TEXT)}
+
+
+def _tokens(config: Any, length: int) -> torch.Tensor:
+    return torch.arange(_BATCH * length).reshape(_BATCH, length) % config.vocab_size
+
+
+def _text_with(labels: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Axes]]) -> Callable[[Any, str], Inputs]:
+    """Return what makes text, and labels from its configuration and tokens."""
+
+    def make(config: Any, main: str) -> Inputs:
+        inputs = _text(config, main)
+        return {**inputs, "labels": labels(config, inputs["input_ids"][0])} if inputs else {}
+
+    return make
+
+
+def _classes(config: Any) -> tuple[torch.Tensor, Axes]:
+    """Labels as the loss of a classification takes them: a class, numbers, or a yes or no for each label."""
+    count = config.num_labels
+    if config.problem_type == "regression" or (config.problem_type is None and count == 1):
+        return torch.ones((_BATCH,) if count == 1 else (_BATCH, count)), ("batch",)
+    if config.problem_type == "multi_label_classification":
+        return torch.ones(_BATCH, count), ("batch",)
+    return torch.arange(_BATCH) % count, ("batch",)
+
+
+def _choices(config: Any, main: str) -> Inputs:
+    axes = ("batch", "choices", "sequence")
+    inputs = {name: (x[:, None].repeat(1, _CHOICES, 1), axes) for name, (x, _) in _text(config, main).items()}
+    return {**inputs, "labels": (torch.arange(_BATCH) % _CHOICES, ("batch",))} if inputs else {}
+
+
+def _images(config: Any, main: str) -> Inputs:
+    if main != "pixel_values":
+        return {}
+    size = getattr(config, "image_size", None) or 32
+    height, width = (size, size) if isinstance(size, int) else size
+    image = torch.ones(()).expand(_BATCH, getattr(config, "num_channels", 3), height, width)
+    return {"pixel_values": (image, ("batch",)), "labels": _classes(config)}
+
+
+def _generation(config: Any, main: str) -> Inputs:
+    """From one sequence to another: of text, or of speech as Whisper takes it."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return {}
+    labels = _tokens(config, _LENGTH - 1), ("batch", "target_sequence")
+    if main == "input_features" and (length := getattr(config, "max_source_positions", 0)):
+        features = torch.ones(()).expand(_BATCH, config.num_mel_bins, 2 * length)
+        return {"input_features": (features, ("batch",)), "labels": labels}
+    inputs = _text(config, main)
+    return {**inputs, "labels": labels} if inputs else {}
+
+
+_KINDS: dict[str, Callable[[Any, str], Inputs]] = {
+    "ForCausalLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "LMHeadModel": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "ForMaskedLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    "ForTokenClassification": _text_with(lambda config, tokens: (tokens % config.num_labels, _TEXT)),
+    "ForSequenceClassification": _text_with(lambda config, tokens: _classes(config)),
+    "ForMultipleChoice": _choices,
+    "ForImageClassification": _images,
+    "ForConditionalGeneration": _generation,
+}
+"""What models take, by how their classes are called."""
+
 
 Order = tuple[tuple[str, ...], ...]
 """Parameters, by groups of an optimizer."""
@@ -54,20 +255,10 @@ def from_configuration(
 
     `computes_loss` says that its own loss is trained, and `in_trainer` that the Trainer does it.
     """
-    from onward.frameworks.torch.transformers_models import hollow_model
-
     return _of_transformers(hollow_model(configuration, types), example_inputs, computes_loss, in_trainer)
 
 
 def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_trainer: bool) -> Architecture:
-    from onward.frameworks.torch.transformers_models import (
-        as_the_trainer_calls,
-        axes_of,
-        decay_groups,
-        example_of,
-        stored_names,
-    )
-
     if inputs is None:
         inputs, axes = example_of(module)
         if not computes_loss:
@@ -75,7 +266,7 @@ def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_tra
         axes = {name: axes[name] for name in inputs}
     else:
         axes = axes_of(inputs)
-    orders = {"the model, as the Trainer groups its parameters": decay_groups(module), **_order(module)}
+    orders = {"the model, as the Trainer groups its parameters": decay_groups(module)}
     stored = {theirs: ours for ours, theirs in stored_names(module).items() if ours != theirs}
     if in_trainer:
         as_the_trainer_calls(module)
@@ -102,11 +293,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
         )
     if has_step:
         module, example_inputs = _training_step(module, example_inputs)
-    return _architecture(module, example_inputs, None, _order(module))
-
-
-def _order(module: nn.Module) -> dict[str, Order]:
-    return {"the module": (tuple(name for name, _ in module.named_parameters()),)}
+    return _architecture(module, example_inputs, None, {})
 
 
 def remember_example(example: Any) -> Any:
@@ -147,6 +334,7 @@ def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:
 def _architecture(
     module: nn.Module, inputs: Any, axes: Mapping[str, Any] | None, orders: Mapping[str, Order]
 ) -> Architecture:
+    orders = {**orders, "the module": (tuple(name for name, _ in module.named_parameters()),)}
     model = captured_in_place(module, inputs, axes)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors_of(module):

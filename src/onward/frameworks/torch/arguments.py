@@ -1,16 +1,23 @@
-"""What a module takes and returns, however it is nested, as tensors with names."""
+"""What a module takes and returns, however it is nested, as tensors with names; and modules without values."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from onward.engines.torch.types import CODES
 from onward.errors import DataError
+from onward.model.storage.containers import read_npz
+from onward.model.storage.files import reason
 
 
 def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
@@ -26,17 +33,6 @@ def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments
             f"the module does not take the example: {error}",
             hint=f"it takes {', '.join(signature.parameters)}: give a tensor, a sequence, or a mapping by these names",
         ) from error
-
-
-def _check_devices(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse examples that are elsewhere than the module is."""
-    devices = {str(tensor.device) for _, tensor in tensors_of(module)} or {"cpu"}
-    wrong = [f"`{name}` is on {tensor.device}" for name, tensor in inputs.items() if str(tensor.device) not in devices]
-    if wrong:
-        raise DataError(
-            f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
-            hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
-        )
 
 
 class Flat(nn.Module):  # type: ignore[misc]
@@ -57,7 +53,13 @@ class Flat(nn.Module):  # type: ignore[misc]
             if any(tensor is other for other in self.inputs.values()):
                 tensor = tensor.clone()  # the exporter would take two inputs for one
             self.inputs[f"{name}_input" if name in held else name] = tensor
-        _check_devices(module, self.inputs)
+        devices = {str(tensor.device) for tensor in held.values()} or {"cpu"}
+        wrong = [f"`{name}` is on {x.device}" for name, x in self.inputs.items() if str(x.device) not in devices]
+        if wrong:
+            raise DataError(
+                f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
+                hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
+            )
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self._leaves)
@@ -65,13 +67,11 @@ class Flat(nn.Module):  # type: ignore[misc]
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        return {_join_path(path or ("output",)): _for_loss(x) for path, x in found if isinstance(x, torch.Tensor)}
-
-
-def _for_loss(output: torch.Tensor) -> torch.Tensor:
-    """Under `torch.autocast` losses are computed in float32, whatever comes in."""
-    is_narrow = output.dtype in (torch.float16, torch.bfloat16)
-    return output.float() if is_narrow and torch.is_autocast_enabled(output.device.type) else output
+        outputs = {_join_path(path or ("output",)): x for path, x in found if isinstance(x, torch.Tensor)}
+        for name, x in outputs.items():  # under `torch.autocast` losses are computed in float32
+            if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+                outputs[name] = x.float()
+        return outputs
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,3 +102,54 @@ def _join_path(path: Sequence[Any]) -> str:
     """A name from where something is: `state_0`, `logits`, and `output_1` for what has no name."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return "_".join(["output", *parts] if parts[0].isdigit() else parts)
+
+
+_TYPES = {code.numpy(): dtype for dtype, code in CODES.items()}
+
+
+def hollow_out(module: nn.Module, types: Mapping[str, np.dtype]) -> None:
+    """Replace the parameters of a module; `types` are those by name that are others than the module has."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            dtype = _TYPES.get(types[name], parameter.dtype) if name in types else parameter.dtype
+            made[id(parameter)] = _hollow(parameter, dtype)
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = made[id(parameter)]
+
+
+def hollow_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module, on the CPU, that holds buffers only."""
+    memo: dict[int, object] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = _hollow(tensor, tensor.dtype)
+        elif tensor.device.type != "cpu":
+            memo[id(tensor)] = tensor.cpu()
+    return copy.deepcopy(module, memo)
+
+
+def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape), requires_grad=parameter.requires_grad)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+_UNNAMED = re.compile(r"arr_\d+")
+"""What `numpy.savez` calls arrays that have no names."""
+
+
+def read_example(file: Path) -> Any:
+    """The arrays of an .npz file as tensors: by name; without names in their order, and one alone as it is."""
+    try:
+        found = {name: torch.from_numpy(array) for name, array in read_npz(file).items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"`{file}` is no .npz file of arrays: {reason(error)}", hint="write it with `numpy.savez`"
+        ) from error
+    if not found or not all(map(_UNNAMED.fullmatch, found)):
+        return found
+    in_order = tuple(found.values())
+    return in_order if len(in_order) > 1 else in_order[0]

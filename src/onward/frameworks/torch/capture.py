@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -18,12 +18,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from onward.engines.torch.types import CODES, FLOAT8, to_array
-from onward.frameworks.torch.arguments import Flat, tensors_of
-from onward.frameworks.torch.exporter import export
-from onward.frameworks.torch.placeholder_parameters import is_hollow
-from onward.frameworks.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
+from onward.frameworks.torch.arguments import Flat, is_hollow, tensors_of
+from onward.frameworks.torch.exporter import export, free_names
 from onward.model import Model
 from onward.run_state.problems import Problems
+
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""PARAMETER or BUFFER, as PyTorch's exporter writes it."""
+PERSISTENT = "pkg.torch.export.graph_signature.InputSpec.persistent"
+"""Whether a `state_dict` has it."""
+ALSO = "torch.also"
+"""The other names under which the module has it, and which place in its order these have; JSON."""
+LEARNS = "torch.requires_grad"
+"""Of a parameter that is not trained: whether PyTorch computes a gradient for it nevertheless."""
+GROUP = "torch.group"
+"""Of a parameter that is not trained: the group in which the optimizer has it nevertheless."""
+STEP = "torch.step"
+"""Of a counter of batches: the updates that there had been when it was read."""
+COUNTER = "num_batches_tracked"
+"""What PyTorch calls the number of batches that a normalization has seen."""
+
 
 _PREFIX = "module."
 """What names begin with in the exported graph."""
@@ -99,7 +113,7 @@ def _restore(model: Model, module: nn.Module) -> None:
     used = {main[id(tensor)]: exported.pop(name) for name, tensor in named.items() if name in exported}
     kept = module.state_dict(keep_vars=True).keys()
     graph.initializers.clear()
-    _make_way(model, named)
+    free_names(model, named)
     for place, (name, tensor) in enumerate(named.items()):
         if main[id(tensor)] == name:
             value = used.get(name) or ir.Value()
@@ -108,19 +122,15 @@ def _restore(model: Model, module: nn.Module) -> None:
         else:
             tied = graph.initializers[main[id(tensor)]].metadata_props
             tied[ALSO] = json.dumps({**json.loads(tied.get(ALSO, "{}")), name: place})
-    _add_constants(model, exported.values())
+    taken = model.names()
+    for value in exported.values():  # constants
+        assert value.const_value is not None and value.name is not None
+        value.name = taken.fresh(value.name.removeprefix(_PREFIX))
+        value.const_value = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype, name=value.name)
+        graph.register_initializer(value)
     for node in graph.all_nodes():
         for key in _NOISE:
             node.metadata_props.pop(key, None)
-
-
-def _make_way(model: Model, names: Collection[str]) -> None:
-    """Rename what the graph computes and has the name of a parameter: the exporter names values after operators."""
-    taken = model.names()
-    taken.take(names)
-    for value in [value for node in model.graph.all_nodes() for value in node.outputs]:
-        if value.name and value.name in names:
-            value.name = taken.fresh(value.name)
 
 
 def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool) -> None:
@@ -135,15 +145,6 @@ def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool
     value.metadata_props.pop("pkg.torch.onnx.original_node_name", None)
     if is_parameter:
         value.metadata_props[LEARNS] = str(tensor.requires_grad)
-
-
-def _add_constants(model: Model, constants: Iterable[ir.Value]) -> None:
-    taken = model.names()
-    for value in constants:
-        assert value.const_value is not None and value.name is not None
-        value.name = taken.fresh(value.name.removeprefix(_PREFIX))
-        value.const_value = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype, name=value.name)
-        model.graph.register_initializer(value)
 
 
 # ---- what training switches ------------------------------------------------------------------------------------------
@@ -198,7 +199,14 @@ def _check(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         _check_layer(name, layer, problems)
     for name, tensor in tensors_of(module):
-        _check_tensor(name, tensor, problems)
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")
+        elif tensor.dtype not in CODES or tensor.dtype in FLOAT8 or tensor.is_complex():
+            problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use float32")
+        elif not is_plain or tensor.layout is not torch.strided:
+            kind = tensor.layout if is_plain else type(tensor).__name__
+            problems.add(f"`{name}` is no plain tensor ({kind})", "use dense tensors of PyTorch")
     problems.refuse()
 
 
@@ -217,16 +225,6 @@ def _check_layer(name: str, layer: nn.Module, problems: Problems) -> None:
         problems.add(
             f"`{name}` is {kind}", "give the module as it was before that, in which its weights can be trained"
         )
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, problems: Problems) -> None:
-    if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")
-    elif tensor.dtype not in CODES or tensor.dtype in FLOAT8 or tensor.is_complex():
-        problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use float32")
-    elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        kind = tensor.layout if type(tensor) in (torch.Tensor, nn.Parameter) else type(tensor).__name__
-        problems.add(f"`{name}` is no plain tensor ({kind})", "use dense tensors of PyTorch")
 
 
 def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> None:

@@ -12,62 +12,59 @@ import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
 from onward.build import DOMAIN, Expr, Function
+from onward.frameworks.program.expressions import ATOM, COMPARISON, POWER, PRODUCT, SUM, WIDE, Expression
 from onward.frameworks.program.layout import break_lines, indent
-from onward.frameworks.torch.exact.optimizer import ExactOptimizer
-from onward.recipe.optimizers import updates
-from onward.recipe.optimizers.definition import Update
+from onward.frameworks.torch import exact
+from onward.frameworks.torch.exact import ExactOptimizer
 from onward.standard import COMMON_OPSET
+from onward.vocabulary.torch import OPTIMIZERS, TorchOptimizer
 
 # ---- an update as statements -----------------------------------------------------------------------------------------
 
 
-class _Text(NamedTuple):
-    """An expression of Python."""
-
-    text: str
-    binds: int = 9
-    """How strongly its outermost operator binds."""
-    is_number: bool = True
-
-    def within(self, binds: int) -> str:
-        return self.text if self.binds >= binds else f"({self.text})"
-
-
-_INFIX = {"And": ("and", 1), "Greater": (">", 2), "Add": ("+", 3), "Sub": ("-", 3), "Mul": ("*", 4), "Div": ("/", 4)}
+_INFIX = {
+    "And": ("and", WIDE), "Greater": (">", COMPARISON), "Add": ("+", SUM), "Sub": ("-", SUM), "Mul": ("*", PRODUCT),
+    "Div": ("/", PRODUCT),
+}  # fmt: skip
 _LONG = 60
 """Expressions with more signs get a name, if the definition has one for them."""
 _ARGUMENTS = ("x", "g", "lr", "t", "beta1", "beta2")
 
 
-def _expression(node: ir.Node, given: Sequence[_Text]) -> _Text:
-    is_number = all(each.is_number for each in given)
+def _expression(node: ir.Node, texts: Mapping[ir.Value, Expression], numbers: set[ir.Value]) -> Expression:
+    """Return a node as an expression, and note whether it is a number of Python."""
+    inputs = [value for value in node.inputs if value is not None]
+    given = [texts[value] for value in inputs]
+    is_number = numbers.issuperset(inputs[:1] if node.op_type in ("Cast", "CastLike") else inputs)
+    if is_number or node.op_type in ("Pow", "ReduceSumSquare"):
+        numbers.add(node.outputs[0])
     match node.op_type:
         case "Constant":
-            return _Text(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
+            return Expression(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
         case "Cast" | "CastLike":  # to the type of a tensor, which a number of Python becomes by itself
             return given[0]
         case "Pow":
-            return _Text(f"{given[0].within(6)}**{given[1].within(6)}", 5)
-        case "Mul" if given[1].is_number and not is_number:
-            return _Text(f"{given[1].within(4)} * {given[0].within(5)}", 4, is_number)
+            return Expression(f"{given[0].within(ATOM)}**{given[1].within(ATOM)}", POWER)
+        case "Mul" if inputs[1] in numbers and not is_number:
+            return Expression(f"{given[1].within(PRODUCT)} * {given[0].within(POWER)}", PRODUCT)
         case kind if kind in _INFIX:
-            sign, binds = _INFIX[kind]
-            return _Text(f"{given[0].within(binds)} {sign} {given[1].within(binds + 1)}", binds, is_number)
+            sign, looseness = _INFIX[kind]
+            return Expression(f"{given[0].within(looseness)} {sign} {given[1].within(looseness - 1)}", looseness)
         case "Sqrt" if is_number:
-            return _Text(f"math.sqrt({given[0].text})")
+            return Expression(f"math.sqrt({given[0].text})")
         case ("Sqrt" | "Abs" | "Sign") as kind:
-            return _Text(f"{given[0].within(9)}.{kind.lower()}()", 9, is_number)
+            return Expression(f"{given[0].within(ATOM)}.{kind.lower()}()")
         case "Max":
-            return _Text(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})", 9, is_number)
+            return Expression(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})")
         case "Where":
-            return _Text(f"{given[1].within(1)} if {given[0].text} else {given[2].text}", 0, is_number)
+            return Expression(f"{given[1].within(WIDE)} if {given[0].text} else {given[2].text}", WIDE + 1)
         case "ReduceSumSquare":
-            return _Text(f"float({given[0].within(9)}.square().sum())")
+            return Expression(f"float({given[0].within(ATOM)}.square().sum())")
     raise NotImplementedError(node.op_type)
 
 
@@ -94,12 +91,17 @@ def _statements(function: Function) -> list[str]:
     graph, names = _graph_of(function)
     slots = _slots_of(function)
     tensors = ("x", "g", *slots)
-    texts = {value: _Text(_input(value.name or "", slots), 9, value.name not in tensors) for value in graph.inputs}
+    texts: dict[ir.Value, Expression] = {}
+    for value in graph.inputs:
+        name = value.name or ""
+        kept = f'{"state" if name in slots else "group"}["{name}"]'
+        texts[value] = Expression(name if name in _ARGUMENTS else kept)
+    numbers = {value for value in graph.inputs if value.name not in tensors}
     taken = {*function.inputs, "self", "state", "group"}
     lines = ['beta1, beta2 = group["betas"]'] if "beta1" in function.inputs else []
     for node in graph:
         value = node.outputs[0]
-        made = _expression(node, [texts[each] for each in node.inputs if each is not None])
+        made = _expression(node, texts, numbers)
         reads = sum(use.node.op_type != "CastLike" or use.idx == 0 for use in value.uses()) + value.is_graph_output()
         name = names.get(value, "")
         if node.op_type not in ("Constant", "Cast", "CastLike") and (reads > 1 or (name and len(made.text) > _LONG)):
@@ -107,17 +109,13 @@ def _statements(function: Function) -> list[str]:
                 name = next(letter for letter in "dehk" if letter not in taken)
             taken.add(name)
             lines.append(f"{name} = {made.text}")
-            made = made._replace(text=name, binds=9)
+            made = Expression(name)
         texts[value] = made
     targets = ["x", *(f'state["{slot}"]' for slot in slots)]
     results = [texts[value].text for value in graph.outputs]
     for i, result in enumerate(results):  # nothing may be read after it was written
         assert not any(re.search(rf"(?<!\w){re.escape(done)}(?!\w)", result) for done in targets[:i]), function.name
     return lines + [f"{target}.copy_({result})" for target, result in zip(targets, results, strict=True)]
-
-
-def _input(name: str, slots: Sequence[str]) -> str:
-    return name if name in _ARGUMENTS else f'{"state" if name in slots else "group"}["{name}"]'
 
 
 def _slots_of(function: Function) -> tuple[str, ...]:
@@ -129,34 +127,32 @@ def _slots_of(function: Function) -> tuple[str, ...]:
 _STATE = "x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]"
 
 
-class _Class(NamedTuple):
-    """A class: its settings with their defaults, and its updates by the condition for which each is meant."""
+def _class_text(row: TorchOptimizer) -> str:
+    """Return the text of the class of a row, from its settings and updates."""
+    functions = {condition: update.plain for condition, update in row.updates.items()}
+    docs = [f"{_words(condition)}{function.doc}" for condition, function in functions.items()]
+    slots = {condition: [f"return {_literal(_slots_of(function))}"] for condition, function in functions.items()}
+    lines = {condition: _statements(function) for condition, function in functions.items()}
+    text = "\n\n".join(reversed(docs))
+    first, *more = text.splitlines()
+    docstring = [f'"""{first}', *more, '"""'] if more else [f'"""{text}"""']
+    return break_lines("\n".join([
+        f"class {row.name}(ExactOptimizer):",
+        *indent([*docstring, "", f"SETTINGS = {_literal(row.defaults)}", ""]),
+        *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
+        *_decay(functions),
+        *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
+    ]))  # fmt: skip
 
-    settings: Mapping[str, Any]
-    updates: Mapping[str, Update]
 
-    def text(self, name: str) -> str:
-        functions = {condition: update.plain for condition, update in self.updates.items()}
-        docs = [f"{_words(condition)}{function.doc}" for condition, function in functions.items()]
-        slots = {condition: [f"return {_literal(_slots_of(function))}"] for condition, function in functions.items()}
-        lines = {condition: _statements(function) for condition, function in functions.items()}
-        return break_lines("\n".join([
-            f"class {name}(ExactOptimizer):",
-            *indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
-            *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
-            *self._decay(functions),
-            *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
-        ]))  # fmt: skip
-
-    @staticmethod
-    def _decay(functions: Mapping[str, Function]) -> list[str]:
-        """What to do about weight decay, where updates see to it themselves."""
-        plain = [condition for condition, function in functions.items() if "weight_decay" not in function.inputs]
-        if len(plain) == len(functions):
-            return []
-        result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
-        head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
-        return indent([head, f"    return {result}", ""])
+def _decay(functions: Mapping[str, Function]) -> list[str]:
+    """Return the method that leaves weight decay to updates that have it as an input."""
+    plain = [condition for condition, function in functions.items() if "weight_decay" not in function.inputs]
+    if len(plain) == len(functions):
+        return []
+    result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
+    head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
+    return indent([head, f"    return {result}", ""])
 
 
 def _literal(value: Any) -> str:
@@ -166,11 +162,6 @@ def _literal(value: Any) -> str:
 def _words(condition: str) -> str:
     names = re.sub(r'group\["(\w+)"\]', r"`\1`", condition)
     return f"{'Without' if names.startswith('not ') else 'With'} {names.removeprefix('not ')}: " if names else ""
-
-
-def _docstring(text: str) -> list[str]:
-    lines = text.splitlines()
-    return [f'"""{text}"""'] if len(lines) == 1 else [f'"""{lines[0]}', *lines[1:], '"""']
 
 
 def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -185,48 +176,7 @@ def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *indent(own))]
 
 
-_BETAS = (0.9, 0.999)
-_DECOUPLED = {"decoupled_weight_decay": True}
-_NO_MOMENTUM, _NESTEROV = 'not group["momentum"]', 'group["nesterov"]'
-
-_CLASSES = {
-    "KerasSGD": _Class(
-        {"lr": 1e-2, "momentum": 0.0, "nesterov": False, **_DECOUPLED},
-        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov_keras, "": updates.sgd_momentum_keras},
-    ),
-    "SGDW": _Class(
-        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 1e-2, **_DECOUPLED},
-        {_NO_MOMENTUM: updates.sgd, _NESTEROV: updates.sgd_nesterov, "": updates.sgd_momentum_dampened},
-    ),
-    "KerasAdam": _Class(
-        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, "amsgrad": False, **_DECOUPLED},
-        {'group["amsgrad"]': updates.amsgrad_keras, "": updates.adam_keras},
-    ),
-    "TransformersAdamW": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-6}, {"": updates.adamw_transformers}),
-    "OptaxAMSGrad": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.amsgrad_optax}),
-    "KerasAdamax": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-7, **_DECOUPLED}, {"": updates.adamax_keras}),
-    "OptaxNAdam": _Class({"lr": 2e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.nadam_optax}),
-    "OptaxRAdam": _Class({"lr": 1e-3, "betas": _BETAS, "eps": 1e-8}, {"": updates.radam_optax}),
-    "Lion": _Class({"lr": 1e-4, "betas": (0.9, 0.99), **_DECOUPLED}, {"": updates.lion}),
-    "Lamb": _Class(
-        {"lr": 1e-3, "betas": _BETAS, "eps": 1e-6},
-        {'group["decoupled_weight_decay"]': updates.lamb_keras, "": updates.lamb},
-    ),
-    "RootEpsAdagrad": _Class(
-        {"lr": 1e-2, "initial_accumulator_value": 0.1, "eps": 1e-7}, {"": updates.adagrad_keras}
-    ),
-    "RootEpsRMSprop": _Class(
-        {"lr": 1e-2, "alpha": 0.9, "eps": 1e-7, "momentum": 0.0, "centered": False},
-        {
-            'group["centered"] and group["momentum"]': updates.rmsprop_centered_momentum_keras,
-            'group["centered"]': updates.rmsprop_centered_keras,
-            'group["momentum"]': updates.rmsprop_momentum_keras,
-            "": updates.rmsprop_keras,
-        },
-    ),
-    "AdadeltaW": _Class({"lr": 1e-3, "rho": 0.95, "eps": 1e-7, **_DECOUPLED}, {"": updates.adadelta}),
-}  # fmt: skip
-
+_OWN = [row for row in OPTIMIZERS if not row.is_native]
 _HOME = "onward.frameworks.torch.exact.formulas"
 _IMPORTS = f"""from __future__ import annotations
 import math
@@ -247,6 +197,8 @@ def _execute(text: str) -> types.ModuleType:
     return module
 
 
-_MODULE = _execute("\n\n\n".join([_IMPORTS, *(one.text(name) for name, one in _CLASSES.items())]))
-EXACT: dict[str, type[ExactOptimizer]] = {name: getattr(_MODULE, name) for name in _CLASSES}
-"""The classes by name."""
+_MODULE = _execute("\n\n\n".join([_IMPORTS, *(_class_text(row) for row in _OWN if row.updates)]))
+EXACT: dict[str, type[ExactOptimizer]] = {
+    row.name: getattr(_MODULE if row.updates else exact, row.name) for row in _OWN
+}
+"""The classes by name, printed or written by hand."""

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from onward.agreement.steps import Trial, compare_updates, update_by
+from onward.agreement.tolerance import Arrays
 from onward.build import Builder
-from onward.engines.torch.types import to_array
+from onward.engines.torch.types import from_array, to_array
 from onward.errors import MismatchError, UnsupportedError
-from onward.frameworks.torch.traced.initial_state import with_initial_state
-from onward.frameworks.torch.traced.optimizer_state import Path, parameters_of
-from onward.frameworks.torch.traced.trace import Trace, is_rate, trace
-from onward.frameworks.torch.traced.trace_sharing import traced_alike
-from onward.frameworks.torch.traced.trial import Side, try_out
+from onward.frameworks.torch.traced.optimizer_state import (
+    Path,
+    copy_optimizer,
+    leaves_of,
+    parameters_of,
+    step_of,
+    with_initial_state,
+)
+from onward.frameworks.torch.traced.trace import Trace, is_rate, trace, traced_alike
 from onward.lowering.optimize import optimize
 from onward.model import Model
 from onward.model.walk import ancestors, is_random
@@ -25,19 +34,47 @@ from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
 from onward.run_state.state import Group
 
-_COUNT = "step"
+
+class Side(NamedTuple):
+    """A function, and where the optimizer holds what it takes as state."""
+
+    function: FunctionOptimizer
+    places: Mapping[str, Path]
+    group: int
+    """The group whose learning rate it takes."""
 
 
-class Traced(NamedTuple):
-    """What an optimizer has become."""
+def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> None:
+    """Compare some steps, each from the same state. Neither side is changed."""
+    theirs = copy_optimizer(optimizer)
+    held = {name: parameters_of(theirs)[i] for i, name in trained.items()}
+    rates = [float(group[RATE]) for group in theirs.param_groups]
+    function = dataclasses.replace(side.function, lr=rates[side.group])
 
-    groups: list[Group]
-    step: int
-    """The updates that it says it has made, if it says so; else 0."""
+    def parameters() -> dict[str, np.ndarray]:
+        return {name: to_array(parameter).copy() for name, parameter in held.items()}
+
+    def step(trial: Trial) -> Arrays:
+        for name, parameter in held.items():
+            parameter.grad = from_array(trial.gradients[name]).to(parameter)
+        for group, rate in zip(theirs.param_groups, rates, strict=True):
+            group[RATE] = rate * trial.factor
+        with torch.random.fork_rng():
+            step_of(theirs)()
+        leaves, after = leaves_of(theirs), parameters()
+        for name, place in side.places.items():
+            leaf = leaves[("state", next(iter(trained)), *place[1:]) if place[0] == "each" else place]
+            after[name] = to_array(leaf).copy() if isinstance(leaf, Tensor) else np.asarray(leaf, np.float64)
+        return after
+
+    start = {**parameters(), **function.initial}
+    compare_updates(update_by(function), step, start, held, optimizer=f"the optimizer {function.name}")
 
 
-def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> Traced:
+def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> tuple[list[Group], int]:
     """The groups of an optimizer of any class, by tracing a step of it; `rates` are what its groups begin with.
+
+    The second result is the updates that it says it has made, or 0.
 
     `names` are those of the parameters that are trained, by `id`. What was traced is compared with the optimizer.
     """
@@ -49,14 +86,17 @@ def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence
     return _try_trace(optimizer, trained, trace(ready, list(trained)), rates)
 
 
-def _try_trace(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
+def _try_trace(
+    optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]
+) -> tuple[list[Group], int]:
     _clean(found.model)
-    sides = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates).functions()
+    group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    sides = _Making(type(optimizer).__name__, found, trained, group_of, rates).functions()
     for side in sides:
         try_out(optimizer, trained, side)
-    count = found.state.get(("each", _COUNT))
+    count = found.state.get(("each", "step"))
     groups = [Group(side.function, side.function.parameters) for side in sides]
-    return Traced(groups, 0 if count is None else int(count))
+    return groups, 0 if count is None else int(count)
 
 
 def _clean(model: Model) -> None:
@@ -81,10 +121,6 @@ def _clean(model: Model) -> None:
         if node.op_type == "Identity" and not node.outputs[0].is_graph_output() and node.inputs[0] is not None:
             node.outputs[0].replace_all_uses_with(node.inputs[0])
     optimize(model)
-
-
-def _group_of_each(optimizer: Optimizer) -> list[int]:
-    return [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
 
 
 class _Making:

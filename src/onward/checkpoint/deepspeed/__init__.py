@@ -1,1 +1,0 @@
-"""ZeRO: partitions that are put together, and universal checkpoints."""

@@ -1,0 +1,342 @@
+"""A run as PyTorch executes it, and a written program, compared with the training model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
+
+from onward.agreement.inputs import example_inputs
+from onward.agreement.steps import StepResult, compare_steps, epsilon_in, types_in, without_dropout
+from onward.agreement.tolerance import Comparison, Tolerance
+from onward.engines.engine import Arrays
+from onward.engines.torch.types import from_array, to_array
+from onward.errors import Error, UnsupportedError
+from onward.frameworks.program.child import try_out
+from onward.frameworks.program.trial import step_trial
+from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
+from onward.frameworks.torch.exporter import fault_of_example
+from onward.frameworks.torch.forward import LIVE, OnnxModule
+from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
+from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipping_part
+from onward.frameworks.torch.schedule import updates_per_step
+from onward.inspect import describe
+from onward.inspect.summary_fields import LossTerm
+from onward.model import Model
+from onward.model.core import values
+from onward.recipe import objective
+from onward.recipe.spec import Spec
+from onward.recipe.trainable import gradient_edges
+from onward.run_state.state import Group, RunState, from_training_model, to_training_model
+
+_LABELS = 2
+"""How many a sequence has, for CTC."""
+
+
+def drawn_targets(
+    rng: np.random.Generator,
+    term: LossTerm,
+    prediction: torch.Tensor,
+    inputs: Mapping[str, ir.Value],
+    sizes: Mapping[str, int],
+) -> dict[str, np.ndarray]:
+    """Classes, or numbers from 0 to 1, which are probabilities and variances if need be."""
+    if term.name == "ctc":  # labels that are not blank, of sequences that are as long as they can be
+        is_first = term.options.get("batch_first")
+        batch, time = prediction.shape[:2] if is_first else (prediction.shape[1], len(prediction))
+        blank, classes = term.options.get("blank", 0), prediction.shape[2]
+        labels = (blank + rng.integers(1, classes, (batch, _LABELS))) % classes
+        return dict(zip(term.inputs, (labels, np.full(batch, time), np.full(batch, _LABELS)), strict=True))
+    axis = term.options.get("axis", 1)
+    classes = prediction.shape[axis] if prediction.ndim > 1 else 2
+    targets = {}
+    for name in term.inputs:
+        target = inputs[name]
+        assert target.shape is not None and target.dtype is not None
+        shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
+        drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
+        targets[name] = drawn.astype(target.dtype.numpy())
+    return targets
+
+
+_RATE = 1e-3
+"""Learning rate of a probe without an optimizer. Gradients are compared by themselves."""
+
+
+@dataclasses.dataclass
+class NativeRun:
+    """What a training loop works with."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loss: Any
+    summands: Sequence[Summand]
+    """Of the loss, unless the module computes it."""
+    clip: Mapping[str, Any] | None
+    every: int
+    """Updates between two steps of the scheduler."""
+
+
+def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
+    """Compare a run with its training model. The run makes the steps: it must be the caller's own.
+
+    Targets are made up where there are none.
+    """
+    model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
+    terms = describe(model).steps[0].loss.terms
+    for layer in native.module.modules():
+        # Attention and other layers have dropout inside; stochastic depth holds nothing.
+        if not layer.state_dict() or any("drop" in name for name in vars(layer)):
+            layer.training = False
+        elif isinstance(layer, OnnxModule):
+            layer.leave_out_dropout()
+    is_ours = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
+    flat = _OwnNames(native.module, example_inputs) if is_ours else Flat(native.module, example_inputs)
+    prober = _Prober(native, run.step, flat, terms)
+    with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
+        batches = [prober.batch(model)] * steps
+        compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
+
+
+def probe_made(native: NativeRun, run: RunState) -> None:
+    """Compare a run with what was made of it, whose module is a live one, with inputs that are made up.
+
+    Where the module runs on none of them, nothing is compared.
+    """
+    for arrays in example_inputs(run.model):
+        inputs = {name: from_array(array) for name, array in arrays.items()}
+        try:
+            with torch.no_grad():
+                copy.deepcopy(native.module)(*inputs.values())
+        except (Error, RuntimeError, IndexError):
+            continue
+        owners = {*run.parameters, *(f"group{i}" for i in range(len(run.groups)))}
+        slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in owners}
+        probe_native(native, dataclasses.replace(run, state=slots), inputs)  # without what Dropout draws from
+        return
+
+
+def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any) -> None:
+    """Compare a step of a captured model with one of its module, which is given the weights of the model.
+
+    Raises:
+        MismatchError: the loss, a gradient or a statistic differs.
+    """
+    module = hollow_copy(module)
+    held = {name: tensor for name, tensor in tensors_of(module) if name in model.graph.initializers}  # tied ones once
+    for name, tensor in held.items():
+        tensor.data = from_array(model.array(name)).to(tensor.dtype)
+    try:
+        given = make_loss(loss, inner_values(loss, model))
+    except UnsupportedError:  # of a graph that PyTorch has no module for: it is not what is compared
+        loss = [{value.name: "mse"} for value in model.outputs if value.dtype and value.dtype.is_floating_point()]
+        given = make_loss(loss)
+    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    trained = {name: x for name, x in held.items() if x.requires_grad and model.graph.initializers[name] in edges}
+    if not trained:
+        return
+    group = Group(Spec("sgd", {"lr": _RATE}), list(trained))
+    run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
+    native = NativeRun(
+        module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1
+    )
+    probe_native(native, run, example_inputs, steps=1)
+
+
+class _OwnNames(nn.Module):  # type: ignore[misc]
+    """A live module as `Flat` has others. Its names are those of a model, which Python may have no argument for."""
+
+    def __init__(self, module: OnnxModule, inputs: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self.module = module
+        self.inputs = {name: inputs[name] for name in module._graph.inputs}
+
+    def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.module(*tensors)
+        return made if isinstance(made, dict) else {self.module._graph.outputs[0]: made}
+
+
+class _Prober:
+    def __init__(self, native: NativeRun, made: int, forward: Flat | _OwnNames, terms: Sequence[LossTerm]):
+        self._native = native
+        self._made = made
+        """Updates so far."""
+        self._forward = forward
+        for name, x in forward.inputs.items():
+            # An example that is the same everywhere leaves nothing but rounding errors of a BatchNorm.
+            if x.is_floating_point() and x.numel() > 1 and bool((x == x.flatten()[0]).all()):
+                forward.inputs[name] = torch.rand_like(x)
+        self._terms = terms
+        self._clip = native.clip
+        """What happens to gradients before a step, unless it happens to those of copies, in it."""
+        part = clipping_part(native.optimizer)
+        if part is not native.optimizer and native.clip is not None:
+            part.register_step_pre_hook(Clip(native.clip))
+            self._clip = None
+
+    def batch(self, model: Model) -> Arrays:
+        """The example, and its targets or random ones that go with it."""
+        inputs = self._forward.inputs
+        try:
+            with torch.no_grad():
+                outputs = self._outputs(copy.deepcopy(self._forward))
+        except Error:
+            raise
+        except Exception as error:  # tracing checks less than PyTorch itself
+            raise (fault_of_example(self._forward) or error) from error
+        shapes = {name: x.shape for name, x in {**inputs, **outputs}.items()}
+        sizes = {
+            str(dim): size
+            for value in values(model.graph)
+            if value.name in shapes and value.shape is not None
+            for dim, size in zip(value.shape, shapes[value.name], strict=True)
+            if not isinstance(dim, int)
+        }
+        rng = np.random.default_rng(0)
+        targets = {value.name or "": value for value in model.step().algorithm.inputs}
+        made = {name: to_array(tensor) for name, tensor in inputs.items()}
+        for term, summand in zip(self._terms, self._native.summands, strict=bool(self._native.summands)):
+            if summand.targets:
+                made |= {name: to_array(x) for name, x in zip(term.inputs, summand.targets, strict=True)}
+            else:
+                made |= drawn_targets(rng, term, outputs[term.output], targets, sizes)
+        return made
+
+    def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
+        """By their names in the model; one that was made from a model returns a single output without its name."""
+        outputs = forward(*forward.inputs.values())
+        made = isinstance(forward.module, OnnxModule)
+        return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if made else outputs
+
+    def step(self, batch: Arrays) -> StepResult:
+        native = self._native
+        native.optimizer.zero_grad()
+        named = dict(native.module.named_parameters())
+        loss = self._loss(batch)
+        with torch.autocast(loss.device.type, enabled=False):  # which is for the forward pass alone
+            loss.backward()
+            gradients = {name: to_array(x.grad).copy() for name, x in named.items() if x.grad is not None}
+            if self._clip is not None:
+                clip_gradients(list(native.module.parameters()), self._clip)
+            native.optimizer.step()
+        torch.clear_autocast_cache()  # of weights as they were before this step
+        self._made += 1
+        if native.scheduler is not None and self._made % native.every == 0:
+            native.scheduler.step()
+        held = {**named, **dict(native.module.named_buffers())}
+        weights = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
+        return StepResult(float(loss.detach()), gradients, weights)
+
+    def _loss(self, batch: Arrays) -> torch.Tensor:
+        outputs = self._outputs(self._forward)
+        if not self._native.summands:
+            return outputs[self._terms[0].output]
+        total = torch.zeros(())
+        for term, summand in zip(self._terms, self._native.summands, strict=True):
+            prediction = outputs[term.output]
+            targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
+            total = total + summand.value(prediction, targets)
+        return total
+
+
+def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
+    """Let a process of its own load the files, compute outputs and make steps, and compare."""
+    inputs, expected = _example(live)
+    trial = step_trial(model)
+    if trial is not None and any(value.name not in trial.batch for value in model.inputs):
+        trial = None  # a module takes more than the steps are fed
+    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
+    settings = {  # see the heading of a program
+        "inputs": [value.name for value in model.inputs],
+        "terms": [[term.output, list(term.inputs)] for term in terms],
+        "is_own": len(terms) == 1 and terms[0].name == "value",
+        "every": updates_per_step(run),
+        "step": run.step,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
+        torch.save(inputs, given)
+        batch = [] if trial is None else [trial.save(Path(folder), **settings)]
+        if not try_out(str(Path(__file__).with_name("program") / "child.py"), program, state, given, results, *batch):
+            return
+        found = torch.load(results, weights_only=True)
+    _compare_state(found["state"], live)
+    _compare(found["outputs"], expected, live)
+    if trial is not None:
+        trial.compare(found["losses"], same_random_numbers=False)
+
+
+def try_module(made: nn.Module, live: OnnxModule) -> None:
+    """The same for what a program has made here."""
+    _compare_state({name: list(x.shape) for name, x in made.state_dict().items()}, live)
+    inputs, expected = _example(live)
+    if inputs is not None:
+        _compare(_outputs(made, inputs), expected, live)
+
+
+def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
+    """Inputs that are made up, and what the live module makes of them; None if it takes none."""
+    for named in example_inputs(live.to_model()):
+        inputs = [from_array(array) for array in named.values()]
+        try:
+            return inputs, _outputs(live, inputs)
+        except (Error, RuntimeError, IndexError):
+            continue
+    return None, {}
+
+
+def _outputs(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    with torch.no_grad():
+        made = copy.deepcopy(module).eval()(*inputs)
+    return made if isinstance(made, dict) else {"": made}
+
+
+def _compare_state(found: Mapping[str, list[int]], live: OnnxModule) -> None:
+    if list(found.items()) != [(name, list(x.shape)) for name, x in live.state_dict().items()]:
+        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+
+
+def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxModule) -> None:
+    ours, theirs = ({name: to_array(x) for name, x in outputs.items()} for outputs in (found, expected))
+    tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
+    hint = "please report the model; the live module is `onward.to_torch(training)`"
+    Comparison("that of the live module", hint, tolerance, lambda name: f"`{name or 'the output'}` of the program")(
+        ours, theirs
+    )
+
+
+class NothingDropped(TorchFunctionMode):  # type: ignore[misc]
+    """Leaves out dropout, also where a module calls it as a function."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if function is torch.Tensor.bernoulli_:
+            return args[0].fill_(given.get("p", (*args[1:], 0.5)[0]))
+        if function is F.scaled_dot_product_attention:
+            args, given = args[:4], {**given, **dict(zip(_AFTER_MASK, args[4:], strict=False)), "dropout_p": 0.0}
+        return function(*args, **given)
+
+
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout),
+)
+_AFTER_MASK = ("dropout_p", "is_causal")
+"""Arguments of attention that may be given by position, after queries, keys, values and the mask."""

@@ -1,0 +1,350 @@
+"""The forward pass of a live module as calls of PyTorch: operators as a person would call them; sizes are symbols."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch.nn import functional as F
+
+from onward.engines.framework import Function, NotOnHost
+from onward.engines.framework_engine import interpreter
+from onward.engines.shared.windows import paddings
+from onward.engines.torch.types import TYPES
+from onward.errors import Error, UnsupportedError, first_line
+from onward.frameworks.program.calls import Step, Value, without_unused
+from onward.frameworks.program.forms import slice_places
+from onward.frameworks.program.sizes import on_host
+from onward.frameworks.torch.forward import LIVE, OnnxModule
+from onward.frameworks.torch.module_engine import Live, share_of_batch
+from onward.frameworks.torch.program import recurrent
+from onward.frameworks.torch.program.recording import Recorder, is_zero
+from onward.options import Variance
+
+
+def array_of(sizes: Any) -> np.ndarray:
+    """Sizes as an array: of numbers, if all of them are."""
+    made = np.empty(np.shape(sizes) if not isinstance(sizes, torch.SymInt) else (), object)
+    made[...] = sizes
+    return made.astype(np.int64) if all(isinstance(x, int) for x in made.flat) else made
+
+
+_SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def is_open(array: Any) -> bool:
+    """True if an array has symbols in it."""
+    return isinstance(array, np.ndarray) and array.dtype == object and any(isinstance(x, _SYMBOLS) for x in array.flat)
+
+
+def _elementwise(function: Callable[..., Any]) -> Function:
+    vectorized = np.frompyfunc(function, function.__code__.co_argcount, 1)
+    return lambda *arrays: np.asarray(vectorized(*arrays), object)
+
+
+def _numbers(array: np.ndarray, floating: bool) -> np.ndarray:
+    convert = torch.sym_float if floating else torch.sym_int
+    return np.asarray(np.frompyfunc(convert, 1, 1)(array), object)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    return x / y if any(isinstance(part, float | torch.SymFloat) for part in (x, y)) else x // y
+
+
+OWN: dict[str, Function] = {
+    "Cast": lambda x, *, to: _numbers(x, ir.DataType(to).is_floating_point()),
+    "CastLike": lambda x, like: _numbers(x, like.dtype.is_floating_point),
+    "Div": _elementwise(_quotient),
+    "Mod": _elementwise(lambda x, y: x % y),
+    "Neg": _elementwise(lambda x: -x),
+    "Equal": _elementwise(lambda x, y: bool(x == y)),
+}
+"""Of arrays that hold symbols."""
+
+
+class Writing(Live):
+    """Operators as a person would call them. What computes something else in training asks the module how it is."""
+
+    def __init__(self, recorder: Recorder, statistics: Variance):
+        super().__init__(torch.device("cpu"), statistics)
+        self.recorder = recorder
+        self.statistics = statistics
+        own: dict[str, Function] = {
+            "Shape": lambda x, *, start, end: array_of(list(x.shape)[start:end]),
+            "Size": lambda x: array_of(math.prod(x.shape)),
+            "Range": _range,
+            "ConstantOfShape": _full,
+            "Reshape": _reshape,
+            "Flatten": _flatten,
+            "Slice": functools.partial(_slice, self.operators["Slice"]),
+            "Concat": lambda *inputs, axis: torch.cat(inputs, axis),
+            "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape.tolist()))),
+            "Tile": lambda x, repeats: x.repeat(repeats.tolist()),
+            "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(np.ravel(axes).tolist())),
+            "Unsqueeze": _unsqueeze,
+            "Split": _split,
+            "SplitToSequence": _split_to_sequence,
+            "Gather": self._gather,
+            "Pad": functools.partial(self._pad, self.operators["Pad"]),
+            "MatMul": self._matmul,
+            "Gemm": self._gemm,
+            "onward.Linear": self._linear,
+            "Conv": self._conv,
+            "Dropout": self._dropout,
+            "BatchNormalization": self._batch_norm,
+            **recurrent.rows(recorder),
+        }
+        rest = {name: function for name, function in self.operators.items() if name not in own}
+        self.operators = type(self.operators)({**rest, **own})
+        self.on_host = on_host(self.operators, self.place, OWN)
+
+    def is_tracing(self) -> bool:
+        return False  # constants are made once
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with self.recorder.fake, self.recorder:
+            yield
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.kind == "O" or super().supports(dtype)  # sizes that are symbols
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        if not is_open(array):
+            return self.recorder.constant(array)
+        if array.ndim:
+            return torch.stack([torch.scalar_tensor(x) for x in array.flat]).reshape(array.shape)
+        return torch.scalar_tensor(array.item())
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        found = self.recorder.known.get(id(tensor))
+        if found is None or found.array is None:
+            raise NotOnHost
+        return found.array
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def _transposed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a matrix is the transpose of, if it was made so."""
+        found = self.recorder.known.get(id(tensor))
+        step = found.step if found is not None else None
+        if step is None or step.function != "torch.Tensor.permute" or tensor.ndim != 2:
+            return None
+        source: Value = step.arguments[0]
+        return source.tensor
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        turned = self._transposed(weight)
+        return F.linear(x, weight.T if turned is None else turned, bias)
+
+    def _matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = self._transposed(y)
+        return x @ y if turned is None else F.linear(x, turned)
+
+    def _gemm(self, a, b, c=None, *, alpha, beta, transA, transB):  # type: ignore[no-untyped-def]
+        a = a.T if transA else a
+        if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1)) and (transB or c is not None):
+            return F.linear(a, b if transB else b.T, c)
+        product = a @ (b.T if transB else b)
+        product = product if alpha == 1 else alpha * product
+        return product if c is None else product + (c if beta == 1 else beta * c)
+
+    def _gather(self, x: torch.Tensor, indices: Any, *, axis: int) -> torch.Tensor:
+        if isinstance(indices, np.ndarray) and not is_open(indices):
+            return x.select(axis, indices.item())
+        if x.ndim == 2 and axis in (0, -2) and x.is_floating_point():
+            return F.embedding(indices if indices.dtype == torch.int32 else indices.long(), x)
+        axis %= x.ndim
+        flat = x.index_select(axis, indices.long().remainder(x.shape[axis]).flatten())
+        return flat.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
+
+    def _pad(self, by_numbers: Function, x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
+        if mode != "constant" or not (value is None or isinstance(value, np.ndarray)):
+            return by_numbers(x, pads, value, axes, mode=mode)
+        along = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes.tolist()]
+        amounts = dict(zip(along, zip(*np.reshape(pads, (2, -1)).tolist(), strict=True), strict=True))
+        outermost = min((axis for axis, pair in amounts.items() if any(pair)), default=x.ndim)
+        flat = [amount for axis in range(x.ndim - 1, outermost - 1, -1) for amount in amounts.get(axis, (0, 0))]
+        named = {} if value is None or not value.item() else {"value": value.item()}
+        with torch._C.DisableTorchFunction():  # PyTorch wants to know sizes that are symbols
+            padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
+        return self.recorder.imagine("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
+
+    def _conv(self, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):  # type: ignore[no-untyped-def]
+        rank = x.ndim - 2
+        strides, dilations = strides or [1] * rank, dilations or [1] * rank
+        amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+        before = [before for before, _ in amounts]
+        if any(low != high for low, high in amounts):
+            flat = [amount for pair in reversed(amounts) for amount in pair]
+            x, before = F.pad(x, flat), [0] * rank
+        b = None if b is not None and is_zero(self.recorder.value(b)) else b  # which exporters write for none
+        function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+        given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        return function(x, w, b, **{key: value for key, value in given.items() if value != usual[key]})
+
+    def _dropout(self, x, ratio=None, training_mode=None, *, seed, outputs):  # type: ignore[no-untyped-def]
+        if outputs > 1 or seed is not None:
+            raise UnsupportedError("a Dropout has a seed of its own, or gives its mask away")
+        share = 0.5 if ratio is None else float(ratio)
+        if float(np.float32(share)) == share:
+            share = float(str(np.float32(share)))  # 0.1 for the float32 that is nearest to it
+        if training_mode is not None and training_mode:
+            return F.dropout(x, share)
+        return self.recorder.imagine("nn.Dropout", [x, share], {}, _like(x))
+
+    def _batch_norm(self, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):  # type: ignore[no-untyped-def]
+        if not training_mode:
+            return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+        arguments = [x, mean, variance, scale, bias]
+        named = {"momentum": share_of_batch(momentum), "eps": epsilon}
+        return self.recorder.imagine(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.empty_like(x)
+
+
+def one(numbers: Sequence[int]) -> Any:
+    """A number in place of several that are equal."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+_ANYWHERE = torch.device("cpu")
+"""Written as the device of an input."""
+
+
+def _range(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> torch.Tensor:
+    first, end, step = (x.item() for x in (start, limit, delta))
+    if isinstance(first, int) and first == 0 and isinstance(step, int) and step == 1:
+        return torch.arange(end, device=_ANYWHERE)
+    return torch.arange(first, end, step, device=_ANYWHERE)
+
+
+def _full(shape: np.ndarray, *, value: Any) -> torch.Tensor:
+    number = np.zeros(1, np.float32) if value is None else value
+    return torch.full(
+        shape.tolist(), number.item(), dtype=TYPES[ir.DataType.from_numpy(number.dtype)], device=_ANYWHERE
+    )
+
+
+def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Tensor:
+    sizes = shape.tolist()
+    if not allowzero:
+        sizes = [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(sizes)]
+    if len(sizes) == 2 and x.ndim > 2 and isinstance(sizes[1], int) and sizes[1] == math.prod(x.shape[1:]):
+        return x.flatten(1)
+    return x.reshape(sizes)
+
+
+def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    if axis == 1 and x.ndim > 1:
+        return x.flatten(1) if x.ndim > 2 else x
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _unsqueeze(x: torch.Tensor, axes: Any) -> torch.Tensor:
+    rank = x.ndim + axes.size
+    for axis in sorted(axis % rank for axis in np.ravel(axes).tolist()):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _split(x: torch.Tensor, sizes: Any = None, *, axis: int, num_outputs: int | None, outputs: int) -> Any:
+    whole, each = x.shape[axis], -(-x.shape[axis] // outputs)
+    equal = [min(each, max(0, whole - i * each)) for i in range(outputs)]
+    return x.split(equal if sizes is None else sizes.tolist(), axis)
+
+
+def _split_to_sequence(x: torch.Tensor, sizes: Any = None, *, axis: int, keepdims: int) -> list[torch.Tensor]:
+    if sizes is None:
+        return [item if keepdims else item.squeeze(axis) for item in x.split(1, axis)]
+    return list(x.split(sizes.tolist(), axis))
+
+
+def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
+    """As Python has it, also where sizes are symbols; backwards only where they are known."""
+    given: list[Any] = [None if part is None else part.tolist() for part in (starts, ends, axes, steps)]
+    places = slice_places(x.shape, *given)
+    if places is None:
+        return by_numbers(x, starts, ends, axes, steps)
+    return x[tuple(places)] if places else x
+
+
+@dataclasses.dataclass
+class ForwardCalls:
+    """What a module computes from its inputs."""
+
+    inputs: list[Value]
+    outputs: dict[str, Value]
+    steps: list[Step]
+    sizes: dict[str, str]
+    """Symbols in formulas, and what the model calls these sizes."""
+
+
+def trace(module: OnnxModule, first_size: int) -> ForwardCalls:
+    """The program for some sizes; sizes that vary begin with this one."""
+    graph = module._graph
+    recorder = Recorder()
+    framework = Writing(recorder, graph.program.statistics)
+    model = graph.model.copy()
+    for node in model.graph.all_nodes():
+        if node.name in graph.program.switched:  # a module asks whether it is in training
+            node.attributes.add(ir.AttrInt64("training_mode", 1))
+    values = {value.name or "": value for value in model.graph.inputs}
+    given = {}
+    for name, tensor in module._state().items():
+        made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim).requires_grad_(tensor.requires_grad)
+        given[name] = recorder.add(Value(made, path=module._paths[name]))
+    sizes = _Sizes(first_size)
+    inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
+    given |= {value.name: recorder.add(value) for value in inputs}
+    try:
+        results = interpreter(model, framework)(given)
+    except Error as error:
+        raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
+    outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
+    return ForwardCalls(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
+
+
+class _Sizes:
+    """Different numbers for sizes of different names: those of one name are the same."""
+
+    def __init__(self, first: int):
+        self._first = first
+        self._numbers: dict[Any, int] = {}
+        self._dimensions: list[list[str | None]] = []
+
+    def input(self, recorder: Recorder, value: ir.Value) -> Value:
+        if value.shape is None or value.dtype is None:
+            raise UnsupportedError(f"nobody knows how many axes `{value.name}` has", hint="give it a shape")
+        names = [
+            None if isinstance(size, int) else str(size.value or f"{value.name}_{i}")
+            for i, size in enumerate(value.shape)
+        ]
+        sizes = list(value.shape)
+        for i, size in enumerate(sizes):
+            if not isinstance(size, int):
+                key = size.value or (value.name, i)
+                sizes[i] = self._numbers.setdefault(key, self._first + 2 * len(self._numbers))
+        self._dimensions.append(names)
+        example = torch.zeros(sizes, dtype=TYPES[value.dtype])
+        return Value(recorder.stand_in(example, [name is not None for name in names]), name=value.name or "")
+
+    def names(self, inputs: list[Value]) -> dict[str, str]:
+        """Symbols, and the names that they stand for."""
+        found: dict[str, str] = {}
+        for value, names in zip(inputs, self._dimensions, strict=True):
+            for size, name in zip(value.tensor.shape, names, strict=True):
+                if name is not None and isinstance(size, torch.SymInt):
+                    found.setdefault(str(size.node.expr), name)
+        return found

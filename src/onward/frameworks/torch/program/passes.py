@@ -1,0 +1,230 @@
+"""What makes recorded calls fewer: movements of elements that amount to one, and attention that is written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from onward.frameworks.program.calls import Step, Value, count_uses, in_order, without_unused
+from onward.frameworks.torch.program.layers import F_
+from onward.frameworks.torch.program.operators import ForwardCalls
+from onward.frameworks.torch.program.recording import WhileTraining, compute, hint, numbered_tensor
+
+_MOVES = {
+    f"torch.Tensor.{name}": getattr(torch.Tensor, name)
+    for name in ("reshape", "permute", "unsqueeze", "squeeze", "flatten", "transpose", "unflatten")
+}
+
+
+def simplify(steps: list[Step], outputs: list[Value]) -> list[Step]:
+    """The same program, in which no call is undone by a later one."""
+    readers: dict[Value, list[Step]] = {}
+    for step in steps:
+        for value in step.values():
+            readers.setdefault(value, []).append(step)
+    done: set[Step] = set()
+    kept = set(outputs)
+    for step in steps:
+        if step.function in _MOVES and step not in done:
+            chain = [step]  # calls that move elements, with nobody else reading what they give
+            while (result := chain[-1].results[0]) not in kept:
+                following = readers.get(result, [])
+                if len(following) != 1 or following[0].function not in _MOVES:
+                    break
+                chain += following
+            done.update(chain)
+            _shorten(chain)
+    return steps
+
+
+Call = tuple[str, list[Any]]
+"""A method, and its arguments."""
+
+
+def _shorten(chain: list[Step]) -> None:
+    """Let fewer calls do what a part of the chain does, the longest parts first."""
+    for length in range(len(chain), 1, -1):
+        for start in range(len(chain) - length + 1):
+            part = chain[start : start + length]
+            calls = _fewer(part[0].arguments[0], part[-1].results[0])
+            if calls is not None and len(calls) < length:
+                value: Value = part[0].arguments[0]
+                for step, (method, arguments) in zip(part[-len(calls) :], calls, strict=True):
+                    step.function = f"torch.Tensor.{method}"
+                    step.arguments, step.named, step.call = [value, *arguments], {}, _MOVES[step.function]
+                    source, value = value, step.results[0]
+                    value.tensor = step.call(source.tensor, *arguments)
+                _shorten(chain[:start])
+                _shorten(chain[start + length :])
+                return
+
+
+def _fewer(source: Value, result: Value) -> list[Call] | None:
+    """One or two calls that move elements from their places in one value to those in another."""
+    before = numbered_tensor(source.tensor.shape)
+    after = compute(result, {source: before})
+    sizes = list(result.tensor.shape)
+    if torch.equal(before.flatten(), after.flatten()):
+        is_flat = after.ndim == 2 and before.ndim > 2 and after.shape[0] == before.shape[0]
+        return [("flatten", [1])] if is_flat else [("reshape", [sizes])]
+    for axes in itertools.permutations(range(before.ndim)) if before.ndim == after.ndim <= _MOST_AXES else ():
+        if _agree(before.permute(axes), after):
+            return [("permute", [list(axes)])]
+    for axes in itertools.permutations(range(after.ndim)) if after.ndim <= _MOST_AXES else ():
+        split = [size for _, size in sorted(zip(axes, sizes, strict=True), key=lambda pair: pair[0])]
+        if _agree(before.reshape([hint(size) for size in split]).permute(axes), after):
+            return [("reshape", [split]), ("permute", [list(axes)])]
+    for axes in itertools.permutations(range(before.ndim)) if before.ndim <= _MOST_AXES else ():
+        if _agree(before.permute(axes).reshape(after.shape), after):
+            return [("permute", [list(axes)]), ("reshape", [sizes])]
+    return None
+
+
+_MOST_AXES = 5
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same; a few elements say so first."""
+    if a.shape != b.shape or not a.numel():
+        return a.shape == b.shape
+    places = [tuple((i * 7919 + axis) % size for axis, size in enumerate(a.shape)) for i in range(1, 6)]
+    return all(a[place] == b[place] for place in places) and torch.equal(a, b)
+
+
+def is_idle(step: Step) -> bool:
+    """Whether a call gives what it is given."""
+    source = step.arguments[0] if step.arguments else None
+    if not isinstance(source, Value):
+        return False
+    if [str(size) for size in source.tensor.shape] != [str(size) for size in step.results[0].tensor.shape]:
+        return False
+    name = step.function.removeprefix("torch.Tensor.")
+    if name in ("add", "sub") and step.arguments[1:] == [0]:
+        return source.tensor.dtype == step.results[0].tensor.dtype
+    return name in ("reshape", "expand") or (name == "permute" and list(step.arguments[1]) == sorted(step.arguments[1]))
+
+
+def shorten(program: ForwardCalls) -> ForwardCalls:
+    """The same, with fewer calls."""
+    outputs = list(program.outputs.values())
+    steps = without_unused(simplify(program.steps, outputs), outputs)
+    for step in steps:
+        if is_idle(step):
+            _replace(steps, program, step.results[0], step.arguments[0])
+    steps = without_unused(steps, list(program.outputs.values()))
+    uses = count_uses(steps, program.outputs.values())
+    for step in steps:
+        _fuse_attention(step, uses)
+        _reduce_at_once(step, uses)
+    program.steps = in_order(program.outputs.values())
+    return program
+
+
+def _replace(steps: list[Step], program: ForwardCalls, old: Value, new: Value) -> None:
+    for step in steps:
+        step.arguments = _with(step.arguments, old, new)
+        step.named = _with(step.named, old, new)
+    program.outputs = {name: new if value is old else value for name, value in program.outputs.items()}
+
+
+def _with(argument: Any, old: Value, new: Value) -> Any:
+    if argument is old:
+        return new
+    if isinstance(argument, dict):
+        return {key: _with(item, old, new) for key, item in argument.items()}
+    if isinstance(argument, list):
+        return [_with(item, old, new) for item in argument]
+    return tuple(_with(item, old, new) for item in argument) if isinstance(argument, tuple) else argument
+
+
+def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
+    """A reduction that keeps axes, which are taken away then, as one that does not keep them."""
+    source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
+    reduction = _only(source, uses, *_REDUCTIONS)
+    if reduction is None or not reduction.named.get("keepdim") or len(squeeze.arguments) != 2:
+        return
+    rank = reduction.arguments[0].tensor.ndim
+    axes = [tree_leaves(step.arguments[1]) for step in (reduction, squeeze)]
+    axes = [sorted(axis % rank for axis in each) for each in axes]
+    if axes[0] == axes[1]:
+        squeeze.function, squeeze.call = reduction.function, reduction.call
+        squeeze.arguments = reduction.arguments
+        squeeze.named = {key: value for key, value in reduction.named.items() if key != "keepdim"}
+
+
+_REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.amin")
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
+    """softmax(q · c · (k · c)ᵀ + mask) · v, with dropout before the last product, as PyTorch's own function."""
+    if last.function != "torch.Tensor.matmul":
+        return
+    weights, v = last.arguments
+    dropout = _only(weights, uses, "nn.Dropout")
+    softmax = _only(dropout.arguments[0] if dropout else weights, uses, "torch.softmax")
+    if softmax is None or softmax.arguments[1] not in (-1, v.tensor.ndim - 1):
+        return
+    scores, mask = softmax.arguments[0], None
+    added = _only(scores, uses, "torch.Tensor.add")
+    if added is not None:
+        is_first = _only(added.arguments[0], uses, "torch.Tensor.matmul", *_SCALES) is not None
+        scores, mask = added.arguments if is_first else added.arguments[::-1]
+    scores, scale = _factor_of(scores, uses)
+    product = _only(scores, uses, "torch.Tensor.matmul")
+    if product is None or not all(isinstance(x, Value) and x.tensor.ndim == 4 for x in (*product.arguments, v)):
+        return
+    (q, of_q), (turned, of_k) = (_factor_of(value, uses) for value in product.arguments)
+    turn = _only(turned, uses, "torch.Tensor.permute")
+    if turn is None:
+        return
+    if mask is not None and not isinstance(mask, Value):
+        return
+    scale *= of_q * of_k
+    named: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+    if dropout is not None:
+        named["dropout_p"] = WhileTraining(dropout.arguments[1])
+    if not math.isclose(scale, q.tensor.shape[-1] ** -0.5, rel_tol=1e-6):
+        named["scale"] = scale
+    last.function, last.call = f"{F_}scaled_dot_product_attention", None
+    last.arguments, last.named = [q, _swap_source(turn), v], named
+
+
+def _swap_source(turn: Step) -> Value:
+    """What a permutation gives, but for the last two axes, which change places."""
+    source, (*axes, row, column) = turn.arguments
+    if [*axes, column, row] == list(range(len(axes) + 2)):
+        return source
+    turn.arguments = [source, [*axes, column, row]]
+    turn.results[0].tensor = source.tensor.permute(turn.arguments[1])
+    return turn.results[0]
+
+
+_SCALES = ("torch.Tensor.mul", "torch.Tensor.div")
+
+
+def _only(value: Any, uses: dict[Value, int], *functions: str) -> Step | None:
+    """The call that makes a value for one reader, if it is one of these."""
+    step = value.step if isinstance(value, Value) and uses[value] == 1 else None
+    return step if step is not None and step.function in functions else None
+
+
+def _factor_of(value: Value, uses: dict[Value, int]) -> tuple[Value, float]:
+    """A value, and the number that it is multiplied by."""
+    step = _only(value, uses, *_SCALES)
+    if step is None:
+        return value, 1.0
+    source, factor = step.arguments
+    if isinstance(factor, Value):
+        if factor.array is None or factor.array.size != 1:
+            return value, 1.0
+        factor = factor.array.item()
+    if not isinstance(factor, int | float) or not isinstance(source, Value):
+        return value, 1.0
+    return source, factor if step.function.endswith("mul") else 1 / factor

@@ -1,0 +1,124 @@
+"""An optimizer of PyTorch that executes a graph: for updates that PyTorch has no class for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch import Torch
+from onward.engines.torch.types import from_array, to_array
+from onward.errors import UnsupportedError
+from onward.frameworks.torch.exact import evaluate
+from onward.model import load
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
+from onward.transform.inline import inline
+
+
+@dataclasses.dataclass(eq=False)
+class _Update:
+    """What executes; copies of an optimizer share it, since it holds no state."""
+
+    function: FunctionOptimizer
+
+    def __deepcopy__(self, memo: Any) -> _Update:
+        return self
+
+    @functools.cached_property
+    def _made(self) -> dict[torch.device, Interpreter]:
+        return {}
+
+    def __call__(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+        if device not in self._made:
+            self._made[device] = interpreter(inline(self.function.update), Torch(str(device)))
+        results = self._made[device](given)
+        return [results[value.name or ""] for value in self.function.update.graph.outputs]
+
+    def __getstate__(self) -> dict[str, Any]:
+        update = self.function.update.to_proto().SerializeToString()
+        return {"function": dataclasses.replace(self.function, update=update)}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        function = kept["function"]
+        self.function = dataclasses.replace(function, update=load(function.update))
+
+
+class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """The update of a group of parameters by the operators of a training model.
+
+    State of a parameter is in `state`; that of the whole group is among the settings of its only group.
+    """
+
+    def __init__(self, function: FunctionOptimizer, parameters: Mapping[str, Parameter], step: int) -> None:
+        self._update = _Update(function)
+        self._names = [name for name in parameters if name in function.parameters]
+        super().__init__([parameters[name] for name in self._names], {RATE: function.lr})
+        (group,) = self.param_groups
+        group |= {COUNT: step, "common": {}}
+        for value in function.state:
+            slot = value.name or ""
+            array = function.initial.get(slot, np.zeros(()))
+            assert value.dtype is not None and value.shape is not None
+            full = np.broadcast_to(array.astype(value.dtype.numpy()), tuple(value.shape.numpy()))
+            owner = function.owner_of(slot)
+            if owner is None:
+                group["common"][slot] = from_array(full)
+            else:
+                tensor = from_array(full).to(parameters[owner].device)
+                self.state[parameters[owner]][slot.removeprefix(f"{owner}/")] = tensor
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        (group,) = self.param_groups
+        held = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if len(held) != len(self._names):
+            raise UnsupportedError(
+                f"`{self._update.function.name}` updates {len(self._names)} parameters at once, "
+                f"but {len(held)} have gradients",
+                hint="let the loss depend on all of them",
+            )
+        group[COUNT] += 1
+        self._replace(dict(zip(self._names, held, strict=True)), group)
+        return loss
+
+    def _replace(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> None:
+        function = self._update.function
+        device = next(iter(parameters.values())).device
+        state = self._held(parameters, group)
+        scalars = {RATE: float(group[RATE]), COUNT: int(group[COUNT])}
+        given: dict[str, Tensor] = {**parameters, **state}
+        given |= {gradient_of(name): parameter.grad for name, parameter in parameters.items()}
+        given |= {n: torch.tensor(x, dtype=torch.float64 if n == RATE else torch.int64) for n, x in scalars.items()}
+        wanted = {value.name or "": given[value.name or ""] for value in function.inputs}
+        results = self._update(wanted, device)
+        old = [*(parameters[name] for name in function.parameters), *(state[v.name or ""] for v in function.state)]
+        for tensor, new in zip(old, results, strict=True):
+            tensor.copy_(new)
+
+    def _held(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> dict[str, Tensor]:
+        found = dict(group["common"])
+        for name, parameter in parameters.items():
+            found |= {f"{name}/{slot}": tensor for slot, tensor in self.state[parameter].items()}
+        return found
+
+    def function(self, names: Mapping[int, str], rate: float) -> FunctionOptimizer:
+        """The function with this rate and the state as it is now, for parameters of these names, by `id`."""
+        (group,) = self.param_groups
+        trained = [p for p in group["params"] if p in self.state or id(p) in names]
+        parameters = dict(zip(self._names, trained, strict=True))
+        state = {slot: to_array(tensor).copy() for slot, tensor in self._held(parameters, group).items()}
+        function = dataclasses.replace(self._update.function, lr=rate, initial=state)
+        return function.with_names({name: names[id(parameter)] for name, parameter in parameters.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_update": self._update, "_names": self._names}
