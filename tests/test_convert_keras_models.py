@@ -373,8 +373,7 @@ def test_what_is_no_compiled_graph_of_layers_is_refused():
 
 
 def test_trying_finds_what_was_read_wrongly(monkeypatch):
-    from onward.frameworks.keras import optimizers
-
+    from onward.frameworks.keras import optimizer as optimizers
     run = mlp(keras.optimizers.Adam(1e-2, epsilon=1e-3))
     monkeypatch.setattr(optimizers, "settings_of", lambda optimizer: {"beta1": 0.8, "variant": "keras"})
     with pytest.raises(MismatchError, match="after step"):

@@ -9,11 +9,11 @@ import keras
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError
-from onward.frameworks.keras.losses import Term, terms_of
-from onward.frameworks.keras.optimizers import clip_of, kind_of, recipe_of, spec_of, state_of
-from onward.frameworks.keras.schedules import rate_of
+from onward.frameworks.keras.loss import Term, terms_of
+from onward.frameworks.keras.optimizer import clip_of, kind_of, recipe_of, spec_of, state_of
+from onward.frameworks.keras.schedule import rate_of
 from onward.frameworks.keras.traced import trace_update
-from onward.frameworks.keras.trial import try_steps
+from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.model import Model
 from onward.recipe.spec import Spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.frameworks.files import OTHER, with_state
-from onward.frameworks.keras.optimizers import array_of
+from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.release import to_keras
 from onward.frameworks.keras.source import write_program
 from onward.frameworks.keras.source.placeholder_model import standing_in

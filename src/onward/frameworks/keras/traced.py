@@ -12,7 +12,7 @@ from onward.agreement.tolerance import Arrays
 from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.build import Names
 from onward.errors import Error, UnsupportedError, first_line
-from onward.frameworks.keras.optimizers import array_of, twin_of
+from onward.frameworks.keras.optimizer import array_of, twin_of
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs

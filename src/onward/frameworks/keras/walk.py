@@ -14,7 +14,7 @@ from onward.frameworks.formulas.graph_building import initializer, model_of, put
 from onward.frameworks.keras import layers  # noqa: F401 (the rows)
 from onward.frameworks.keras.custom import trace_layer
 from onward.frameworks.keras.layer_table import Call, accepted_arguments, find
-from onward.frameworks.keras.optimizers import array_of
+from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.tensors import Tensor
 from onward.model import Model
 from onward.standard import COMMON_OPSET

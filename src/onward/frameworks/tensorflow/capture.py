@@ -76,8 +76,8 @@ def from_tensorflow(
 def _refuse_objects(loss: Any, optimizer: Any) -> None:
     """Refuse objects of Keras, with the words for an optimizer if there are any."""
     if _is_of_keras(optimizer):
-        from onward.frameworks.keras.optimizers import spec_of
-        from onward.frameworks.keras.schedules import rate_of
+        from onward.frameworks.keras.optimizer import spec_of
+        from onward.frameworks.keras.schedule import rate_of
 
         try:
             words = str(spec_of(optimizer, rate_of(optimizer).lr))

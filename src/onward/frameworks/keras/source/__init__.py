@@ -12,7 +12,7 @@ from onward.engines.framework import Function
 from onward.frameworks.keras.graphs import Forward, Parts
 from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.ops.types import as_single, available, fit_target, plain_name
-from onward.frameworks.keras.optimizers import array_of
+from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.source.recording import MENTIONED, Program, record
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.calls import Step, in_order

@@ -11,7 +11,7 @@ import keras
 
 from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.ops.types import available
-from onward.frameworks.keras.optimizers import twin_of
+from onward.frameworks.keras.optimizer import twin_of
 from onward.frameworks.keras.source import Source
 
 

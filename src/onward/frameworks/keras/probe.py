@@ -14,8 +14,8 @@ from onward.agreement.gradcheck.inputs import generator
 from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.keras.losses import Term
-from onward.frameworks.keras.optimizers import array_of, twin_of
+from onward.frameworks.keras.loss import Term
+from onward.frameworks.keras.optimizer import array_of, twin_of
 from onward.frameworks.keras.walk import Walk, functional_of
 from onward.run_state.state import RunState, to_training_model
 
