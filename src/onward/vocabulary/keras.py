@@ -62,9 +62,14 @@ class KerasRow(OptimizerRow):
         return {slot: _WORDS.get(name, name.strip("_").removesuffix("s")) for slot, name in self.slots.items()}
 
     @functools.cached_property
+    def attributes(self) -> set[str]:
+        """Attributes with slots."""
+        return {*self.slots.values(), *self.shared.values()}
+
+    @functools.cached_property
     def always(self) -> set[str]:
         """Slots that are kept whatever the settings are."""
-        return self.slots.keys() - _ONLY_WITH
+        return self.slots.keys() - _ONLY_WITH.keys()
 
     def kept_slots(self, config: Mapping[str, Any]) -> list[str]:
         """Return the slots that an optimizer with these settings keeps, in the order of making them."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.checkpoint.tensors import Tensor
-from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
-from onward.vocabulary.keras import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
+from onward.vocabulary.keras import CLIPS, OPTIMIZERS, SCHEDULES, KerasRow, Rate, Refused, is_named_after
+from onward.vocabulary.keras_losses import read_named_loss
 
 ITERATIONS, RATE, AVERAGE, GATHERED = "iterations", "learning_rate", "average", "gradient_accumulator"
 _SCALED = "LossScaleOptimizer"
@@ -29,8 +29,7 @@ class Role(NamedTuple):
 class Settings(NamedTuple):
     """An optimizer as a configuration describes it."""
 
-    kind: str
-    """The name of its class."""
+    row: KerasRow
     given: Mapping[str, Any]
     scaler: Mapping[str, Any] | None = None
     """The settings of what scales the loss around it."""
@@ -48,18 +47,14 @@ class Settings(NamedTuple):
 
     def roles(self, parameters: int) -> list[Role]:
         """Its variables, in their order, for so many parameters."""
-        kind, every = KINDS[self.kind], range(parameters)
+        every = range(parameters)
         made = [Role(ITERATIONS), *([Role(RATE)] if self.is_constant else [])]
         made += [Role(AVERAGE, at) for at in every if self.given.get("use_ema")]
         made += [Role(GATHERED, at) for at in every if self.accumulate > 1]
-        slots = [slot for slot in kind.slots if self._keeps(slot)]
-        made += [Role(slot, at) for at in every for slot in slots if slot not in kind.apart]
-        made += [Role(slot, at) for slot in slots if slot in kind.apart for at in every]
-        return made + ([Role(SHARED)] if self.kind == "Nadam" and parameters else [])
-
-    def _keeps(self, slot: str) -> bool:
-        wanted = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}.get(slot)
-        return wanted is None or bool(self.given.get(wanted))
+        slots = self.row.kept_slots(self.given)
+        made += [Role(slot, at) for at in every for slot in slots if slot not in self.row.apart]
+        made += [Role(slot, at) for slot in slots if slot in self.row.apart for at in every]
+        return made + [Role(slot) for slot in self.row.shared if parameters]
 
 
 def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
@@ -72,12 +67,12 @@ def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
         inner = settings_of({"optimizer": given.get("inner_optimizer")})
         return inner and inner._replace(scaler=given)
     is_own = str(optimizer.get("module", "")).startswith("keras.") and not optimizer.get("registered_name")
-    if not is_own or kind not in KINDS:
+    if not is_own or kind not in OPTIMIZERS:
         return None
-    for name in (*KINDS[kind].numbers.values(), *CLIPS, "weight_decay"):
+    for name in (*OPTIMIZERS[kind].settings.values(), *CLIPS, "weight_decay"):
         if not _is_number(given.get(name)):
             raise InvalidModelError(f"the optimizer of the file has a `{name}` that is no number")
-    return Settings(kind, given)
+    return Settings(OPTIMIZERS[kind], given)
 
 
 def _is_number(value: Any) -> bool:
@@ -86,14 +81,14 @@ def _is_number(value: Any) -> bool:
 
 def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) -> Settings | None:
     """The optimizer of that name that keeps variables of these shapes, if there is one only."""
-    kind = next((kind for kind in KINDS if is_named_after(name, kind)), None)
-    if kind is None or len(arrays) < 2:
+    row = next((row for row in OPTIMIZERS.values() if is_named_after(name, row.name)), None)
+    if row is None or len(arrays) < 2:
         return None
     constant = not arrays[1].shape and arrays[1].dtype.kind == "f" and len(arrays) > 2
     found: dict[tuple[Role, ...], Settings] = {}
     for flags in itertools.product((False, True), repeat=4):
         given = dict(zip(("use_ema", "amsgrad", "centered", "momentum"), flags, strict=True))
-        made = Settings(kind, {**given, "learning_rate": 0.0 if constant else {}}, is_whole=False)
+        made = Settings(row, {**given, "learning_rate": 0.0 if constant else {}}, is_whole=False)
         roles = made.roles(parameters)
         if len(roles) == len(arrays) and not _unfitting(roles, arrays):
             found[tuple(roles)] = made
@@ -118,7 +113,7 @@ def parameters_in(settings: Settings, arrays: Sequence[Tensor]) -> int:
         return 0
     roles = settings.roles(count)
     if len(roles) != len(arrays) or _unfitting(roles, arrays):
-        raise InvalidModelError(f"the optimizer keeps {len(arrays)} variables, which {settings.kind} does not have")
+        raise InvalidModelError(f"the optimizer keeps {len(arrays)} variables, which {settings.row.name} does not have")
     return count
 
 
@@ -127,31 +122,25 @@ def rate_of(settings: Settings) -> Rate | None:
     given = settings.given.get("learning_rate")
     if isinstance(given, int | float):
         return Rate(float(given))
-    read = SCHEDULES.get(str(given.get("class_name"))) if isinstance(given, Mapping) else None
-    if read is None or not isinstance(given, Mapping) or not str(given.get("module", "")).startswith("keras."):
+    row = SCHEDULES.get(str(given.get("class_name"))) if isinstance(given, Mapping) else None
+    if row is None or not isinstance(given, Mapping) or not str(given.get("module", "")).startswith("keras."):
         return None
     try:
-        return read(given["config"])
+        return row.read(given["config"])
     except (Refused, KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
 def spec_of(settings: Settings, lr: float) -> Spec | None:
     """The optimizer in words of a recipe; None where numbers are missing."""
-    kind, decay = KINDS[settings.kind], settings.given.get("weight_decay")
-    numbers = [settings.given.get(name) for name in kind.numbers.values()]
+    numbers = [settings.given.get(name) for name in settings.row.settings.values()]
     overwritten = settings.given.get("use_ema") and settings.given.get("ema_overwrite_frequency")
     if not settings.is_whole or None in numbers or settings.given.get("loss_scale_factor") or overwritten:
         return None
-    name = "adam" if kind.name == "adamw" and not decay else kind.name
-    given = {**dict.fromkeys(kind.flags, False), **settings.given}
-    return Spec(name, {"lr": lr, **settings_in(kind, given), "weight_decay": float(decay or 0.0)})
+    return settings.row.read({**dict.fromkeys(settings.row.flags, False), **settings.given}, lr)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
-
-_NAMES = {"mse": "mean_squared_error", "mae": "mean_absolute_error"}
-_PLAIN = {"mean_squared_error": "mse", "mean_absolute_error": "l1"}
 
 
 def loss_of(compiled: Mapping[str, Any]) -> Any:
@@ -162,13 +151,4 @@ def loss_of(compiled: Mapping[str, Any]) -> Any:
         given, config = given["config"].get("name"), given["config"]
     if not isinstance(given, str) or compiled.get("loss_weights") is not None:
         return None
-    name = _NAMES.get(given.lower(), given.lower())
-    if config.get("reduction", "sum_over_batch_size") != "sum_over_batch_size":
-        return None
-    if name in _PLAIN:
-        return _PLAIN[name]
-    if name in ("huber", "huber_loss") and isinstance(config.get("delta"), float):
-        return {"name": "huber", "delta": config["delta"]}
-    if name == "sparse_categorical_crossentropy" and config.get("from_logits") and config.get("ignore_class") is None:
-        return "cross_entropy"
-    return None
+    return read_named_loss(given, config)

@@ -29,7 +29,7 @@ from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import UnsupportedError
-from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
+from onward.vocabulary.keras import CLIPS, read_clip, shortest_decimal
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 
@@ -89,13 +89,13 @@ class Fitted:
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
             **found,
-            "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
+            "optimizers": (Optimizer(known.row.optimizers[:1], (group,), slots, variant="keras"),),
             "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step, every=1),),
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate if known.is_whole else None,
             "waiting": int(batches or 0) % known.accumulate,
-            "clip": clip_in({name: known.given.get(name) for name in CLIPS}) or {} if known.is_whole else None,
+            "clip": read_clip({name: known.given.get(name) for name in CLIPS}) or {} if known.is_whole else None,
             "scaler": self._scaler(),
             "averages": averages,
             "average_decay": self._decay() if step and averages else None,
@@ -191,7 +191,7 @@ class Fitted:
                 made.append(_initial_variable(role, slot, checkpoint.tensors.get(str(name)), name))
             elif role.what == AVERAGE and (name in checkpoint.averages or moved):
                 made.append(in_place_of(arrays[at], checkpoint.averages.get(str(name)), f"the average of {name}"))
-            elif role.what in KINDS[settings.kind].slots:
+            elif role.what in settings.row.slots:
                 made.append(in_place_of(arrays[at], slot, f"{name}/{role.what}"))
             else:
                 made.append(self._single(role, arrays[at], slot, checkpoint, settings.accumulate if moved else 0))

@@ -9,11 +9,11 @@ import keras
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError
-from onward.frameworks.keras.loss import Term, terms_of
-from onward.frameworks.keras.optimizer import clip_of, kind_of, recipe_of, spec_of, state_of
-from onward.frameworks.keras.schedule import rate_of
-from onward.frameworks.keras.traced import trace_update
+from onward.frameworks.keras.loss import Term, read_loss
+from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of
 from onward.frameworks.keras.probe import try_steps
+from onward.frameworks.keras.schedule import read_schedule
+from onward.frameworks.keras.traced import trace_update
 from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.model import Model
 from onward.recipe.spec import Spec
@@ -41,10 +41,10 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     _check_kind(model)
     walk = Walk(model)
     problems = [*walk.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
-    terms: list[Term] = _gather(problems, lambda: terms_of(model, walk.outputs), [])
-    rate = _gather(problems, lambda: rate_of(model.optimizer), Rate(0.0))
+    terms: list[Term] = _gather(problems, lambda: read_loss(model, walk.outputs), [])
+    rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
-    _gather(problems, lambda: kind_of(model.optimizer), None)
+    _gather(problems, lambda: row_of(model.optimizer), None)
     if problems:
         raise UnsupportedError(
             f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),
@@ -121,14 +121,13 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
 
 def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[Group]:
     """One, or two where weight decay leaves some variables out."""
-    kind = kind_of(optimizer)
-    if kind is None:
+    if row_of(optimizer) is None:
         return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
     ids = {id(v) for v in decayed}
     parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
-    spec = spec_of(optimizer, lr)
+    spec = read_optimizer(optimizer, lr)
     return [
         Group(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
         for number, part in parts

@@ -5,8 +5,9 @@ from __future__ import annotations
 from onward.arguments import checked
 from onward.differentiate.gradients import has_gradients
 from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
-from onward.frameworks.keras.native import native_losses, native_optimizer
+from onward.frameworks.keras.loss import make_loss
 from onward.frameworks.keras.ops import no_gradient_inside
+from onward.frameworks.keras.optimizer import make_optimizer
 from onward.model import Source, load
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import from_training_model, is_plain, only_step_of
@@ -33,9 +34,9 @@ def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
     run = from_training_model(model, index, forward=False)
     made = TrainingModel(model)
     held = made.variables_by_name
-    optimizer = native_optimizer(run, held)
+    optimizer = make_optimizer(run, held)
     if optimizer is None:
         optimizer = GraphOptimizer(model, held, run.groups[0].lr)
         optimizer.build(made.trainable_variables)
-    made.compile_as(optimizer, **(native_losses(run, model) or {} if is_plain(model, index, run) else {}))
+    made.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
     return made

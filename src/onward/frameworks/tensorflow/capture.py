@@ -76,11 +76,11 @@ def from_tensorflow(
 def _refuse_objects(loss: Any, optimizer: Any) -> None:
     """Refuse objects of Keras, with the words for an optimizer if there are any."""
     if _is_of_keras(optimizer):
-        from onward.frameworks.keras.optimizer import spec_of
-        from onward.frameworks.keras.schedule import rate_of
+        from onward.frameworks.keras.optimizer import read_optimizer
+        from onward.frameworks.keras.schedule import read_schedule
 
         try:
-            words = str(spec_of(optimizer, rate_of(optimizer).lr))
+            words = str(read_optimizer(optimizer, read_schedule(optimizer).lr))
         except Refused:
             words = "adamw:lr=1e-3"
         raise RecipeError(
