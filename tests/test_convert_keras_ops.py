@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 from conformity import operator_of  # noqa: E402
 from onward.engines.framework import NotOnHost  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
-from onward.frameworks.keras.ops import ROWS, KerasOps, interpret  # noqa: E402
+from onward.engines.keras import ROWS, KerasOps, interpret  # noqa: E402
 from onward.model import load  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]

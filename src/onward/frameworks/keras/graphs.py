@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import twin
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
-from onward.frameworks.keras.ops import KerasOps, interpret
+from onward.engines.keras import KerasOps, interpret
 from onward.frameworks.keras.replicas import batch_normalization, has_replicas
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of

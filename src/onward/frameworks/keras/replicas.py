@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from onward.frameworks.keras.ops import normalization
+from onward.engines.keras import normalization
 
 
 def has_replicas() -> bool:

@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from onward.engines.framework import Function, NotOnHost
 from onward.errors import UnsupportedError
-from onward.frameworks.keras.ops import ROWS, KerasOps, interpret
-from onward.frameworks.keras.ops.elementwise import convert, convert_like, same
-from onward.frameworks.keras.ops.random import dropout
-from onward.frameworks.keras.ops.types import available, constant
+from onward.engines.keras import ROWS, KerasOps, interpret
+from onward.engines.keras.elementwise import convert, convert_like, same
+from onward.engines.keras.sampling import dropout
+from onward.engines.keras.values import available, constant
 from onward.frameworks.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
 from onward.frameworks.program.expressions import Expression, Printer, is_idle
 from onward.frameworks.program.forms import Dialect, Given

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.types import dtype_of
+from onward.engines.keras.values import dtype_of
 
 operators = Operators()
 

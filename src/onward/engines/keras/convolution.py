@@ -7,7 +7,7 @@ from keras import ops
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import cut_off, paddings, reach
-from onward.frameworks.keras.ops.movement import pad
+from onward.engines.keras.movement import pad
 
 operators = Operators()
 

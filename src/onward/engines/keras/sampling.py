@@ -12,7 +12,7 @@ from keras import ops
 
 from onward.build import DOMAIN
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.types import constant
+from onward.engines.keras.values import constant
 
 operators = Operators()
 

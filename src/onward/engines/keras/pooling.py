@@ -10,8 +10,8 @@ from keras import ops
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
-from onward.frameworks.keras.ops.convolution import on_windows
-from onward.frameworks.keras.ops.types import available, dtype_of, is_float
+from onward.engines.keras.convolution import on_windows
+from onward.engines.keras.values import available, dtype_of, is_float
 
 operators = Operators()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.types import dtype_of
+from onward.engines.keras.values import dtype_of
 
 operators = Operators()
 operators(Relu=ops.relu, Sigmoid=ops.sigmoid, Softplus=ops.softplus, Softsign=ops.softsign, HardSwish=ops.hard_swish)

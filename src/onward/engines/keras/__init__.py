@@ -19,8 +19,8 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
-from onward.frameworks.keras.ops import control
-from onward.frameworks.keras.ops.types import constant
+from onward.engines.keras import control
+from onward.engines.keras.values import constant
 from onward.frameworks.program.sizes import as_lists, is_open, on_host, vector
 from onward.model import Model
 from onward.transform import inline

@@ -7,7 +7,7 @@ from keras import ops
 
 from onward.engines.framework import Operators
 from onward.engines.shared.resize import resized_axes
-from onward.frameworks.keras.ops.types import dtype_of
+from onward.engines.keras.values import dtype_of
 
 operators = Operators()
 

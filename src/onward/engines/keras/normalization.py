@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.types import available, dtype_of
+from onward.engines.keras.values import available, dtype_of
 
 operators = Operators()
 

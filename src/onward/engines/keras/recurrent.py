@@ -5,8 +5,8 @@ from __future__ import annotations
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.activation import elu, hard_sigmoid, leaky_relu, thresholded_relu
-from onward.frameworks.keras.ops.types import dtype_of
+from onward.engines.keras.activation import elu, hard_sigmoid, leaky_relu, thresholded_relu
+from onward.engines.keras.values import dtype_of
 
 operators = Operators()
 

@@ -7,7 +7,7 @@ import functools
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.frameworks.keras.ops.types import available, dtype_of, is_float
+from onward.engines.keras.values import available, dtype_of, is_float
 
 operators = Operators()
 operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)
