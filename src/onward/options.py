@@ -347,7 +347,9 @@ class FeedOptions(DataOptions):
         "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
         "suits the files unless given",
     )
-    engine: str = _option("onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
+    engine: str = _option(
+        "onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow`, `keras` or `numpy`"
+    )
     device: str = _option("cpu", ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
     threads: Threads | None = _option(None, ENGINE, "N", "threads of the CPU")
     precision: str | None = _option(None, ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")

@@ -75,6 +75,7 @@ _FRAMEWORKS = {
     "torch": ("onward.engines.torch", "Torch"),
     "jax": ("onward.engines.jax", "Jax"),
     "tensorflow": ("onward.engines.tensorflow", "TensorFlow"),
+    "keras": ("onward.engines.keras", "Keras"),
 }
 
 
@@ -145,7 +146,7 @@ class Interpreted(Engine):
         **options: Any,
     ) -> Interpreted:
         """On the framework of that name; further options are its own."""
-        rules = rules or engine == "numpy" or rounds(model)
+        rules = rules or engine not in FRAMEWORKS or rounds(model)
         if recompute is not None and not rules:
             raise UnsupportedError(
                 "what is computed twice is decided by our rules, not by the framework's own derivative",

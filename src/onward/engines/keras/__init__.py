@@ -1,35 +1,40 @@
-"""ONNX's operators as calls of `keras.ops`, on whichever backend Keras has.
+"""Keras: operators of `keras.ops` one by one, on whichever backend Keras has.
 
-The files of this table are also what generated models are made of: a row is a function of `keras.ops` or one of this
-package, whose source is written into the model (see frameworks/keras/source). So rows call nothing but Keras, numpy and
-one another, and what they take on the host are numbers and lists of Python.
+Keras has no derivative that all backends share, so gradients are those of Onward's rules. The same table makes live
+Keras models and the programs that are written for them (see frameworks/keras): a row is a function of `keras.ops`, or
+one of this package whose source is written into the program. So rows call nothing but Keras, numpy and one another, and
+what they take on the host are numbers and lists of Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.framework import Framework, Function, NotOnHost, Operators, collect_operators
-from onward.engines.framework_engine import interpreter
-from onward.engines.interpreter import Interpreter
+from onward.engines.framework import Framework, Function, Operators, collect_operators
+from onward.engines.keras import control, sampling
+from onward.engines.keras.values import available, constant
+from onward.engines.numpy import Numpy
 from onward.engines.shared import sequence
-from onward.errors import UnsupportedError
-from onward.engines.keras import control
-from onward.engines.keras.values import constant
-from onward.frameworks.program.sizes import as_lists, is_open, on_host, vector
-from onward.model import Model
-from onward.transform import inline
+from onward.engines.shared.arrays import Named, function_of
+from onward.engines.shared.elementwise import operators as named
+from onward.engines.shared.movement import operators as movements
+from onward.errors import UnknownNameError, UnsupportedError
 
 FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
-    "normalization", "attention", "recurrent", "random",
+    "normalization", "attention", "recurrent", "sampling",
 )  # fmt: skip
-ROWS = collect_operators(__name__, FAMILIES)
+_NAMED = {name: function_of(row, keras.ops) for name, row in named.items() if isinstance(row, Named)}
+ROWS = Operators({**_NAMED, **collect_operators(__name__, FAMILIES), **sampling.functions})
+"""What programs may call."""
+CONTROL = Operators({**control.operators, **sequence.operators})
 
 _TYPES = frozenset(
     {
@@ -42,65 +47,32 @@ _NAME_TYPES = ("to", "dtype", "stash_type", "softmax_precision")
 _NUMBERS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 
 
-class KerasOps(Framework):
-    """Keras, on its own backend."""
+def as_lists(given: Any) -> Any:
+    """Return an array as numbers of Python, in lists; anything else as it is."""
+    if not isinstance(given, np.ndarray):
+        return given
+    if given.ndim:
+        return [as_lists(np.asarray(item, given.dtype)) for item in given]
+    value = given.item()
+    return float(str(given)) if isinstance(value, float) else value  # 0.1, not 0.10000000149011612
 
-    name = "keras"
-    takes_numbers = {**dict.fromkeys(_NUMBERS, (0, 1)), "Pow": (1,), "Clip": (1, 2)}  # noqa: RUF012
 
-    def __init__(self) -> None:
-        rows = Operators({name: self.row(name, function) for name, function in ROWS.items()})
-        self.operators = Operators({**control.operators, **sequence.operators, **rows, **self.sizes()})
-        self.on_host = on_host(self.operators, self.tensor)
+def as_operator(
+    function: Function, on_host: Callable[[Any], Any] = as_lists, compute: Function | None = None
+) -> Function:
+    """Return a row as the interpreter calls it: arrays on the host become numbers and lists, and types get names."""
+    call = compute or function
 
-    def row(self, operator: str, function: Function) -> Function:
-        """A row as the interpreter calls it: arrays on the host become numbers and lists, and types get names."""
+    @functools.wraps(function)
+    def run(*inputs: Any, **attributes: Any) -> Any:
+        named = {key: _named_attribute(key, value) for key, value in attributes.items()}
+        return call(*map(on_host, inputs), **named)
 
-        @functools.wraps(function)
-        def call(*inputs: Any, **attributes: Any) -> Any:
-            named = {key: _named_attribute(key, value) for key, value in attributes.items()}
-            return self.call(operator, function, [as_lists(x) for x in inputs], named)
-
-        return call
-
-    def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        return function(*inputs, **attributes)
-
-    def sizes(self) -> dict[str, Function]:
-        def shape(x: Any, *, start: int = 0, end: int | None = None) -> np.ndarray:
-            return vector(self.shape_of(x)[start:end])
-
-        def size(x: Any) -> np.ndarray:
-            return np.asarray(np.prod(vector(self.shape_of(x))))
-
-        return {"Shape": shape, "Size": size}
-
-    def shape_of(self, x: Any) -> list[Any]:
-        return list(keras.ops.shape(x))
-
-    def supports(self, dtype: np.dtype) -> bool:
-        return dtype.hasobject or dtype.name in _TYPES
-
-    def tensor(self, array: np.ndarray) -> Any:
-        if is_open(array):
-            return keras.ops.convert_to_tensor(as_lists(array), "int32")
-        return constant(array, str(array.dtype))
-
-    def array(self, tensor: Any) -> np.ndarray:
-        try:
-            return np.asarray(keras.ops.convert_to_numpy(tensor))
-        except Exception as error:  # each backend says in its own way that the tensor is only traced
-            raise NotOnHost from error
-
-    def derivative(self, function: Any, xs: Any) -> Any:
-        raise no_gradient_inside()
-
-    def is_tracing(self) -> bool:
-        return True  # constants of one trace are not those of another
+    return run
 
 
 def _named_attribute(attribute: str, value: Any) -> Any:
-    """Types by their names, and a number with its type as a pair."""
+    """Return the name of a type, and a number with its type as a pair."""
     if attribute == "value" and isinstance(value, np.ndarray):
         return [value.item(), str(value.dtype)]
     if attribute not in _NAME_TYPES or not isinstance(value, int):
@@ -111,14 +83,79 @@ def _named_attribute(attribute: str, value: Any) -> Any:
     return name
 
 
-def interpret(model: Model, framework: KerasOps) -> Interpreter:
-    """What executes the graph of a model. Functions that the table has stay calls."""
-    called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
-    return interpreter(inline(model, called), framework)
+_NUMPYS = (
+    "BitShift", "BitCast", "Range", "Compress", "NonZero", "Unique", "NonMaxSuppression", "QuantizeLinear",
+    "DequantizeLinear", "DFT", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+)  # fmt: skip
+"""Operators for which Keras has no function, or one that is not exact for all types and values."""
 
 
-def no_gradient_inside() -> UnsupportedError:
-    return UnsupportedError(
-        "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
-        hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+def _by_numpy(function: Function) -> Function:
+    @functools.wraps(function)
+    def run(*inputs: Any, **attributes: Any) -> Any:
+        arrays = (x if x is None or isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x) for x in inputs)
+        results = function(*arrays, **attributes)
+        return tuple(map(_placed, results)) if isinstance(results, tuple) else _placed(results)
+
+    return run
+
+
+def _placed(array: np.ndarray) -> Any:
+    return constant(array, str(array.dtype)) if array.dtype.name in _TYPES else np.asarray(array)
+
+
+@functools.wraps(Numpy.operators["Cast"])
+def _cast(x: Any, *, to: int, **others: Any) -> Any:
+    is_known = to != ir.DataType.STRING and ir.DataType(to).numpy().name in _TYPES
+    return _CAST(x, to=to) if is_known else _by_numpy(Numpy.operators["Cast"])(x, to=to, **others)
+
+
+_CAST = as_operator(ROWS["Cast"])
+
+
+class Keras(Framework):
+    name = "keras"
+    operators = Operators(
+        {
+            **CONTROL,
+            **{name: movements[name] for name in ("Shape", "Size")},
+            **{name: as_operator(row) for name, row in ROWS.items()},
+            **{name: _by_numpy(Numpy.operators[name]) for name in _NUMPYS},
+            "Cast": _cast,
+        }
     )
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
+        **dict.fromkeys(_NUMBERS, (0, 1)),
+        "Pow": (1,),
+        "Clip": (1, 2),
+    }
+
+    def __init__(self, device: str = "cpu") -> None:
+        if device not in self.devices():
+            raise UnknownNameError(f"Keras has no device `{device}` here", hint="it has cpu")
+        if available("float64") != "float64":
+            raise UnsupportedError(
+                f"Keras computes with 32 bits on {keras.backend.backend()}, and a training model has 64",
+                hint="set KERAS_BACKEND=tensorflow, or take the engine of the framework itself",
+            )
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        device: contextlib.AbstractContextManager[None] = keras.device("cpu")
+        return device
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.name in _TYPES
+
+    def shape_of(self, x: Any) -> list[Any]:
+        """Return the sizes of a tensor."""
+        return list(keras.ops.shape(x))
+
+    def tensor(self, array: np.ndarray) -> Any:
+        return constant(array, str(array.dtype))
+
+    def array(self, tensor: Any) -> np.ndarray:
+        return np.asarray(keras.ops.convert_to_numpy(tensor))
+
+    def derivative(self, function: Any, xs: Any) -> Any:
+        raise UnsupportedError("Keras's operations have no derivative", hint="take Onward's own: `rules=True`")

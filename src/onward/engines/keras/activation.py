@@ -8,7 +8,7 @@ from onward.engines.framework import Operators
 from onward.engines.keras.values import dtype_of
 
 operators = Operators()
-operators(Relu=ops.relu, Sigmoid=ops.sigmoid, Softplus=ops.softplus, Softsign=ops.softsign, HardSwish=ops.hard_swish)
+operators(Relu=ops.relu)
 
 
 @operators.define("LeakyRelu")
@@ -62,14 +62,17 @@ def hard_sigmoid(x, *, alpha=0.2, beta=0.5):
     return ops.where(y <= 0, ops.zeros_like(y), ops.where(y >= 1, ops.ones_like(y), y))
 
 
-@operators.define("ThresholdedRelu")
-def thresholded_relu(x, *, alpha=1.0):
-    return ops.where(x > alpha, x, ops.zeros_like(x))
+operators(HardSwish=ops.hard_swish, Sigmoid=ops.sigmoid, Softplus=ops.softplus, Softsign=ops.softsign)
 
 
 @operators.define("Shrink")
 def shrink(x, *, bias=0.0, lambd=0.5):
     return ops.where(x < -lambd, x + bias, ops.where(x > lambd, x - bias, ops.zeros_like(x)))
+
+
+@operators.define("ThresholdedRelu")
+def thresholded_relu(x, *, alpha=1.0):
+    return ops.where(x > alpha, x, ops.zeros_like(x))
 
 
 @operators.define("Softmax")

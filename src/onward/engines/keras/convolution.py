@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import cut_off, paddings, reach
 from onward.engines.keras.movement import pad
+from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
 

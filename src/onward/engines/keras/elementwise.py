@@ -1,4 +1,4 @@
-"""Elementwise operators. A number that is known comes as one of Python."""
+"""Elementwise operators for which Keras has no function of numpy's name. A known number comes as one of Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from onward.engines.framework import Operators
 from onward.engines.keras.values import available, dtype_of, is_float
 
 operators = Operators()
-operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)
+
+
+@operators.define("Add")
+def plus(a, b):
+    """Not `ops.add`: that of TensorFlow takes (1, n, 1) for a bias along the last axis if that has n elements, too."""
+    return a + b if hasattr(a, "dtype") or hasattr(b, "dtype") else ops.add(a, b)
 
 
 @operators.define("Div")
@@ -49,7 +54,7 @@ def smallest(*xs):
 
 @operators.define("Sum")
 def total(*xs):
-    return functools.reduce(ops.add, xs)
+    return functools.reduce(plus, xs)
 
 
 @operators.define("Mean")
@@ -57,19 +62,7 @@ def average(*xs):
     return total(*xs) / len(xs)
 
 
-_SAME = (
-    "Abs", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor", "Greater", "IsNaN", "Less", "Log", "Reciprocal",
-    "Round", "Sign", "Sin", "Sinh", "Sqrt", "Tan", "Tanh", "Where",
-)  # fmt: skip
-"""Operators that functions of Keras have the names of, and below those that they have others for."""
-_OTHERWISE_NAMED = {
-    "Acos": "arccos", "Acosh": "arccosh", "Asin": "arcsin", "Asinh": "arcsinh", "Atan": "arctan", "Atanh": "arctanh",
-    "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor", "Not": "logical_not", "Neg": "negative",
-    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "BitwiseNot": "bitwise_not",
-    "GreaterOrEqual": "greater_equal", "LessOrEqual": "less_equal",
-}  # fmt: skip
-operators(**{name: getattr(ops, name.lower()) for name in _SAME})
-operators(**{name: getattr(ops, function) for name, function in _OTHERWISE_NAMED.items()})
+operators(Erf=ops.erf)
 
 
 @operators.define("IsInf")

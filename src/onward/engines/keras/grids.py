@@ -6,8 +6,8 @@ import numpy as np
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.engines.shared.resize import resized_axes
 from onward.engines.keras.values import dtype_of
+from onward.engines.shared.resize import resized_axes
 
 operators = Operators()
 

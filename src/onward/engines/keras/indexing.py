@@ -63,6 +63,19 @@ def take_nd(x, indices, *, batch_dims=0):
     return ops.take(with_dense_gradient(rows), places, 0)
 
 
+@operators.define("ScatterElements")
+def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
+    shape, axis = list(ops.shape(x)), axis % len(x.shape)
+    places = 0
+    for i, size in enumerate(shape):
+        along = [-1 if j == i else 1 for j in range(len(shape))]
+        own = ops.reshape(ops.arange(ops.shape(indices)[i], dtype=dtype_of(indices)), along)
+        own = from_start(indices, size) if i == axis else own
+        places = places * ops.cast(size, dtype_of(indices)) + own
+    y = scatter(ops.reshape(x, [-1]), ops.reshape(places, [-1]), ops.reshape(updates, [-1]), reduction)
+    return ops.reshape(y, shape)
+
+
 def scatter(x, places, updates, reduction):
     """Rows of a table replaced by others, or combined with them."""
     kinds = {"none": None, "add": "add", "max": "max", "min": "min", "mul": "mul"}
@@ -76,19 +89,6 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
     rows = ops.reshape(x, [product_of(shape[:count]), *shape[count:]])
     new = ops.reshape(updates, [-1, *shape[count:]])
     return ops.reshape(scatter(rows, places, new, reduction), shape)
-
-
-@operators.define("ScatterElements", "Scatter")
-def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
-    shape, axis = list(ops.shape(x)), axis % len(x.shape)
-    places = 0
-    for i, size in enumerate(shape):
-        along = [-1 if j == i else 1 for j in range(len(shape))]
-        own = ops.reshape(ops.arange(ops.shape(indices)[i], dtype=dtype_of(indices)), along)
-        own = from_start(indices, size) if i == axis else own
-        places = places * ops.cast(size, dtype_of(indices)) + own
-    y = scatter(ops.reshape(x, [-1]), ops.reshape(places, [-1]), ops.reshape(updates, [-1]), reduction)
-    return ops.reshape(y, shape)
 
 
 @operators.define("OneHot")

@@ -45,7 +45,7 @@ def squeeze(x, axes=None):
 
 @operators.define("Unsqueeze")
 def unsqueeze(x, axes):
-    return ops.expand_dims(x, tuple(axes))
+    return ops.expand_dims(x, tuple(axes) if isinstance(axes, list) else axes)
 
 
 @operators.define("Transpose")
@@ -64,22 +64,6 @@ def parts(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
         count = num_outputs or outputs
         sizes = [-(-x.shape[axis] // count)] * count
     return tuple(ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis)) if len(sizes) > 1 else (x,)
-
-
-@operators.define("SplitToSequence")
-def sequence_of_parts(x, sizes=None, *, axis=0, keepdims=1):
-    """Parts of given sizes, or of one size but for the last, which may be smaller."""
-    if not isinstance(sizes, list):
-        whole, rest = divmod(x.shape[axis], sizes or 1)
-        pieces = parts(x, [sizes or 1] * whole + [rest] * bool(rest), axis=axis)
-    else:
-        pieces = parts(x, sizes, axis=axis)
-    return [ops.squeeze(piece, axis) if sizes is None and not keepdims else piece for piece in pieces]
-
-
-@operators.define("ConcatFromSequence")
-def join_sequence(sequence, *, axis, new_axis=0):
-    return ops.stack(sequence, axis) if new_axis else ops.concatenate(sequence, axis)
 
 
 @operators.define("Slice")
@@ -153,3 +137,19 @@ def eye_like(x, *, dtype=None, k=0):
 def numbers(start, limit, step):
     is_float = any(isinstance(number, float) for number in (start, limit, step))
     return ops.arange(start, limit, step, dtype="float32" if is_float else available("int64"))
+
+
+@operators.define("ConcatFromSequence")
+def join_sequence(sequence, *, axis, new_axis=0):
+    return ops.stack(sequence, axis) if new_axis else ops.concatenate(sequence, axis)
+
+
+@operators.define("SplitToSequence")
+def sequence_of_parts(x, sizes=None, *, axis=0, keepdims=1):
+    """Parts of given sizes, or of one size but for the last, which may be smaller."""
+    if not isinstance(sizes, list):
+        whole, rest = divmod(x.shape[axis], sizes or 1)
+        pieces = parts(x, [sizes or 1] * whole + [rest] * bool(rest), axis=axis)
+    else:
+        pieces = parts(x, sizes, axis=axis)
+    return [ops.squeeze(piece, axis) if sizes is None and not keepdims else piece for piece in pieces]

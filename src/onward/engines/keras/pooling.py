@@ -9,9 +9,9 @@ import numpy as np
 from keras import ops
 
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 from onward.engines.keras.convolution import on_windows
 from onward.engines.keras.values import available, dtype_of, is_float
+from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 
 operators = Operators()
 
@@ -106,6 +106,13 @@ def average_pool(
     return total / ops.convert_to_tensor(number, dtype_of(x))
 
 
+@operators.define("LpPool")
+def lp_pool(x, *, auto_pad="NOTSET", ceil_mode=0, dilations=None, kernel_shape, p=2, pads=None, strides=None):
+    strides, dilations, _, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    powers = ops.power(ops.abs(x), p)
+    return ops.power(over_windows(add_up, [powers], [0], kernel_shape, strides, dilations, added)[0], 1 / p)
+
+
 def space(x):
     return tuple(range(2, len(x.shape)))
 
@@ -123,10 +130,3 @@ def global_average_pool(x):
 @operators.define("GlobalLpPool")
 def global_lp_pool(x, *, p=2):
     return ops.power(ops.sum(ops.power(ops.abs(x), p), space(x), keepdims=True), 1 / p)
-
-
-@operators.define("LpPool")
-def lp_pool(x, *, auto_pad="NOTSET", ceil_mode=0, dilations=None, kernel_shape, p=2, pads=None, strides=None):
-    strides, dilations, _, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
-    powers = ops.power(ops.abs(x), p)
-    return ops.power(over_windows(add_up, [powers], [0], kernel_shape, strides, dilations, added)[0], 1 / p)

@@ -43,17 +43,17 @@ def reduce_product(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
     return reduce(ops.prod, x, axes, keepdims, noop_with_empty_axes)
 
 
-@operators.define("ReduceLogSumExp")
-def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
-
-
 @operators.define("ReduceL2")
 def reduce_l2(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
     """Where it is 0, the slope is taken to be 0."""
     squares = reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
     zero = squares == 0
     return ops.where(zero, ops.zeros_like(squares), ops.sqrt(ops.where(zero, ops.ones_like(squares), squares)))
+
+
+@operators.define("ReduceLogSumExp")
+def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
 
 
 def place(function, x, axis, keepdims, select_last_index):

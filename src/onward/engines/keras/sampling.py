@@ -5,16 +5,17 @@ PyTorch has no arithmetic with uint32, and Keras computes in int64 there: the lo
 
 from __future__ import annotations
 
-import functools
-
 import keras
 from keras import ops
 
 from onward.build import DOMAIN
 from onward.engines.framework import Operators
+from onward.engines.keras.indexing import product_of
 from onward.engines.keras.values import constant
 
 operators = Operators()
+functions = Operators()
+"""Functions that training models draw with. Keras computes them faster than their bodies."""
 
 
 @operators.define("Dropout")
@@ -48,32 +49,28 @@ def threefry2x32(key, word0, word1):
     return word0, word1
 
 
-def number_of(shape):
-    return functools.reduce(lambda count, size: count * size, shape, 1)
-
-
 def counters(start, limit):
     return ops.cast(ops.arange(start, limit, dtype="int32"), "uint32")
 
 
-@operators.define(f"{DOMAIN}.FoldIn")
+@functions.define(f"{DOMAIN}.FoldIn")
 def fold_in(key, data):
     """A new key: the pair (0, data) encrypted with the key."""
     data = ops.reshape(ops.cast(data, "uint32"), (1,))
     return ops.concatenate(threefry2x32(key, ops.zeros_like(data), data))
 
 
-@operators.define(f"{DOMAIN}.RandomBits")
+@functions.define(f"{DOMAIN}.RandomBits")
 def random_bits(key, shape):
     """Random uint32: element i is the xor of the two words that the pair (0, i) is encrypted to."""
-    places = counters(0, number_of(shape))
+    places = counters(0, product_of(shape))
     return ops.reshape(ops.bitwise_xor(*threefry2x32(key, ops.zeros_like(places), places)), shape)
 
 
-@operators.define(f"{DOMAIN}.PairedRandomBits")
+@functions.define(f"{DOMAIN}.PairedRandomBits")
 def paired_random_bits(key, shape):
     """Random uint32, two from each encryption: elements i and i + half are the words of the pair (i, i + half)."""
-    size = number_of(shape)
+    size = product_of(shape)
     half = (size + 1) // 2
     second = ops.concatenate([counters(half, size), ops.zeros((2 * half - size,), "uint32")])
     words = threefry2x32(key, counters(0, half), second)

@@ -6,24 +6,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import onnx_ir as ir
 
 from onward.build import twin
+from onward.engines.framework import Function, NotOnHost, Operators
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.keras import CONTROL, ROWS, Keras, as_operator
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
-from onward.engines.keras import KerasOps, interpret
 from onward.frameworks.keras.replicas import batch_normalization, has_replicas
+from onward.frameworks.program.sizes import as_lists, is_open, on_host, vector
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried_state
+from onward.transform import inline
 from onward.transform.unused import keep_only
+
+
+class GraphKeras(Keras):
+    """Keras while it executes or traces the graph of a model, on any device. Sizes may be open."""
+
+    def __init__(self) -> None:
+        rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
+        self.operators = Operators({**CONTROL, **rows, **self.sizes()})
+        self.on_host = on_host(self.operators, self.tensor)
+
+    def call(self, operator: str, function: Function, /, *inputs: Any, **attributes: Any) -> Any:
+        return function(*inputs, **attributes)
+
+    def sizes(self) -> dict[str, Function]:
+        def shape(x: Any, *, start: int = 0, end: int | None = None) -> np.ndarray:
+            return vector(self.shape_of(x)[start:end])
+
+        def size(x: Any) -> np.ndarray:
+            return np.asarray(np.prod(vector(self.shape_of(x))))
+
+        return {"Shape": shape, "Size": size}
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.hasobject or super().supports(dtype)
+
+    def tensor(self, array: np.ndarray) -> Any:
+        return keras.ops.convert_to_tensor(as_lists(array), "int32") if is_open(array) else super().tensor(array)
+
+    def array(self, tensor: Any) -> np.ndarray:
+        try:
+            return super().array(tensor)
+        except Exception as error:  # each backend says in its own way that the tensor is only traced
+            raise NotOnHost from error
+
+    def derivative(self, function: Any, xs: Any) -> Any:
+        raise no_gradient_inside()
+
+    def is_tracing(self) -> bool:
+        return True  # constants of one trace are not those of another
+
+
+def interpret(model: Model, framework: GraphKeras) -> Interpreter:
+    """Return what executes the graph of a model. Functions that the table has stay calls."""
+    called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
+    return interpreter(inline(model, called), framework)
+
+
+def no_gradient_inside() -> UnsupportedError:
+    return UnsupportedError(
+        "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
+        hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+    )
 
 
 class Executable:
@@ -31,7 +95,7 @@ class Executable:
 
     def __init__(self, model: Model):
         self.inputs = open_inputs(model)
-        self._framework = KerasOps()
+        self._framework = GraphKeras()
         if has_replicas():
             self._framework.operators["BatchNormalization"] = batch_normalization
         self._execute = interpret(model, self._framework)

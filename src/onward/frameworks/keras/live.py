@@ -11,9 +11,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from onward.engines.keras.values import available, fit_target
 from onward.errors import DataError, UnsupportedError
 from onward.frameworks.keras.graphs import Executable, Loss, Parts
-from onward.engines.keras.values import available, fit_target
 from onward.frameworks.keras.optimizer import array_of, state_of
 from onward.frameworks.keras.replicas import share_of_replica, sum_over_replicas
 from onward.model import Model

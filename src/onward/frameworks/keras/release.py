@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onward.arguments import checked
 from onward.differentiate.gradients import has_gradients
+from onward.frameworks.keras.graphs import no_gradient_inside
 from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.loss import make_loss
-from onward.engines.keras import no_gradient_inside
 from onward.frameworks.keras.optimizer import make_optimizer
 from onward.model import Source, load
 from onward.run_state.standard_steps import adopt

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from onward.engines.framework import Function
+from onward.engines.keras.values import as_single, available, fit_target, plain_name
 from onward.frameworks.keras.graphs import Forward, Parts
 from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
-from onward.engines.keras.values import as_single, available, fit_target, plain_name
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.source.recording import MENTIONED, Program, record
 from onward.frameworks.program.audit import audit_program

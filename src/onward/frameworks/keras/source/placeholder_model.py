@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.engines.keras.values import available
+from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.optimizer import twin_of
 from onward.frameworks.keras.source import Source
 

@@ -16,11 +16,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Function, NotOnHost
-from onward.errors import UnsupportedError
-from onward.engines.keras import ROWS, KerasOps, interpret
+from onward.engines.keras import ROWS
 from onward.engines.keras.elementwise import convert, convert_like, same
 from onward.engines.keras.sampling import dropout
 from onward.engines.keras.values import available, constant
+from onward.errors import UnsupportedError
+from onward.frameworks.keras.graphs import GraphKeras, interpret
 from onward.frameworks.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
 from onward.frameworks.program.expressions import Expression, Printer, is_idle
 from onward.frameworks.program.forms import Dialect, Given
@@ -55,7 +56,7 @@ _LITERAL = 64
 """Up to so many numbers are written into the program."""
 
 
-class Recorder(KerasOps):
+class Recorder(GraphKeras):
     """Keras while it writes a program."""
 
     def __init__(self, constants: dict[str, np.ndarray]):
@@ -83,7 +84,8 @@ class Recorder(KerasOps):
     def array(self, tensor: Any) -> np.ndarray:
         raise NotOnHost
 
-    def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def call(self, operator: str, function: Function, /, *arguments: Any, **attributes: Any) -> Any:
+        inputs = list(arguments)
         if function in (same, dropout, convert, convert_like) and self._keeps(function, inputs, attributes):
             return inputs[0]
         if operator == "Conv" and len(inputs) > 2 and _is_zero(inputs[2]):  # which exporters write for no bias
