@@ -36,7 +36,7 @@ from campaign.mutations import (
     resized,
 )
 from onward.checkpoint.source_checkpoint import FACT
-from onward.checkpoint.tf.table import make_table, read_table
+from onward.checkpoint.tf.bundles import make_table, read_table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"
 _OPCODES = b"".join(

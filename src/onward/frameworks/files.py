@@ -66,7 +66,8 @@ def _with_known_names(framework: Framework, model: Model) -> Model:
 
 def _files_of(framework: Framework) -> Any:
     try:
-        return importlib.import_module(f"onward.frameworks.{framework}.files")
+        has_program = framework in ("keras", "tensorflow")
+        return importlib.import_module(f"onward.frameworks.{framework}.{'program' if has_program else 'files'}")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("onward"):
             raise

@@ -112,11 +112,7 @@ def _update_name(configured: ConfiguredOptimizer) -> str:
 
 
 def _row(
-    name: str,
-    optimizers: Sequence[str],
-    settings: Mapping[str, str],
-    slots: Mapping[str, str],
-    **columns: Any,
+    name: str, optimizers: Sequence[str], settings: Mapping[str, str], slots: Mapping[str, str], **columns: Any
 ) -> KerasRow:
     return KerasRow(f"keras.optimizers.{name}", tuple(optimizers), ("keras",), settings, slots, **columns)
 
@@ -128,39 +124,29 @@ _AMSGRAD: dict[str, Any] = {"flags": ("amsgrad",), "apart": ("max_exp_avg_sq",)}
 _HATS = {**_MOMENTS, "max_exp_avg_sq": "_velocity_hats"}
 _ROWS = (
     _row(
-        "SGD",
-        ["sgd", "momentum", "nesterov", "sgdw"],
-        {"momentum": "momentum"},
-        {"momentum_buffer": "momentums"},
+        "SGD", ["sgd", "momentum", "nesterov", "sgdw"], {"momentum": "momentum"}, {"momentum_buffer": "momentums"},
         flags=("nesterov",),
     ),
     _row("Adam", ["adam", "amsgrad"], _ADAM, _HATS, **_AMSGRAD),
     _row("AdamW", ["adamw"], _ADAM, _HATS, **_AMSGRAD),
     _row(
-        "Adagrad",
-        ["adagrad"],
-        {"eps": "epsilon", "initial_accumulator_value": "initial_accumulator_value"},
+        "Adagrad", ["adagrad"], {"eps": "epsilon", "initial_accumulator_value": "initial_accumulator_value"},
         {"sum": "_accumulators"},
     ),
     _row(
-        "Adadelta",
-        ["adadelta"],
-        {"rho": "rho", "eps": "epsilon"},
+        "Adadelta", ["adadelta"], {"rho": "rho", "eps": "epsilon"},
         {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
     ),
     _row("Adamax", ["adamax"], _ADAM, {"exp_avg": "_m", "exp_inf": "_u"}),
     _row("Nadam", ["nadam"], _ADAM, _MOMENTS, shared={"mu_product": "_u_product"}),
     _row(
-        "RMSprop",
-        ["rmsprop"],
-        {"alpha": "rho", "eps": "epsilon", "momentum": "momentum"},
+        "RMSprop", ["rmsprop"], {"alpha": "rho", "eps": "epsilon", "momentum": "momentum"},
         {"square_avg": "_velocities", "momentum_buffer": "_momentums", "grad_avg": "_average_gradients"},
-        flags=("centered",),
-        apart=("square_avg", "momentum_buffer", "grad_avg"),
+        flags=("centered",), apart=("square_avg", "momentum_buffer", "grad_avg"),
     ),
     _row("Lion", ["lion"], _BETAS, {"exp_avg": "_momentums"}),
     _row("Lamb", ["lamb"], _ADAM, _MOMENTS),
-)
+)  # fmt: skip
 OPTIMIZERS = {row.name: row for row in _ROWS}
 """By the names of Keras's classes."""
 

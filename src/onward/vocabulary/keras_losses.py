@@ -288,71 +288,43 @@ def _formula_row(name: str, draws: str, formula: Formula, *, by_element: bool = 
     return LossRow(name, draws, read=read, formula=formula, by_element=by_element, **columns)
 
 
+def _no_settings(options: Options, prediction: Prediction) -> dict[str, Any]:
+    return {}
+
+
+def _plain_row(name: str, class_name: str, alias: str, *losses: str) -> LossRow:
+    """A loss without settings. The first of a recipe's `losses` is what it is read as."""
+    read, write = lambda options, _: {"name": losses[0]}, dict.fromkeys(losses, _no_settings)
+    return LossRow(name, "real", class_name, (alias,), read, write, of_any_output=True)
+
+
+_BY_SAMPLE: dict[str, Any] = {"by_element": False, "takes_logits": True}
 _ROWS = (
     LossRow(
-        "sparse_categorical_crossentropy",
-        "labels",
-        "SparseCategoricalCrossentropy",
-        read=_read_sparse,
-        write={"cross_entropy": functools.partial(_write_cross_entropy, probabilities=False)},
-        formula=_sparse,
-        by_element=False,
-        takes_logits=True,
-        of_any_output=True,
+        "sparse_categorical_crossentropy", "labels", "SparseCategoricalCrossentropy", (), _read_sparse,
+        {"cross_entropy": functools.partial(_write_cross_entropy, probabilities=False)}, _sparse,
+        **_BY_SAMPLE, of_any_output=True,
     ),
     LossRow(
-        "categorical_crossentropy",
-        "one_hot",
-        "CategoricalCrossentropy",
-        read=_read_categorical,
-        write={"cross_entropy": functools.partial(_write_cross_entropy, probabilities=True)},
-        formula=_categorical,
-        by_element=False,
-        takes_logits=True,
+        "categorical_crossentropy", "one_hot", "CategoricalCrossentropy", (), _read_categorical,
+        {"cross_entropy": functools.partial(_write_cross_entropy, probabilities=True)}, _categorical, **_BY_SAMPLE,
     ),
     LossRow(
-        "binary_crossentropy",
-        "binary",
-        "BinaryCrossentropy",
-        read=_read_binary,
-        write={"bce_with_logits": _write_bce, "binary_cross_entropy": _write_binary},
-        formula=_binary,
-        takes_logits=True,
+        "binary_crossentropy", "binary", "BinaryCrossentropy", (), _read_binary,
+        {"bce_with_logits": _write_bce, "binary_cross_entropy": _write_binary}, _binary, takes_logits=True,
     ),
+    _plain_row("mean_squared_error", "MeanSquaredError", "mse", "mse"),
+    _plain_row("mean_absolute_error", "MeanAbsoluteError", "mae", "l1", "mae"),
     LossRow(
-        "mean_squared_error",
-        "real",
-        "MeanSquaredError",
-        aliases=("mse",),
-        read=lambda options, _: {"name": "mse"},
-        write={"mse": lambda options, _: {}},
-        of_any_output=True,
-    ),
-    LossRow(
-        "mean_absolute_error",
-        "real",
-        "MeanAbsoluteError",
-        aliases=("mae",),
-        read=lambda options, _: {"name": "l1"},
-        write=dict.fromkeys(("l1", "mae"), lambda options, _: {}),
-        of_any_output=True,
-    ),
-    LossRow(
-        "huber",
-        "real",
-        "Huber",
-        aliases=("huber_loss",),
-        read=lambda options, _: {"name": "huber", "delta": float(options.get("delta", 1.0))},
+        "huber", "real", "Huber", ("huber_loss",),
+        lambda options, _: {"name": "huber", "delta": float(options.get("delta", 1.0))},
         # Keras leaves `delta` out of what it saves, so that only the default comes back.
-        write={"huber": lambda options, _: {} if options.get("delta", 1.0) == 1.0 else None},
-        of_any_output=True,
+        {"huber": lambda options, _: {} if options.get("delta", 1.0) == 1.0 else None}, of_any_output=True,
     ),
     LossRow(
-        "poisson",
-        "positive",
-        "Poisson",
-        read=lambda _, prediction: {"name": "poisson_nll", "log_input": False, "eps": prediction.eps},
-        write={"poisson_nll": _write_poisson},
+        "poisson", "positive", "Poisson", (),
+        lambda _, prediction: {"name": "poisson_nll", "log_input": False, "eps": prediction.eps},
+        {"poisson_nll": _write_poisson},
     ),
     _formula_row("mean_absolute_percentage_error", "positive", _percentage),
     _formula_row("mean_squared_logarithmic_error", "positive", _squared_logarithmic),
@@ -367,7 +339,7 @@ _ROWS = (
     _formula_row("dice", "binary", _dice, by_element=False, of_batch=True),
     _formula_row("tversky", "binary", _tversky, by_element=False, of_batch=True),
     _formula_row("categorical_generalized_cross_entropy", "labels", _generalized_cross_entropy, by_element=False),
-)
+)  # fmt: skip
 LOSSES = {row.name: row for row in _ROWS}
 """By the names of Keras's functions."""
 

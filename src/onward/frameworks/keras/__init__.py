@@ -9,6 +9,6 @@ if _ON_TENSORFLOW and "keras" not in sys.modules and importlib.util.find_spec("t
     importlib.import_module("onward.engines.tensorflow.quiet")  # Keras would import it with all that it prints
 
 from onward.frameworks.keras.capture import from_keras  # noqa: E402
-from onward.frameworks.keras.release import to_keras  # noqa: E402
+from onward.frameworks.keras.forward import to_keras  # noqa: E402
 
 __all__ = ["from_keras", "to_keras"]

@@ -1,20 +1,19 @@
-"""From a compiled Keras model to a training model."""
+"""From a compiled Keras model, or the configuration of one, to a training model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from onward.arguments import checked
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
+from onward.frameworks.keras.graph import REGULARIZATION, Walk, functional_of
 from onward.frameworks.keras.loss import Term, read_loss
-from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of
+from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
-from onward.frameworks.keras.traced import trace_update
-from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState, to_training_model
@@ -133,3 +132,43 @@ def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> 
         for number, part in parts
         if part
     ]
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+
+_ANY_OPTIMIZER: dict[str, Any] = {
+    "module": "keras.optimizers",
+    "class_name": "SGD",
+    "config": {},
+    "registered_name": None,
+}
+
+
+def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:
+    """A training model with the layers and the loss of a configuration, and any optimizer.
+
+    `names` are those of the variables in Keras's order, with their shapes. Keras makes nothing but its own classes.
+    """
+    compiled = {**config.get("compile_config", {}), "optimizer": _ANY_OPTIMIZER, "metrics": None, "run_eagerly": False}
+    if not compiled.get("loss"):
+        raise UnsupportedError("the model was saved without its loss", hint="give a training model with `--like`")
+    made = _make_model({**config, "compile_config": compiled})
+    variables = [variable for variable in made.variables if "seed_generator" not in variable.path]
+    shapes = [tuple(variable.shape) for variable in variables]
+    if shapes != [shape for _, shape in names]:
+        raise UnsupportedError(
+            "the layers of the file have other variables than are stored", hint="give the ONNX model with `--like`"
+        )
+    for variable, (name, _) in zip(variables, names, strict=True):
+        variable._path = name  # loaded layers do not know the models around them, in which they got their names
+    return from_keras(made, probe=False, approx=True)
+
+
+def _make_model(config: dict[str, Any]) -> Any:
+    try:
+        return keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except Exception as error:  # nothing of ours runs here, and Keras raises whatever a layer does
+        raise UnsupportedError(
+            f"Keras cannot make the layers of the file: {first_line(error)}", hint="give the ONNX model with `--like`"
+        ) from error

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import keywords
-from onward.frameworks.keras.tensors import Tensor
-from onward.frameworks.keras.walk import functional_of
+from onward.frameworks.keras.graph import functional_of
+from onward.frameworks.keras.layers import Tensor
 from onward.model import Model
 from onward.run_state.state import RunState
 from onward.standard import COMMON_OPSET

@@ -14,9 +14,9 @@ from onward.agreement.gradcheck.inputs import generator
 from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
+from onward.frameworks.keras.graph import Walk, functional_of
 from onward.frameworks.keras.loss import Term
-from onward.frameworks.keras.optimizer import array_of, twin_of
-from onward.frameworks.keras.walk import Walk, functional_of
+from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.run_state.state import RunState, to_training_model
 
 _STEPS = 3
@@ -64,7 +64,7 @@ def _copy(model: Any) -> Any:
         _without_dropout(layer)
     given = model._compile_loss
     copy.compile(
-        optimizer=_copy_optimizer(model, copy),
+        optimizer=copy_optimizer(model.optimizer, list(zip(model.variables, copy.variables, strict=True))),
         loss=given._user_loss,
         loss_weights=given._user_loss_weights,
         run_eagerly=True,
@@ -96,18 +96,6 @@ def _without_dropout(layer: Any) -> None:
         layer.rate = 0.0
     elif kind == "MultiHeadAttention":
         layer._dropout = 0.0
-
-
-def _copy_optimizer(model: Any, copy: Any) -> Any:
-    optimizer = model.optimizer
-    made = twin_of(optimizer, zip(model.trainable_variables, copy.trainable_variables, strict=True))
-    if not optimizer.built:
-        return made
-    twin = {id(ours): theirs for ours, theirs in zip(model.variables, copy.variables, strict=True)}
-    made.build([twin[id(v)] for v in optimizer._trainable_variables])
-    for ours, theirs in zip(optimizer.variables, made.variables, strict=True):
-        theirs.assign(ours.value)
-    return made
 
 
 def _watch_gradients(optimizer: Any) -> list[np.ndarray]:

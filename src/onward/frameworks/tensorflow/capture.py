@@ -20,11 +20,10 @@ from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.randomness import no_chance
-from onward.frameworks.tensorflow.files import restore
+from onward.frameworks.tensorflow.averages import keep_averages
 from onward.frameworks.tensorflow.graph import Resource, Walk, dtype_of
-from onward.frameworks.tensorflow.restore import is_training_module, restore_model
-from onward.frameworks.tensorflow.running import keep_averages
-from onward.frameworks.tensorflow.trial import confirm
+from onward.frameworks.tensorflow.probe import confirm
+from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
 from onward.model import Model
 from onward.recipe import Recipe, prepare
 from onward.transform.unused import remove_unused

@@ -1,4 +1,4 @@
-"""Training models as SavedModels, and back."""
+"""Training models as SavedModels, and back, without calling a function of theirs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+import zlib
+from collections.abc import Iterable
 
 from tensorflow.core.protobuf import saved_model_pb2
 
@@ -21,11 +23,10 @@ from onward.frameworks.files import compare, tensors_of, with_state
 from onward.frameworks.program.child import try_out
 from onward.frameworks.program.trial import step_trial
 from onward.frameworks.tensorflow import child
-from onward.frameworks.tensorflow.module import to_tensorflow
-from onward.frameworks.tensorflow.restore import read_carried_model
+from onward.frameworks.tensorflow.forward import to_tensorflow
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
-from onward.model import Model
+from onward.model import Model, load
 from onward.model.storage.replacement import replacing
 from onward.run_state.problems import Problems
 from onward.run_state.state import step_of
@@ -128,3 +129,36 @@ def _name(key: str) -> str:
     """A checkpoint has `..` for a dot, and `.S` for a slash."""
     plain = key.removeprefix(_STATE).removesuffix(_VALUE)
     return re.sub(r"\.([.S])", lambda found: "." if found[1] == "." else "/", plain)
+
+
+# ---- the training model that a module carries ------------------------------------------------------------------------
+
+
+_MOST = 2**31 - 1
+"""Bytes of a model: no file of ONNX is larger."""
+
+
+def is_training_module(module: Any) -> bool:
+    """Whether Onward made it, or what it was loaded from."""
+    return hasattr(module, "training_model") and hasattr(module, "state")
+
+
+def restore_model(module: Any) -> Model:
+    """The training model of a module, with the values that its variables have now."""
+    graph = module.training_model.get_concrete_function().graph
+    model, step = read_carried_model(graph.as_graph_def().node, "the module")
+    for name, variable in module.state.items():
+        model.set(name, variable.numpy(), step)
+    return model
+
+
+def read_carried_model(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
+    """What the function `training_model` would return, by the constants in its graph: a model, and which step of it."""
+    try:
+        constants = [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
+        packed = next(bytes(array.item()) for array in constants if array.dtype == object and array.size == 1)
+        step = next((int(array) for array in constants if array.dtype.kind == "i" and array.size == 1), 0)
+        unpacked = zlib.decompressobj().decompress(packed, _MOST)
+    except (TypeError, ValueError, StopIteration, zlib.error) as error:
+        raise InvalidModelError(f"the training model in {of} is damaged: {first_line(error)}") from error
+    return load(unpacked), step

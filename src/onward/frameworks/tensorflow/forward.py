@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 import inspect
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
-
-from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
-
 from onward.engines.framework import Framework
 from onward.engines.framework_engine import Tensors, computation, interpreter
+from onward.engines.tensorflow import TensorFlow
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
 from onward.frameworks.program.names import Identifiers
-from onward.frameworks.tensorflow.sizes import OpenSizes
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -30,6 +31,18 @@ from onward.transform import inline
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 from onward.transform.training import without_steps
+
+
+class OpenSizes(TensorFlow):
+    """TensorFlow while it records a graph whose sizes are not all known. Where that will run is decided later."""
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def array(self, tensor: Any) -> Any:
+        """The value, or where nobody knows it the tensor itself: rows of the table that are told sizes take both."""
+        known = tf.get_static_value(tensor)
+        return tensor if known is None else np.asarray(known)
 
 
 class TrainingModule(tf.Module):  # type: ignore[misc]

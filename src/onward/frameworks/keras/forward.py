@@ -1,4 +1,4 @@
-"""A training model as a Keras model: its state are variables, and its graphs run as operations of `keras.ops`."""
+"""From a training model to a Keras model: state as variables, graphs as operations of `keras.ops`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ import keras
 import numpy as np
 from keras import ops
 
+from onward.arguments import checked
+from onward.differentiate.gradients import has_gradients
 from onward.engines.keras.values import available, fit_target
 from onward.errors import DataError, UnsupportedError
-from onward.frameworks.keras.graphs import Executable, Loss, Parts
-from onward.frameworks.keras.optimizer import array_of, state_of
-from onward.frameworks.keras.replicas import share_of_replica, sum_over_replicas
-from onward.model import Model
+from onward.frameworks.keras.graphs import (
+    Executable,
+    Loss,
+    Parts,
+    no_gradient_inside,
+    share_of_replica,
+    sum_over_replicas,
+)
+from onward.frameworks.keras.loss import make_loss
+from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
+from onward.model import Model, Source, load
 from onward.model.state import STEP, states
+from onward.run_state.standard_steps import adopt
+from onward.run_state.state import from_training_model, is_plain, only_step_of
+from onward.transform.opset import of_one_opset
 
 _SAME = "only_first_replica"
 """What is the same on all devices of a strategy of TensorFlow; statistics of batches are not, and their mean counts."""
@@ -197,3 +209,34 @@ def _as_list(values: Any) -> Iterable[Any]:
 def _fit_target(target: Any, value: Any) -> Any:
     rank = None if value.shape is None else len(value.shape)
     return fit_target(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]
+
+
+# ---- from a training model -------------------------------------------------------------------------------------------
+
+
+@checked(types=False)
+def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
+    """A compiled Keras model that goes on where a training model is: `fit` continues the run.
+
+    Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
+    same, else the update of the training model, and so is its loss.
+
+        model = onward.to_keras("training.onnx")
+        model.fit(images, labels)
+
+    - `training`: a training model
+    - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
+    """
+    model = adopt(of_one_opset(load(training)))
+    index = only_step_of(model, step)
+    if has_gradients(model):
+        raise no_gradient_inside()
+    run = from_training_model(model, index, forward=False)
+    made = TrainingModel(model)
+    held = made.variables_by_name
+    optimizer = make_optimizer(run, held)
+    if optimizer is None:
+        optimizer = GraphOptimizer(model, held, run.groups[0].lr)
+        optimizer.build(made.trainable_variables)
+    made.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
+    return made

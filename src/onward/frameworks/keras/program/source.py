@@ -10,10 +10,10 @@ import numpy as np
 
 from onward.engines.framework import Function
 from onward.engines.keras.values import as_single, available, fit_target, plain_name
+from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.graphs import Forward, Parts
-from onward.frameworks.keras.live import GraphOptimizer, TrainingModel
 from onward.frameworks.keras.optimizer import array_of
-from onward.frameworks.keras.source.recording import MENTIONED, Program, record
+from onward.frameworks.keras.program.recording import MENTIONED, Program, record
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.calls import Step, in_order
 from onward.frameworks.program.layout import arrange_imports, break_lines
