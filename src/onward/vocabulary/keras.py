@@ -150,6 +150,19 @@ _ROWS = (
 OPTIMIZERS = {row.name: row for row in _ROWS}
 """By the names of Keras's classes."""
 
+KERAS_2_SLOTS = {
+    "m": "exp_avg", "v": "exp_avg_sq", "vhat": "max_exp_avg_sq", "momentum": "momentum_buffer", "rms": "square_avg",
+    "mg": "grad_avg", "accumulator": "sum", "accum_grad": "square_avg", "accum_var": "acc_delta",
+}  # fmt: skip
+"""What optimizers before Keras 3 call their slots."""
+AVERAGE = "average"
+TENSORFLOW_1_SLOTS = {
+    "Adam": "exp_avg", "Adam_1": "exp_avg_sq", "Momentum": "momentum_buffer", "Adagrad": "sum",
+    "RMSProp": "square_avg", "RMSProp_1": "momentum_buffer", "Adadelta": "square_avg", "Adadelta_1": "acc_delta",
+    "ExponentialMovingAverage": AVERAGE,
+}  # fmt: skip
+"""What TensorFlow 1 adds to the names of variables for their slots and averages."""
+
 CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
 """Limits of gradients: Keras's -> those of a recipe."""
 

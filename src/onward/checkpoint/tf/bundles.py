@@ -142,14 +142,10 @@ class _Files:
             if min(begin, default=0) < 0 or any(end > whole for end, whole in zip(ends, entry.shape, strict=True)):
                 raise ValueError(f"a piece of `{key.decode()}` lies outside of it")
             piece = self._stored_tensor(found, np.dtype(_TYPES[found.kind]), sizes)
-            pieces.append((begin, partial(_self, piece)))
+            pieces.append((begin, partial(lambda tensor: tensor, piece)))
         if sum(math.prod(find().shape) for _, find in pieces) != math.prod(entry.shape):
             raise ValueError(f"the pieces of `{key.decode()}` do not make it up")
         return ScatteredTensor(np.dtype(_TYPES[entry.kind]), entry.shape, tuple(pieces))
-
-
-def _self(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _slice_key(name: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:

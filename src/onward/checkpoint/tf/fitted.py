@@ -16,6 +16,7 @@ from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
 from onward.vocabulary.keras import (
+    AVERAGE,
     CLIPS,
     OPTIMIZERS,
     SCHEDULES,
@@ -31,7 +32,7 @@ from onward.vocabulary.keras_losses import read_named_loss
 # ---- what a compiled model says of its training, and the variables of its optimizer, which have no names -------------
 
 
-ITERATIONS, RATE, AVERAGE, GATHERED = "iterations", "learning_rate", "average", "gradient_accumulator"
+ITERATIONS, RATE, GATHERED = "iterations", "learning_rate", "gradient_accumulator"
 _SCALED = "LossScaleOptimizer"
 _LARGEST = 1e300
 SCALER = ("own_iterations", "own_learning_rate", "step_counter", "dynamic_scale")

@@ -13,15 +13,10 @@ from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.protobuf_wire import numbers, text, texts
-from onward.vocabulary.keras import OPTIMIZERS, KerasRow, is_named_after
+from onward.vocabulary.keras import AVERAGE, KERAS_2_SLOTS, OPTIMIZERS, TENSORFLOW_1_SLOTS, KerasRow, is_named_after
 
 _VALUE = "VARIABLE_VALUE"
 _STATES = "/.ATTRIBUTES/ITERATOR_STATE"
-_SLOTS = {
-    "m": "exp_avg", "v": "exp_avg_sq", "vhat": "max_exp_avg_sq", "momentum": "momentum_buffer", "rms": "square_avg",
-    "mg": "grad_avg", "accumulator": "sum", "accum_grad": "square_avg", "accum_var": "acc_delta",
-}  # fmt: skip
-"""What optimizers before Keras 3 call what they keep."""
 _OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics", "_all_variables")
 """Children of a model that are not of the model, or once more what others are."""
 _MOST_OPTIMIZERS, _DEEPEST = 100, 200
@@ -193,7 +188,7 @@ class _Objects:
         for slot, name in node.slots:
             variable, kept = (self._nodes[slot.get(number, 0)] for number in (1, 3))
             called = self._names.get(slot.get(1, 0), _place(variable.key))
-            found.slots.setdefault(called, {})[_SLOTS.get(name, name)] = kept.key
+            found.slots.setdefault(called, {})[KERAS_2_SLOTS.get(name, name)] = kept.key
         found.parameters = list(found.slots)
         found.numbers = {name: self._nodes[at].key for name, at in node.children.items() if self._nodes[at].key}
         found.families = families_of(found.slots)
@@ -219,14 +214,7 @@ def _place(key: str) -> str:
 
 # ---- without objects -------------------------------------------------------------------------------------------------
 
-_AVERAGE = "average"
 _COUNT = "/iteration"
-_NAMED = {
-    "Adam": "exp_avg", "Adam_1": "exp_avg_sq", "Momentum": "momentum_buffer", "Adagrad": "sum",
-    "RMSProp": "square_avg", "RMSProp_1": "momentum_buffer", "Adadelta": "square_avg", "Adadelta_1": "acc_delta",
-    "ExponentialMovingAverage": _AVERAGE,
-}  # fmt: skip
-"""What TensorFlow 1 adds to the name of a variable."""
 _SINGLE = {"iteration": "iterations", "learning_rate": "learning_rate", "beta1_power": "", "beta2_power": ""}
 
 
@@ -239,7 +227,7 @@ def _by_name(tree: Tree) -> Meaning:
         owner, _, last = key.rpartition("/")
         if key in kept:
             of, slot = kept[key]
-            if slot == _AVERAGE:
+            if slot == AVERAGE:
                 keys.averages[of] = key
             else:
                 keys.slots.setdefault(of, {})[slot] = key
@@ -265,8 +253,8 @@ def _slot_variables(variables: Sequence[str], optimizer: str) -> dict[str, tuple
     flat = {f"{optimizer}/{name.replace('/', '_')}": name for name in variables}
     for key in variables:
         owner, _, last = key.rpartition("/")
-        if owner in known and last in _NAMED:
-            found[key] = (owner, _NAMED[last])
+        if owner in known and last in TENSORFLOW_1_SLOTS:
+            found[key] = (owner, TENSORFLOW_1_SLOTS[last])
         for word, slot in words.items():
             if key.removesuffix(word) != key and key.removesuffix(word) in flat:
                 found[key] = (flat[key.removesuffix(word)], slot)

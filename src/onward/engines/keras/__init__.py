@@ -13,9 +13,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import numpy as np
 import onnx_ir as ir
+
+from onward.engines.keras.quiet import keras  # isort: skip  (other imports of it are not quiet)
 
 from onward.engines.framework import Framework, Function, Operators, collect_operators
 from onward.engines.keras import control, sampling

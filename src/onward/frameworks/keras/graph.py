@@ -36,7 +36,8 @@ class Walk:
         self._weights: dict[int, ir.Value] = {}
         self.inputs = [self._input(tensor) for tensor in model.inputs]
         results = self._model(model, self.inputs)
-        self.outputs = [self._output(x, name) for x, name in zip(results, _output_names(model), strict=True)]
+        output_names = map(Names().fresh, functional_of(model).output_names)  # a layer may have several outputs
+        self.outputs = [self._output(x, name) for x, name in zip(results, output_names, strict=True)]
         self.is_regularized = self._regularize(model.trainable_variables)
 
     def model(self) -> Model:
@@ -137,12 +138,6 @@ class Walk:
         numbers = {name: float(getattr(variable.regularizer, name, 0.0)) for name in ("l1", "l2")}
         sums = {"l1": op.ReduceL1, "l2": op.ReduceSumSquare}
         return [sums[name](x, keepdims=0) * number for name, number in numbers.items() if number]
-
-
-def _output_names(model: Any) -> list[str]:
-    """Those of the layers; of several outputs of one layer, the others have a number."""
-    names = Names()
-    return [names.fresh(name) for name in functional_of(model).output_names]
 
 
 def functional_of(model: Any) -> Any:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
-
-import numpy as np
-
-from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 import inspect
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.arguments import checked
 from onward.engines.framework import Framework

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,6 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
-import zlib
-from collections.abc import Iterable
 
 from tensorflow.core.protobuf import saved_model_pb2
 
