@@ -1,7 +1,7 @@
-"""Keras: operators of `keras.ops` one by one, on whichever backend Keras has.
+"""Keras: operators of `keras.ops` one by one, on the CPU of TensorFlow.
 
 Keras has no derivative that all backends share, so gradients are those of Onward's rules. The same table makes live
-Keras models and the programs that are written for them (see frameworks/keras): a row is a function of `keras.ops`, or
+Keras models and the programs that are written for them, on any backend (see frameworks/keras): a row is a function of `keras.ops`, or
 one of this package whose source is written into the program. So rows call nothing but Keras, numpy and one another, and
 what they take on the host are numbers and lists of Python.
 """
@@ -20,7 +20,7 @@ from onward.engines.keras.quiet import keras  # isort: skip  (other imports of i
 
 from onward.engines.framework import Framework, Function, Operators, collect_operators
 from onward.engines.keras import control, sampling
-from onward.engines.keras.values import available, constant
+from onward.engines.keras.values import constant
 from onward.engines.numpy import Numpy
 from onward.engines.shared import sequence
 from onward.engines.shared.arrays import Named, function_of
@@ -135,9 +135,9 @@ class Keras(Framework):
     def __init__(self, device: str = "cpu") -> None:
         if device not in self.devices():
             raise UnknownNameError(f"Keras has no device `{device}` here", hint="it has cpu")
-        if available("float64") != "float64":
+        if (backend := keras.backend.backend()) != "tensorflow":
             raise UnsupportedError(
-                f"Keras computes with 32 bits on {keras.backend.backend()}, and a training model has 64",
+                f"on {backend} Keras lacks types of training models: those of 64 bits on JAX, uint32 on PyTorch",
                 hint="set KERAS_BACKEND=tensorflow, or take the engine of the framework itself",
             )
 
