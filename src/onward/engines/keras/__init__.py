@@ -1,9 +1,9 @@
 """Keras: operators of `keras.ops` one by one, on the CPU of TensorFlow.
 
 Keras has no derivative that all backends share, so gradients are those of Onward's rules. The same table makes live
-Keras models and the programs that are written for them, on any backend (see frameworks/keras): a row is a function of `keras.ops`, or
-one of this package whose source is written into the program. So rows call nothing but Keras, numpy and one another, and
-what they take on the host are numbers and lists of Python.
+Keras models, on any backend, and the programs that are written for them (see frameworks/keras): a row is a function of
+`keras.ops`, or one of this package whose source is written into the program. So rows call nothing but Keras, numpy and
+one another, and what they take on the host are numbers and lists of Python.
 """
 
 from __future__ import annotations
