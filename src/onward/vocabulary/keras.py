@@ -39,7 +39,7 @@ def shortest_decimal(number: Any) -> float:
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
-_ONLY_WITH = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+ONLY_WITH = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """Slot -> the setting of Keras without which a class does not keep it."""
 _WORDS = {"_m": "momentum", "_u": "norm", "_velocities": "velocity"}
 """Names of variables that are not the singular of their attribute."""
@@ -69,11 +69,11 @@ class KerasRow(OptimizerRow):
     @functools.cached_property
     def always(self) -> set[str]:
         """Slots that are kept whatever the settings are."""
-        return self.slots.keys() - _ONLY_WITH.keys()
+        return self.slots.keys() - ONLY_WITH.keys()
 
     def kept_slots(self, config: Mapping[str, Any]) -> list[str]:
         """Return the slots that an optimizer with these settings keeps, in the order of making them."""
-        return [slot for slot in self.slots if slot in self.always or config.get(_ONLY_WITH[slot])]
+        return [slot for slot in self.slots if slot in self.always or config.get(ONLY_WITH[slot])]
 
     def read(self, config: Mapping[str, Any], lr: float) -> Spec:
         """Return the optimizer of a recipe for settings of the class."""

@@ -18,6 +18,7 @@ from onward.recipe.spec import Spec
 from onward.vocabulary.keras import (
     AVERAGE,
     CLIPS,
+    ONLY_WITH,
     OPTIMIZERS,
     SCHEDULES,
     KerasRow,
@@ -107,7 +108,7 @@ def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) 
     constant = not arrays[1].shape and arrays[1].dtype.kind == "f" and len(arrays) > 2
     found: dict[tuple[Role, ...], Settings] = {}
     for flags in itertools.product((False, True), repeat=4):
-        given = dict(zip(("use_ema", "amsgrad", "centered", "momentum"), flags, strict=True))
+        given = dict(zip(("use_ema", *ONLY_WITH.values()), flags, strict=True))
         made = Settings(row, {**given, "learning_rate": 0.0 if constant else {}}, is_whole=False)
         roles = made.roles(parameters)
         if len(roles) == len(arrays) and not _unfitting(roles, arrays):

@@ -176,7 +176,7 @@ def make_optimizer(run: RunState, held: Mapping[str, Any]) -> Any | None:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", "gradient_accumulation_steps")),
+    **dict.fromkeys((*CLIPS, "loss_scale_factor", "gradient_accumulation_steps")),
     "use_ema": False,
 }
 """Settings that are words of a recipe, and no part of the update."""
