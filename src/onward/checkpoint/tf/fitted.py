@@ -77,6 +77,27 @@ class Settings(NamedTuple):
         made += [Role(slot, at) for slot in slots if slot in self.row.apart for at in every]
         return made + [Role(slot) for slot in self.row.shared if parameters]
 
+    def rate(self) -> Rate | None:
+        """Return the rate before its schedule, and the schedule; None where that has no counterpart."""
+        given = self.given.get("learning_rate")
+        if isinstance(given, int | float):
+            return Rate(float(given))
+        row = SCHEDULES.get(str(given.get("class_name"))) if isinstance(given, Mapping) else None
+        if row is None or not isinstance(given, Mapping) or not str(given.get("module", "")).startswith("keras."):
+            return None
+        try:
+            return row.read(given["config"])
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError):
+            return None
+
+    def spec(self, lr: float) -> Spec | None:
+        """Return the optimizer of a recipe; None where numbers are missing."""
+        numbers = [self.given.get(name) for name in self.row.settings.values()]
+        overwritten = self.given.get("use_ema") and self.given.get("ema_overwrite_frequency")
+        if not self.is_whole or None in numbers or self.given.get("loss_scale_factor") or overwritten:
+            return None
+        return self.row.read({**dict.fromkeys(self.row.flags, False), **self.given}, lr)
+
 
 def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
     """The optimizer of a `compile_config`; None for one whose variables are not known."""
@@ -138,32 +159,6 @@ def parameters_in(settings: Settings, arrays: Sequence[Tensor]) -> int:
     return count
 
 
-def rate_of(settings: Settings) -> Rate | None:
-    """The rate before its schedule, and the schedule; None where that has no counterpart."""
-    given = settings.given.get("learning_rate")
-    if isinstance(given, int | float):
-        return Rate(float(given))
-    row = SCHEDULES.get(str(given.get("class_name"))) if isinstance(given, Mapping) else None
-    if row is None or not isinstance(given, Mapping) or not str(given.get("module", "")).startswith("keras."):
-        return None
-    try:
-        return row.read(given["config"])
-    except (Refused, KeyError, TypeError, ValueError, ArithmeticError):
-        return None
-
-
-def spec_of(settings: Settings, lr: float) -> Spec | None:
-    """The optimizer in words of a recipe; None where numbers are missing."""
-    numbers = [settings.given.get(name) for name in settings.row.settings.values()]
-    overwritten = settings.given.get("use_ema") and settings.given.get("ema_overwrite_frequency")
-    if not settings.is_whole or None in numbers or settings.given.get("loss_scale_factor") or overwritten:
-        return None
-    return settings.row.read({**dict.fromkeys(settings.row.flags, False), **settings.given}, lr)
-
-
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
-
 def loss_of(compiled: Mapping[str, Any]) -> Any:
     """The loss in words of a recipe, where these mean the same whatever the outputs are; else None."""
     given = compiled.get("loss")
@@ -176,7 +171,6 @@ def loss_of(compiled: Mapping[str, Any]) -> Any:
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
-
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 
@@ -207,8 +201,6 @@ class Fitted:
         kept.pop(-1, None)
         return not kept or kept == {at: variable.tensor.shape for at, variable in enumerate(trained)}
 
-    # ---- facts -------------------------------------------------------------------------------------------------------
-
     def facts(self) -> dict[str, Any]:
         """Fields of a checkpoint."""
         known = self._settings
@@ -220,17 +212,19 @@ class Fitted:
             "remarks": tuple(self._remarks()),
         }
         if known is None:
-            return {**found, "optimizers": self._unknown()}
+            unknown = Optimizer((), (Group(mapping(self._compiled.get("optimizer")), ()),), {}, variant="keras")
+            return {**found, "optimizers": (unknown,) if self._arrays else ()}
         batches = self._number(ITERATIONS)
         step = None if batches is None else int(batches) // known.accumulate
-        rate = rate_of(known) if known.is_whole else None
+        rate = known.rate() if known.is_whole else None
         constant = self._number(RATE)
         lr = shortest_decimal(constant) if constant is not None else rate.lr if rate else 0.0
         counts_batches = known.accumulate > 1 and not known.is_constant
         has_words = (rate is not None or constant is not None) and not counts_batches
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
-        slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
-        spec = spec_of(known, lr) if has_words else None
+        with_slots = {role.parameter for role in self._roles}
+        slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if at in with_slots}
+        spec = known.spec(lr) if has_words else None
         group = Group(known.given, tuple(self._parameters), spec, numbers={} if constant is None else {"lr": lr})
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
@@ -247,13 +241,6 @@ class Fitted:
             "averages": averages,
             "average_decay": self._decay() if step and averages else None,
         }
-
-    def _unknown(self) -> tuple[Optimizer, ...]:
-        given = self._compiled.get("optimizer")
-        return (Optimizer((), (Group(mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
-
-    def _roles_of(self, at: int) -> list[Role]:
-        return [role for role in self._roles if role.parameter == at]
 
     def _slots(self, at: int) -> Iterator[tuple[str, Tensor]]:
         for role, array in zip(self._roles, self._arrays, strict=False):
