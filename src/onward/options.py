@@ -444,7 +444,7 @@ class FeedOptions(DataOptions):
         "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
         "suits the files unless given",
     )
-    engine: str = _engine("onnxruntime", "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
+    engine: str = _engine("onnxruntime", "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow`, `keras` or `numpy`")
     device: str = _engine("cpu", "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
     threads: Threads | None = _engine(None, "N", "threads of the CPU")
     precision: str | None = _engine(None, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")

@@ -132,7 +132,7 @@ ALL = [("_dense", name) for name in ("nadam", "scaled", "adamw", "adam", "rmspro
 def test_keras_goes_on_from_what_we_write(build: str, optimizer: str, tmp_path: Path) -> None:
     import keras
 
-    from onward.frameworks.keras.optimizers import slots_of
+    from onward.frameworks.keras.optimizer import slots_of
 
     batches = _batches(8)
     model = _trained(globals()[build], optimizer, batches[:3])

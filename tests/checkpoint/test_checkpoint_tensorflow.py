@@ -18,8 +18,7 @@ import onward
 from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
 from onward.checkpoint.formats import bundle
 from onward.checkpoint.tensors import ArrayTensor
-from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
-from onward.checkpoint.tf.table import make_table, read_table
+from onward.checkpoint.tf.bundles import GRAPH, make_table, read_bundle, read_table, text_of, write_bundle
 from onward.checkpoint.tf.tracked import meaning_of
 from onward.model.storage.wire import crc32c, field, mask, varint
 

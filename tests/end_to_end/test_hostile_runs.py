@@ -126,7 +126,7 @@ def group_in_place(h5: Any, group: Any, secret: Path) -> None:
 def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tmp_path: Path) -> None:
     import h5py
 
-    from onward.frameworks.keras.weights import read_weights
+    from onward.frameworks.keras.program import read_weights
 
     (tmp_path / "secret").write_bytes(SECRET)
     data = io.BytesIO()
@@ -142,7 +142,7 @@ def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tm
 
 @needs("keras")
 def test_an_archive_that_unpacks_to_more_than_there_can_be(tmp_path: Path) -> None:
-    from onward.frameworks.keras.weights import read_weights
+    from onward.frameworks.keras.program import read_weights
 
     with zipfile.ZipFile(tmp_path / "run.keras", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("model.weights.h5", bytes(200 << 20))

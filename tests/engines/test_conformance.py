@@ -27,10 +27,10 @@ OPERATORS = set(first_of_each(NODE_TESTS, by_operators))
 
 
 def quick(name: str, kind: str, engine: str) -> bool:
-    """Of cases that are alike, one on every engine (on JAX, which compiles, of each operator), and all on numpy."""
+    """Of cases that are alike, one on every engine (on JAX and Keras, of each operator), and all on numpy."""
     if kind != "node":
         return kind == "simple" or (kind != "real" and engine == "onnxruntime")
-    some = OPERATORS if engine == "jax" else REPRESENTATIVES
+    some = OPERATORS if engine in ("jax", "keras") else REPRESENTATIVES
     return engine == "numpy" or ("_expanded" not in name and name in some)
 
 

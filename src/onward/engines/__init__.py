@@ -27,7 +27,7 @@ from onward.transform.padding import write_padding
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
-ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
+ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS, "keras")
 
 __all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start"]
 
@@ -55,7 +55,7 @@ def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime",
     - `training`: a training model
     - `steps`: of several, the number or the name of one, or how often each runs in a round:
       `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
-    - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
+    - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"`, `"tensorflow"` or `"keras"`
     - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
       ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
       those of our rules, `precision` and `deterministic`; PyTorch has `strategy`, how several processes share the work,

@@ -234,6 +234,7 @@ _FRAMEWORKS = {
     "torch": ("onward.engines.torch", "Torch"),
     "jax": ("onward.engines.jax", "Jax"),
     "tensorflow": ("onward.engines.tensorflow", "TensorFlow"),
+    "keras": ("onward.engines.keras", "Keras"),
 }
 
 

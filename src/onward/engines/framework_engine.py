@@ -104,7 +104,7 @@ class Interpreted(Engine):
     def on(cls, engine: str, model: Model, step: Steps = None, *, rules: bool = False, **options: Any) -> Interpreted:
         """Start on the framework of that name. Options are those of this class, and of the framework."""
         own = {name: options.pop(name) for name in ("compile", "recompute") if name in options}
-        rules = rules or engine == "numpy" or rounds(model)
+        rules = rules or engine not in FRAMEWORKS or rounds(model)
         if own.get("recompute") is not None and not rules:
             raise UnsupportedError(
                 "what is computed twice is decided by our rules, not by the framework's own derivative",

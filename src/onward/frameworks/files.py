@@ -66,8 +66,7 @@ def _with_known_names(framework: Framework, model: Model) -> Model:
 
 def _files_of(framework: Framework) -> Any:
     try:
-        has_program = framework == "torch"
-        return importlib.import_module(f"onward.frameworks.{framework}.{'program' if has_program else 'files'}")
+        return importlib.import_module(f"onward.frameworks.{framework}.program")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("onward"):
             raise

@@ -378,10 +378,13 @@ def test_what_is_no_compiled_graph_of_layers_is_refused():
 
 
 def test_trying_finds_what_was_read_wrongly(monkeypatch):
-    from onward.frameworks.keras import optimizers
+    from onward.recipe.spec import Spec
+    from onward.vocabulary.keras import KerasRow
 
     run = mlp(keras.optimizers.Adam(1e-2, epsilon=1e-3))
-    monkeypatch.setattr(optimizers, "settings_of", lambda optimizer: {"beta1": 0.8, "variant": "keras"})
+    monkeypatch.setattr(
+        KerasRow, "read", lambda row, config, lr: Spec("adam", {"lr": lr, "beta1": 0.8, "variant": "keras"})
+    )
     with pytest.raises(MismatchError, match="after step"):
         from_keras(run.model)
 

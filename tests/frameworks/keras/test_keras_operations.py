@@ -18,8 +18,9 @@ keras = pytest.importorskip("keras")
 from conformity import operator_of  # noqa: E402
 
 from onward.engines.framework import NotOnHost  # noqa: E402
+from onward.engines.keras import ROWS  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
-from onward.frameworks.keras.ops import ROWS, KerasOps, interpret  # noqa: E402
+from onward.frameworks.keras.graphs import GraphKeras, interpret  # noqa: E402
 from onward.model import load  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
@@ -52,7 +53,7 @@ def cases() -> dict[str, list[str]]:
 
 
 def check(name: str) -> None:
-    case, framework = onnx_node_tests()[name], KerasOps()
+    case, framework = onnx_node_tests()[name], GraphKeras()
     proto = case.proto()
     run = interpret(load(proto).copy(), framework)
     for inputs, expected in case.data:
@@ -67,7 +68,7 @@ def compare(result, wanted, case) -> None:
         for one, other in zip(result, wanted, strict=True):
             compare(one, other, case)
         return
-    result = KerasOps().host(result)
+    result = GraphKeras().host(result)
     assert result.shape == wanted.shape, case.name
     wide = keras.backend.backend() == "tensorflow"  # others lack some types
     assert result.dtype == wanted.dtype or not wide, case.name
@@ -118,7 +119,7 @@ def test_what_the_table_lacks_is_named_at_once():
     text = """<ir_version: 10, opset_import: ["" : 21]>
         g (float[4] x) => (int64[a, b] places, float[c] values) { places = NonZero(x)  values = Unique(x) }"""
     with pytest.raises(UnsupportedError, match=r"(?s)the engine `keras` lacks .*`NonZero`.*`Unique`"):
-        interpret(load(onnx.parser.parse_model(text)), KerasOps())
+        interpret(load(onnx.parser.parse_model(text)), GraphKeras())
 
 
 def test_a_single_size_that_is_not_known():
@@ -135,7 +136,7 @@ def test_a_single_size_that_is_not_known():
             shape = Concat<axis = 0>(vector, others)
             y = Reshape(x, shape)
         }"""
-    run = interpret(load(onnx.parser.parse_model(text)), KerasOps())
+    run = interpret(load(onnx.parser.parse_model(text)), GraphKeras())
     traced = tf.function(lambda x: run({"x": x})["y"], input_signature=[tf.TensorSpec([None, 6])])
     x = np.arange(24, dtype="f").reshape(4, 6)
     np.testing.assert_array_equal(traced(x), x.reshape(4, 2, 3))
@@ -144,7 +145,7 @@ def test_a_single_size_that_is_not_known():
 def test_a_branch_that_only_data_decide_about_is_chosen(monkeypatch):
     """While a step is compiled there are no values: both sides are computed."""
     proto = onnx_node_tests()["test_if"].proto()
-    framework = KerasOps()
+    framework = GraphKeras()
 
     def unknown(tensor):
         raise NotOnHost
@@ -157,3 +158,15 @@ def test_a_branch_that_only_data_decide_about_is_chosen(monkeypatch):
     for one, other in zip(expected, found, strict=True):
         (a,), (b,) = one.values(), other.values()
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))
+
+
+def test_a_vector_along_the_second_axis_is_not_taken_for_a_bias_along_the_last():
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2, 4, 4] x, float[1, 4, 1] b) => (float[2, 4, 4] y, float[2, 4, 4] z) {
+            y = Add(x, b)
+            z = Sum(x, b)
+        }"""
+    x, b = np.zeros((2, 4, 4), "f"), np.arange(4, dtype="f").reshape(1, 4, 1)
+    results = interpret(load(onnx.parser.parse_model(text)), GraphKeras())({"x": x, "b": b})
+    for name in ("y", "z"):
+        np.testing.assert_array_equal(GraphKeras().host(results[name]), x + b)

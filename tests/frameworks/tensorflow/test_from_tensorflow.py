@@ -205,13 +205,13 @@ def test_sizes_may_be_fixed():
 
 
 def test_what_needs_a_size_says_so(monkeypatch):
-    from onward.frameworks.tensorflow import sizes
+    from onward.frameworks.tensorflow import forward
 
     def needs_it(x, *, axis):
         return tf().reshape(x, [x.shape[0] * 1, -1])
 
-    rows = Operators({**sizes.OpenSizes.operators, "Flatten": needs_it})
-    monkeypatch.setattr(sizes.OpenSizes, "operators", rows)
+    rows = Operators({**forward.OpenSizes.operators, "Flatten": needs_it})
+    monkeypatch.setattr(forward.OpenSizes, "operators", rows)
     model = onward.prepare(models.small_cnn(), loss="cross_entropy")
     with pytest.raises(UnsupportedError, match="`train_step` cannot be made a graph") as caught:
         onward.to_tensorflow(model)
@@ -234,7 +234,7 @@ def test_places_in_tensors_of_open_sizes(operator, places):
         f (float[N,M] x, int64[I,J] places, float[I,K] updates) => (float[N,M] y) {{
             y = {operator.replace("'", '"')} (x, places, updates)
         }}"""
-    from onward.frameworks.tensorflow.sizes import OpenSizes
+    from onward.frameworks.tensorflow.forward import OpenSizes
 
     places = np.array(places)
     x = RNG.standard_normal((3, 4)).astype("f")

@@ -80,9 +80,9 @@ def changed_state(rng: random.Random, data: bytes) -> bytes:
 
 
 def _keras(folder: Path) -> None:
-    from onward.frameworks.keras.release import to_keras
-    from onward.frameworks.keras.source import write_program
-    from onward.frameworks.keras.source.placeholder_model import standing_in
+    from onward.frameworks.keras.forward import to_keras
+    from onward.frameworks.keras.program import standing_in
+    from onward.frameworks.keras.program.source import write_program
 
     training = _training(folder)
     live = to_keras(training)

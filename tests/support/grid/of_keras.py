@@ -14,7 +14,7 @@ from keras import layers
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words
 from onward.frameworks.keras import from_keras, to_keras
-from onward.frameworks.keras.live import GraphOptimizer
+from onward.frameworks.keras.forward import GraphOptimizer
 from onward.model import Model
 
 OPTIMIZERS = [

@@ -16,7 +16,7 @@ from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
-from onward.vocabulary.keras import KINDS, WORDS, shortest_decimal, snake_case
+from onward.vocabulary.keras import OPTIMIZERS, shortest_decimal, snake_case
 
 _STATE = "checkpoint"
 """The file that says which checkpoint of a folder is the newest."""
@@ -176,9 +176,8 @@ def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
     made: dict[str, Any] = dict(checkpoint.tensors)
     for optimizer in checkpoint.optimizers:
         made |= {str(name): slots[MASTER] for name, slots in optimizer.slots.items() if MASTER in slots}
-        kind = next((kind for kind, row in KINDS.items() if optimizer.families == (row.name,)), "")
-        owner = snake_case(kind) or "optimizer"
-        words = {slot: WORDS[attribute] for slot, attribute in KINDS[kind].slots.items()} if kind else {}
+        row = next((row for row in OPTIMIZERS.values() if optimizer.families == row.optimizers[:1]), None)
+        owner, words = (snake_case(row.name), row.words) if row else ("optimizer", {})
         for name, slots in optimizer.slots.items():
             for slot, value in slots.items():
                 called = f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"

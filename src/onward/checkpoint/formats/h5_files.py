@@ -135,7 +135,7 @@ def graph(path: Path) -> Captured:
         what = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights, and no layers"
         raise UnsupportedError(f"`{path}` {what}", hint="give the ONNX model that it is of: `--like model.onnx`")
     try:
-        from onward.frameworks.keras.architecture import from_configuration
+        from onward.frameworks.keras.capture import from_configuration
     except ModuleNotFoundError as error:
         raise missing_package(error) from error
     return Captured(from_configuration(config, [(name, each.shape) for name, each in checkpoint.tensors.items()]), None)

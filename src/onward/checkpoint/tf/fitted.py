@@ -2,34 +2,175 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
-from onward.checkpoint.tf.compiled import (
-    AVERAGE,
-    GATHERED,
-    ITERATIONS,
-    RATE,
-    SCALER,
-    Role,
-    Settings,
-    loss_of,
-    parameters_in,
-    rate_of,
-    settings_by_variables,
-    settings_of,
-    spec_of,
-)  # fmt: skip
-from onward.checkpoint.tf.h5 import Groups
-from onward.checkpoint.tf.layers import Variable, variables_of
+from onward.checkpoint.tf.h5 import Groups, Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
-from onward.errors import UnsupportedError
-from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.recipe.spec import Spec
+from onward.vocabulary.keras import (
+    AVERAGE,
+    CLIPS,
+    ONLY_WITH,
+    OPTIMIZERS,
+    SCHEDULES,
+    KerasRow,
+    Rate,
+    Refused,
+    is_named_after,
+    read_clip,
+    shortest_decimal,
+)
+from onward.vocabulary.keras_losses import read_named_loss
+
+# ---- what a compiled model says of its training, and the variables of its optimizer, which have no names -------------
+
+
+ITERATIONS, RATE, GATHERED = "iterations", "learning_rate", "gradient_accumulator"
+_SCALED = "LossScaleOptimizer"
+_LARGEST = 1e300
+SCALER = ("own_iterations", "own_learning_rate", "step_counter", "dynamic_scale")
+"""The variables of a LossScaleOptimizer before those of the one inside."""
+
+
+class Role(NamedTuple):
+    """What a variable of an optimizer is: a slot, or something else, of a parameter or of all."""
+
+    what: str
+    parameter: int = -1
+
+
+class Settings(NamedTuple):
+    """An optimizer as a configuration describes it."""
+
+    row: KerasRow
+    given: Mapping[str, Any]
+    scaler: Mapping[str, Any] | None = None
+    """The settings of what scales the loss around it."""
+    is_whole: bool = True
+    """Whether the numbers are there, or only what its variables tell."""
+
+    @property
+    def is_constant(self) -> bool:
+        return not isinstance(self.given.get("learning_rate"), Mapping)
+
+    @property
+    def accumulate(self) -> int:
+        found = self.given.get("gradient_accumulation_steps")
+        return found if isinstance(found, int) and found > 1 else 1
+
+    def roles(self, parameters: int) -> list[Role]:
+        """Its variables, in their order, for so many parameters."""
+        every = range(parameters)
+        made = [Role(ITERATIONS), *([Role(RATE)] if self.is_constant else [])]
+        made += [Role(AVERAGE, at) for at in every if self.given.get("use_ema")]
+        made += [Role(GATHERED, at) for at in every if self.accumulate > 1]
+        slots = self.row.kept_slots(self.given)
+        made += [Role(slot, at) for at in every for slot in slots if slot not in self.row.apart]
+        made += [Role(slot, at) for slot in slots if slot in self.row.apart for at in every]
+        return made + [Role(slot) for slot in self.row.shared if parameters]
+
+    def rate(self) -> Rate | None:
+        """Return the rate before its schedule, and the schedule; None where that has no counterpart."""
+        given = self.given.get("learning_rate")
+        if isinstance(given, int | float):
+            return Rate(float(given))
+        row = SCHEDULES.get(str(given.get("class_name"))) if isinstance(given, Mapping) else None
+        if row is None or not isinstance(given, Mapping) or not str(given.get("module", "")).startswith("keras."):
+            return None
+        try:
+            return row.read(given["config"])
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError):
+            return None
+
+    def spec(self, lr: float) -> Spec | None:
+        """Return the optimizer of a recipe; None where numbers are missing."""
+        numbers = [self.given.get(name) for name in self.row.settings.values()]
+        overwritten = self.given.get("use_ema") and self.given.get("ema_overwrite_frequency")
+        if not self.is_whole or None in numbers or self.given.get("loss_scale_factor") or overwritten:
+            return None
+        return self.row.read({**dict.fromkeys(self.row.flags, False), **self.given}, lr)
+
+
+def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
+    """The optimizer of a `compile_config`; None for one whose variables are not known."""
+    optimizer = compiled.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("config"), Mapping):
+        return None
+    kind, given = str(optimizer.get("class_name")), optimizer["config"]
+    if kind == _SCALED:
+        inner = settings_of({"optimizer": given.get("inner_optimizer")})
+        return inner and inner._replace(scaler=given)
+    is_own = str(optimizer.get("module", "")).startswith("keras.") and not optimizer.get("registered_name")
+    if not is_own or kind not in OPTIMIZERS:
+        return None
+    for name in (*OPTIMIZERS[kind].settings.values(), *CLIPS, "weight_decay"):
+        if not _is_number(given.get(name)):
+            raise InvalidModelError(f"the optimizer of the file has a `{name}` that is no number")
+    return Settings(OPTIMIZERS[kind], given)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST)
+
+
+def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) -> Settings | None:
+    """The optimizer of that name that keeps variables of these shapes, if there is one only."""
+    row = next((row for row in OPTIMIZERS.values() if is_named_after(name, row.name)), None)
+    if row is None or len(arrays) < 2:
+        return None
+    constant = not arrays[1].shape and arrays[1].dtype.kind == "f" and len(arrays) > 2
+    found: dict[tuple[Role, ...], Settings] = {}
+    for flags in itertools.product((False, True), repeat=4):
+        given = dict(zip(("use_ema", *ONLY_WITH.values()), flags, strict=True))
+        made = Settings(row, {**given, "learning_rate": 0.0 if constant else {}}, is_whole=False)
+        roles = made.roles(parameters)
+        if len(roles) == len(arrays) and not _unfitting(roles, arrays):
+            found[tuple(roles)] = made
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _unfitting(roles: Sequence[Role], arrays: Sequence[Tensor]) -> list[int]:
+    """Parameters whose variables have several shapes."""
+    shapes: dict[int, tuple[int, ...]] = {-1: ()}
+    return [
+        role.parameter
+        for role, array in zip(roles, arrays, strict=True)
+        if shapes.setdefault(role.parameter, array.shape) != array.shape
+    ]
+
+
+def parameters_in(settings: Settings, arrays: Sequence[Tensor]) -> int:
+    """For how many parameters an optimizer keeps these variables; 0 if it has not begun."""
+    few, more = len(settings.roles(1)), len(settings.roles(2)) - len(settings.roles(1))
+    count = 1 + (len(arrays) - few) // more if more else 0
+    if len(arrays) == len(settings.roles(0)):
+        return 0
+    roles = settings.roles(count)
+    if len(roles) != len(arrays) or _unfitting(roles, arrays):
+        raise InvalidModelError(f"the optimizer keeps {len(arrays)} variables, which {settings.row.name} does not have")
+    return count
+
+
+def loss_of(compiled: Mapping[str, Any]) -> Any:
+    """The loss in words of a recipe, where these mean the same whatever the outputs are; else None."""
+    given = compiled.get("loss")
+    config: Mapping[str, Any] = {}
+    if isinstance(given, Mapping) and isinstance(given.get("config"), Mapping):
+        given, config = given["config"].get("name"), given["config"]
+    if not isinstance(given, str) or compiled.get("loss_weights") is not None:
+        return None
+    return read_named_loss(given, config)
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 
@@ -60,8 +201,6 @@ class Fitted:
         kept.pop(-1, None)
         return not kept or kept == {at: variable.tensor.shape for at, variable in enumerate(trained)}
 
-    # ---- facts -------------------------------------------------------------------------------------------------------
-
     def facts(self) -> dict[str, Any]:
         """Fields of a checkpoint."""
         known = self._settings
@@ -73,40 +212,35 @@ class Fitted:
             "remarks": tuple(self._remarks()),
         }
         if known is None:
-            return {**found, "optimizers": self._unknown()}
+            unknown = Optimizer((), (Group(mapping(self._compiled.get("optimizer")), ()),), {}, variant="keras")
+            return {**found, "optimizers": (unknown,) if self._arrays else ()}
         batches = self._number(ITERATIONS)
         step = None if batches is None else int(batches) // known.accumulate
-        rate = rate_of(known) if known.is_whole else None
+        rate = known.rate() if known.is_whole else None
         constant = self._number(RATE)
         lr = shortest_decimal(constant) if constant is not None else rate.lr if rate else 0.0
         counts_batches = known.accumulate > 1 and not known.is_constant
         has_words = (rate is not None or constant is not None) and not counts_batches
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
-        slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
-        spec = spec_of(known, lr) if has_words else None
+        with_slots = {role.parameter for role in self._roles}
+        slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if at in with_slots}
+        spec = known.spec(lr) if has_words else None
         group = Group(known.given, tuple(self._parameters), spec, numbers={} if constant is None else {"lr": lr})
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
             **found,
-            "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
+            "optimizers": (Optimizer(known.row.optimizers[:1], (group,), slots, variant="keras"),),
             "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step, every=1),),
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate if known.is_whole else None,
             "waiting": int(batches or 0) % known.accumulate,
-            "clip": clip_in({name: known.given.get(name) for name in CLIPS}) or {} if known.is_whole else None,
+            "clip": read_clip({name: known.given.get(name) for name in CLIPS}) or {} if known.is_whole else None,
             "scaler": self._scaler(),
             "averages": averages,
             "average_decay": self._decay() if step and averages else None,
         }
-
-    def _unknown(self) -> tuple[Optimizer, ...]:
-        given = self._compiled.get("optimizer")
-        return (Optimizer((), (Group(mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
-
-    def _roles_of(self, at: int) -> list[Role]:
-        return [role for role in self._roles if role.parameter == at]
 
     def _slots(self, at: int) -> Iterator[tuple[str, Tensor]]:
         for role, array in zip(self._roles, self._arrays, strict=False):
@@ -191,7 +325,7 @@ class Fitted:
                 made.append(_initial_variable(role, slot, checkpoint.tensors.get(str(name)), name))
             elif role.what == AVERAGE and (name in checkpoint.averages or moved):
                 made.append(in_place_of(arrays[at], checkpoint.averages.get(str(name)), f"the average of {name}"))
-            elif role.what in KINDS[settings.kind].slots:
+            elif role.what in settings.row.slots:
                 made.append(in_place_of(arrays[at], slot, f"{name}/{role.what}"))
             else:
                 made.append(self._single(role, arrays[at], slot, checkpoint, settings.accumulate if moved else 0))

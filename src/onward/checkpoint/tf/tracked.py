@@ -13,15 +13,10 @@ from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.wire import numbers, text, texts
-from onward.vocabulary.keras import KINDS, WORDS, is_named_after
+from onward.vocabulary.keras import AVERAGE, KERAS_2_SLOTS, OPTIMIZERS, TENSORFLOW_1_SLOTS, KerasRow, is_named_after
 
 _VALUE = "VARIABLE_VALUE"
 _STATES = "/.ATTRIBUTES/ITERATOR_STATE"
-_SLOTS = {
-    "m": "exp_avg", "v": "exp_avg_sq", "vhat": "max_exp_avg_sq", "momentum": "momentum_buffer", "rms": "square_avg",
-    "mg": "grad_avg", "accumulator": "sum", "accum_grad": "square_avg", "accum_var": "acc_delta",
-}  # fmt: skip
-"""What optimizers before Keras 3 call what they keep."""
 _OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics", "_all_variables")
 """Children of a model that are not of the model, or once more what others are."""
 _MOST_OPTIMIZERS, _DEEPEST = 100, 200
@@ -164,9 +159,8 @@ class _Objects:
         variables = self._list_objects(node, "_trainable_variables")
         known = [self._names[at] for at in variables]
         found = Keys(parameters=known, slots={name: {} for name in known})
-        kinds = {kind: row for kind, row in KINDS.items() if self._fits(node, kind)}
-        row = next(iter(kinds.values()), None)
-        for slot, attribute in (row.slots if row else {}).items():
+        rows = [row for row in OPTIMIZERS.values() if self._fits(node, row)]
+        for slot, attribute in (rows[0].slots if rows else {}).items():
             for name, at in zip(known, self._list_objects(node, attribute), strict=False):
                 found.slots[name][slot] = self._nodes[at].key
         averages = self._list_objects(node, "_model_variables_moving_average")
@@ -176,18 +170,17 @@ class _Objects:
                 found.numbers[attribute.removeprefix("_")] = self._nodes[at].key
         counter = self._nodes[node.children.get("_iterations", 0)].full_name
         found.name = counter.rpartition("/")[0]
-        called = [kind for kind in kinds if is_named_after(found.name, kind)]
-        found.families = tuple(KINDS[kind].name for kind in called or kinds)
+        called = [row for row in rows if is_named_after(found.name, row.name)]
+        found.families = tuple(row.optimizers[0] for row in called or rows)
         return found
 
-    def _fits(self, node: _Node, kind: str) -> bool:
+    def _fits(self, node: _Node, row: KerasRow) -> bool:
         """Whether an optimizer has the attributes of a class, and no list of variables beside."""
         lists = {name for name in node.children if self._list_objects(node, name)} - {
             "_variables", "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients",
         }  # fmt: skip
-        own = set(KINDS[kind].slots.values())
-        told = (kind == "RMSprop") == ("_average_gradients" in node.children)
-        return bool(lists) and lists <= own and told and (kind == "Nadam") == ("_u_product" in node.children)
+        told = all((name in row.attributes) == (name in node.children) for name in ("_average_gradients", "_u_product"))
+        return bool(lists) and lists <= row.attributes and told
 
     def _older(self, node: _Node) -> Keys:
         """An optimizer that says itself which variable is kept beside which."""
@@ -195,7 +188,7 @@ class _Objects:
         for slot, name in node.slots:
             variable, kept = (self._nodes[slot.get(number, 0)] for number in (1, 3))
             called = self._names.get(slot.get(1, 0), _place(variable.key))
-            found.slots.setdefault(called, {})[_SLOTS.get(name, name)] = kept.key
+            found.slots.setdefault(called, {})[KERAS_2_SLOTS.get(name, name)] = kept.key
         found.parameters = list(found.slots)
         found.numbers = {name: self._nodes[at].key for name, at in node.children.items() if self._nodes[at].key}
         found.families = families_of(found.slots)
@@ -208,11 +201,10 @@ def families_of(slots: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     if len(kept) != 1:
         return ()
     (names,) = kept
-    always = {kind: [slot for slot in row.slots if slot not in row.apart[-2:]] for kind, row in KINDS.items()}
     return tuple(
-        row.name
-        for kind, row in KINDS.items()
-        if names and names <= row.slots.keys() and set(always[kind]) <= names and kind != "Nadam"
+        row.optimizers[0]
+        for row in OPTIMIZERS.values()
+        if names and row.always <= names <= row.slots.keys() and not row.shared
     )
 
 
@@ -222,14 +214,7 @@ def _place(key: str) -> str:
 
 # ---- without objects -------------------------------------------------------------------------------------------------
 
-_AVERAGE = "average"
 _COUNT = "/iteration"
-_NAMED = {
-    "Adam": "exp_avg", "Adam_1": "exp_avg_sq", "Momentum": "momentum_buffer", "Adagrad": "sum",
-    "RMSProp": "square_avg", "RMSProp_1": "momentum_buffer", "Adadelta": "square_avg", "Adadelta_1": "acc_delta",
-    "ExponentialMovingAverage": _AVERAGE,
-}  # fmt: skip
-"""What TensorFlow 1 adds to the name of a variable."""
 _SINGLE = {"iteration": "iterations", "learning_rate": "learning_rate", "beta1_power": "", "beta2_power": ""}
 
 
@@ -242,7 +227,7 @@ def _by_name(tree: Tree) -> Meaning:
         owner, _, last = key.rpartition("/")
         if key in kept:
             of, slot = kept[key]
-            if slot == _AVERAGE:
+            if slot == AVERAGE:
                 keys.averages[of] = key
             else:
                 keys.slots.setdefault(of, {})[slot] = key
@@ -254,7 +239,7 @@ def _by_name(tree: Tree) -> Meaning:
             found.parameters[key] = key
     if keys.slots or keys.averages or keys.numbers:
         keys.parameters = list(keys.slots)
-        called = [row.name for kind, row in KINDS.items() if is_named_after(keys.name, kind)]
+        called = [row.optimizers[0] for row in OPTIMIZERS.values() if is_named_after(keys.name, row.name)]
         keys.families = tuple(called) or families_of(keys.slots)
         found.optimizers.append(keys)
     return found
@@ -263,13 +248,13 @@ def _by_name(tree: Tree) -> Meaning:
 def _slot_variables(variables: Sequence[str], optimizer: str) -> dict[str, tuple[str, str]]:
     """Variables that an optimizer keeps: of which parameter, and as what."""
     known, found = set(variables), {}
-    row = next((row for kind, row in KINDS.items() if is_named_after(optimizer, kind)), None)
-    words = {f"_{WORDS[attribute]}": slot for slot, attribute in row.slots.items()} if row else {}
+    row = next((row for row in OPTIMIZERS.values() if is_named_after(optimizer, row.name)), None)
+    words = {f"_{word}": slot for slot, word in row.words.items()} if row else {}
     flat = {f"{optimizer}/{name.replace('/', '_')}": name for name in variables}
     for key in variables:
         owner, _, last = key.rpartition("/")
-        if owner in known and last in _NAMED:
-            found[key] = (owner, _NAMED[last])
+        if owner in known and last in TENSORFLOW_1_SLOTS:
+            found[key] = (owner, TENSORFLOW_1_SLOTS[last])
         for word, slot in words.items():
             if key.removesuffix(word) != key and key.removesuffix(word) in flat:
                 found[key] = (flat[key.removesuffix(word)], slot)

@@ -1,20 +1,19 @@
-"""From a compiled Keras model to a training model."""
+"""From a compiled Keras model, or the configuration of one, to a training model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from onward.arguments import checked
-from onward.errors import UnsupportedError
-from onward.frameworks.keras.losses import Term, terms_of
-from onward.frameworks.keras.optimizers import clip_of, kind_of, recipe_of, spec_of, state_of
-from onward.frameworks.keras.schedules import rate_of
-from onward.frameworks.keras.traced import trace_update
-from onward.frameworks.keras.trial import try_steps
-from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
+from onward.errors import UnsupportedError, first_line
+from onward.frameworks.keras.graph import REGULARIZATION, Walk, functional_of
+from onward.frameworks.keras.loss import Term, read_loss
+from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
+from onward.frameworks.keras.probe import try_steps
+from onward.frameworks.keras.schedule import read_schedule
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.state import Group, RunState, to_training_model
@@ -41,10 +40,10 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     _check_kind(model)
     walk = Walk(model)
     problems = [*walk.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
-    terms: list[Term] = _gather(problems, lambda: terms_of(model, walk.outputs), [])
-    rate = _gather(problems, lambda: rate_of(model.optimizer), Rate(0.0))
+    terms: list[Term] = _gather(problems, lambda: read_loss(model, walk.outputs), [])
+    rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
-    _gather(problems, lambda: kind_of(model.optimizer), None)
+    _gather(problems, lambda: row_of(model.optimizer), None)
     if problems:
         raise UnsupportedError(
             f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),
@@ -121,16 +120,55 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
 
 def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[Group]:
     """One, or two where weight decay leaves some variables out."""
-    kind = kind_of(optimizer)
-    if kind is None:
+    if row_of(optimizer) is None:
         return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
     ids = {id(v) for v in decayed}
     parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
-    spec = spec_of(optimizer, lr)
+    spec = read_optimizer(optimizer, lr)
     return [
         Group(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
         for number, part in parts
         if part
     ]
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+
+_ANY_OPTIMIZER: dict[str, Any] = {
+    "module": "keras.optimizers",
+    "class_name": "SGD",
+    "config": {},
+    "registered_name": None,
+}
+
+
+def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:
+    """A training model with the layers and the loss of a configuration, and any optimizer.
+
+    `names` are those of the variables in Keras's order, with their shapes. Keras makes nothing but its own classes.
+    """
+    compiled = {**config.get("compile_config", {}), "optimizer": _ANY_OPTIMIZER, "metrics": None, "run_eagerly": False}
+    if not compiled.get("loss"):
+        raise UnsupportedError("the model was saved without its loss", hint="give a training model with `--like`")
+    made = _make_model({**config, "compile_config": compiled})
+    variables = [variable for variable in made.variables if "seed_generator" not in variable.path]
+    shapes = [tuple(variable.shape) for variable in variables]
+    if shapes != [shape for _, shape in names]:
+        raise UnsupportedError(
+            "the layers of the file have other variables than are stored", hint="give the ONNX model with `--like`"
+        )
+    for variable, (name, _) in zip(variables, names, strict=True):
+        variable._path = name  # loaded layers do not know the models around them, in which they got their names
+    return from_keras(made, probe=False, approx=True)
+
+
+def _make_model(config: dict[str, Any]) -> Any:
+    try:
+        return keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except Exception as error:  # nothing of ours runs here, and Keras raises whatever a layer does
+        raise UnsupportedError(
+            f"Keras cannot make the layers of the file: {first_line(error)}", hint="give the ONNX model with `--like`"
+        ) from error

@@ -6,24 +6,89 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import onnx_ir as ir
+from keras import ops
 
 from onward.build import twin
+from onward.engines.framework import Function, NotOnHost, Operators
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.keras import CONTROL, ROWS, Keras, as_operator
+from onward.engines.keras import layers as keras_layers
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
-from onward.frameworks.keras.ops import KerasOps, interpret
-from onward.frameworks.keras.replicas import batch_normalization, has_replicas
+from onward.frameworks.program.sizes import as_lists, is_open, on_host, vector
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried_state
+from onward.transform import inline
 from onward.transform.training import keep_only
+
+
+class GraphKeras(Keras):
+    """Keras while it executes or traces the graph of a model, on any device. Sizes may be open."""
+
+    def __init__(self) -> None:
+        rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
+        self.operators = Operators({**CONTROL, **rows, **self.sizes()})
+        self.on_host = on_host(self.operators, self.tensor)
+
+    def call(self, operator: str, function: Function, /, *inputs: Any, **attributes: Any) -> Any:
+        return function(*inputs, **attributes)
+
+    def sizes(self) -> dict[str, Function]:
+        def shape(x: Any, *, start: int = 0, end: int | None = None) -> np.ndarray:
+            return vector(self.shape_of(x)[start:end])
+
+        def size(x: Any) -> np.ndarray:
+            return np.asarray(np.prod(vector(self.shape_of(x))))
+
+        return {"Shape": shape, "Size": size}
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.hasobject or super().supports(dtype)
+
+    def tensor(self, array: np.ndarray) -> Any:
+        return keras.ops.convert_to_tensor(as_lists(array), "int32") if is_open(array) else super().tensor(array)
+
+    def array(self, tensor: Any) -> np.ndarray:
+        try:
+            return super().array(tensor)
+        except Exception as error:  # each backend says in its own way that the tensor is only traced
+            raise NotOnHost from error
+
+    def derivative(self, function: Any, xs: Any) -> Any:
+        raise no_gradient_inside()
+
+    def is_tracing(self) -> bool:
+        return True  # constants of one trace are not those of another
+
+
+def interpret(model: Model, framework: GraphKeras) -> Interpreter:
+    """Return what executes the graph of a model. Functions that the table has stay calls."""
+    called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
+    return interpreter(inline(model, called), framework)
+
+
+def no_gradient_inside() -> UnsupportedError:
+    return UnsupportedError(
+        "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
+        hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+    )
 
 
 class Executable:
@@ -31,7 +96,7 @@ class Executable:
 
     def __init__(self, model: Model):
         self.inputs = open_inputs(model)
-        self._framework = KerasOps()
+        self._framework = GraphKeras()
         if has_replicas():
             self._framework.operators["BatchNormalization"] = batch_normalization
         self._execute = interpret(model, self._framework)
@@ -165,3 +230,67 @@ def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 def _names(found: Iterable[ir.Value]) -> list[str]:
     return [value.name or "" for value in found]
+
+
+# ---- models on several devices, with a replica on each, as strategies of TensorFlow (`tf.distribute`) run them -------
+
+
+def has_replicas() -> bool:
+    """Whether a model that is made now will be on several devices."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return bool(tf.distribute.get_strategy().num_replicas_in_sync > 1)
+
+
+def share_of_replica(loss: Any) -> Any:
+    """What a replica adds to the loss of all, as Keras has it for its own losses: batches are divided evenly."""
+    context = _context()
+    return loss if context is None else loss / ops.cast(context.num_replicas_in_sync, loss.dtype)
+
+
+def sum_over_replicas(gradients: Sequence[Any]) -> Sequence[Any]:
+    """Gradients of the loss of all replicas, for optimizers that need all of them at once."""
+    context = _context()
+    if context is None:
+        return gradients
+    import tensorflow as tf
+
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, [ops.convert_to_tensor(g) for g in gradients])
+
+
+def batch_normalization(
+    x: Any,
+    scale: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: int = 0,
+) -> Any:
+    """BatchNormalization with the statistics of all replicas in training, which have equally many samples."""
+    context = _context() if training_mode else None
+    if context is None:
+        return keras_layers.batch_normalization(
+            x, scale, bias, mean, variance, epsilon=epsilon, momentum=momentum, training_mode=training_mode
+        )
+    import tensorflow as tf
+
+    over = [0, *range(2, len(x.shape))]
+    here = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(x, over))
+    distance = ops.square(x - ops.reshape(here, (-1, *[1] * (len(x.shape) - 2))))
+    there = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(distance, over))
+    y = keras_layers.batch_normalization(x, scale, bias, here, there, epsilon=epsilon)
+    return y, mean * momentum + here * (1 - momentum), variance * momentum + there * (1 - momentum)
+
+
+def _context() -> Any | None:
+    """This replica among several, if it is one."""
+    if not has_replicas():
+        return None
+    import tensorflow as tf
+
+    return tf.distribute.get_replica_context()

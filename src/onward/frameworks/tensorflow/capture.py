@@ -20,11 +20,10 @@ from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.randomness import no_chance
-from onward.frameworks.tensorflow.files import restore
+from onward.frameworks.tensorflow.averages import keep_averages
 from onward.frameworks.tensorflow.graph import Resource, Walk, dtype_of
-from onward.frameworks.tensorflow.restore import is_training_module, restore_model
-from onward.frameworks.tensorflow.running import keep_averages
-from onward.frameworks.tensorflow.trial import confirm
+from onward.frameworks.tensorflow.probe import confirm
+from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
 from onward.model import Model
 from onward.recipe import Recipe, prepare
 from onward.transform.training import remove_unused
@@ -76,11 +75,11 @@ def from_tensorflow(
 def _refuse_objects(loss: Any, optimizer: Any) -> None:
     """Refuse objects of Keras, with the words for an optimizer if there are any."""
     if _is_of_keras(optimizer):
-        from onward.frameworks.keras.optimizers import spec_of
-        from onward.frameworks.keras.schedules import rate_of
+        from onward.frameworks.keras.optimizer import read_optimizer
+        from onward.frameworks.keras.schedule import read_schedule
 
         try:
-            words = str(spec_of(optimizer, rate_of(optimizer).lr))
+            words = str(read_optimizer(optimizer, read_schedule(optimizer).lr))
         except Refused:
             words = "adamw:lr=1e-3"
         raise RecipeError(

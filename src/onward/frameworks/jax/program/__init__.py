@@ -1,168 +1,68 @@
-"""A training run as a program of its own, `run.py`: a graph as a function, with the source of what it calls.
-
-The operators that a program calls are those of the engine: their source is copied from there, with everything that it
-mentions, so that a program computes what the engine does, and can be read and changed.
-"""
+"""A run as a folder: a program for JAX, and its state. And back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
-from onward.frameworks.jax.forward import TrainingParts, types_of
-from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
-from onward.frameworks.jax.program.printer import GraphPrinter
-from onward.frameworks.jax.program.spelling import Spelling
-from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.layout import arrange_imports, break_lines
-from onward.frameworks.program.names import docstring, quote
-from onward.frameworks.program.own_source import OwnSource
+from onward.errors import InvalidModelError
+from onward.frameworks.files import check_numbers, compare
+from onward.frameworks.jax.forward import TrainingParts
+from onward.frameworks.jax.program import child
+from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_program
+from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
+from onward.frameworks.jax.runtime import write as write_arrays
+from onward.frameworks.program.child import try_out
+from onward.frameworks.program.trial import step_trial
 from onward.model import Model
-from onward.model.state import STEP
-
-STATE = "state.safetensors"
-CONSTANTS = "constants.safetensors"
-
-
-def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
-    """Return the program that resumes a run, and the constants that it reads from a file of their own."""
-    printer = GraphPrinter(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
-    for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
-        printer.helper(helper)
-    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
-    spelling = Spelling(printer, params)
-    optimizer = spelling.optimizer(parts.run)
-    sections = {
-        "the run": break_lines(_run(parts, optimizer)),
-        "the model": break_lines(f"{loss}\n\n\n{apply}"),
-        "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
-        "what these call": "\n\n\n".join(printer.own.texts()),
-        "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
-    }
-    imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
-    heads = {title: f"# ---- {title} ".ljust(120, "-") for title in sections}
-    written = [f"{heads[title]}\n\n\n{text}" if title else text for title, text in sections.items() if text]
-    said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
-    head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
-    source = "\n\n".join([head, *(f"{text}\n" for text in written)])
-    return audit_program(source, ["jax", "optax"]), printer.constants
+from onward.model.storage.containers import safetensors_header
+from onward.model.storage.files import reason, regular
+from onward.model.storage.transaction import replacing
+from onward.run_state.problems import Problems
 
 
-_NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
-"""Of functions that are not copied."""
-_IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
-
-_DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward; it needs JAX and optax.
-
-    import jax, run
-
-    step, state = jax.jit(run.step), run.load()
-    state, metrics = step(state, {{{batch}}})
-    run.save(state)
-"""
-
-
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
-def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
-    """Statements that take what a model is fed, and the expressions for all its inputs."""
-    kinds, types, lines, given = parts.kinds, types_of(model), [], {}
-    own = variables(name for name in types if name not in kinds)
-    for name, dtype in types.items():
-        if name in kinds:
-            place = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
-            given[name] = f"{place}[{quote(name)}]"
-        else:
-            place = 'state["step"]' if name == STEP else f"{fed}[{quote(name)}]"
-            given[name] = own[name]
-            lines.append(f"{given[name]} = jnp.asarray({place}, {type_name(dtype)})")
-    return lines, given
+def write(model: Model, path: Path) -> list[Path]:
+    """Write `run.py` and the arrays that it reads into a folder."""
+    parts = TrainingParts(model)
+    state, _ = parts.state()
+    source, constants = write_program(parts, state["params"], model.graph.name or path.name)
+    with replacing(path) as folder, tempfile.TemporaryDirectory() as place:
+        (folder / "run.py").write_text(source, encoding="utf-8")
+        write_arrays(leaves_by_name(state), folder / STATE)
+        if constants:
+            write_arrays(constants, folder / CONSTANTS)
+        if trial := step_trial(parts.model, parts.index):  # a process of its own makes steps
+            batch, results = trial.save(Path(place)), Path(place, "results.npz")
+            if try_out(child.__file__, folder, batch, results):
+                with np.load(results) as arrays:
+                    trial.compare(arrays["losses"], same_random_numbers=True)
+    return [path]
 
 
-def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
-    model, contract = parts.forward()
-    assert contract.loss is not None
-    taken, given = _take_inputs(parts, model, "batch")
-    kinds = parts.kinds
-    stores = {output: f"{kinds[name]}[{quote(name)}]" for name, output in contract.update.items()}
-    lines, results = printer.body(model, given, stores)
-    metrics = {"loss": results[contract.loss]}
-    metrics |= {name: results[name] for name in contract.metrics if name != contract.loss}
-    used = [kind for kind in ("statistics", "random") if any(kinds[name] == kind for name in contract.update)]
-    changed = pairs({kind: kind if kind in used else f'state["{kind}"]' for kind in ("statistics", "random")})
-    begin = [f'{kind} = dict(state["{kind}"])' for kind in used]
-    body = [*taken, *begin, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{changed}}}"]
-    return _function(
-        "loss(params, state, batch)",
-        "The forward pass of training: the loss, and with it metrics and what it changes of the state.",
-        [*body, f"return {metrics['loss']}, (metrics, changed)"],
-    )
+def restore(path: Path, like: Model) -> Model:
+    """The training model `like` with the state of a folder, of which nothing is executed."""
+    arrays = _arrays(path / STATE)
+    parts = TrainingParts(like)
+    state, tx = parts.state()
+    problems = Problems(f"the state of `{path}`")
+    compare(problems, arrays, leaves_by_name(state))
+    problems.refuse()
+    check_numbers(problems, arrays, leaves_by_name(state))
+    problems.refuse()
+    with parts.framework.active():
+        return parts.training(fill_tree(state, arrays), tx)
 
 
-def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
-    model = parts.inference()
-    taken, given = _take_inputs(parts, model, "inputs")
-    lines, results = printer.body(model, given)
-    body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
-    return _function("apply(state, inputs)", "The outputs of the model, as inference computes them.", body)
-
-
-def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
-    body = "\n".join(f"        {line}" for line in lines)
-    return f'def {signature}:\n    """{summary}"""\n    with exact():\n{body}'
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
-
-
-def _run(parts: TrainingParts, optimizer: str) -> str:
-    recipe = parts.run.recipe
-    accumulates = int(recipe.get("accumulate", 1)) > 1
-    count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'
-    kinds = ", ".join(map(quote, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
-    averages = _AVERAGES.format(decay=float(recipe["ema"])) if "ema" in recipe else ""
-    return _STEP.format(optimizer=optimizer, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
-
-
-_STEP = '''def optimizer():
-    """The optimizer: a transformation of optax."""
-    return {optimizer}
-
-
-def step(state, batch):
-    """One update: the new state, and metrics, the loss among them."""
-    with exact():
-        (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"], state, batch)
-        changes, opt_state = optimizer().update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], changes)
-        count = {count}
-        new = {{**state, **changed, "params": params, "opt_state": opt_state, "step": count}}
-{averages}        return new, metrics
-
-
-def load(path=HERE / "{state}"):
-    """The state of the run: parameters by name, statistics, random keys, and what the optimizer remembers."""
-    with exact():
-        arrays = read(path)
-
-        def part(kind):
-            names = [name for name in arrays if name.startswith(f"{{kind}}/")]
-            return {{name[len(kind) + 1 :]: jnp.asarray(arrays[name]) for name in names}}
-
-        state = {{kind: part(kind) for kind in {kinds}}} | {{"step": jnp.zeros([], jnp.int32)}}
-        state["opt_state"] = optimizer().init(state["params"])
-        return fill_tree(state, arrays)
-
-
-def save(state, path=HERE / "{state}"):
-    write(leaves_by_name(state), path)'''
-
-_AVERAGES = """        happened = count > state["step"]
-        new["ema"] = {{
-            name: jnp.where(happened, past * {decay} + params[name] * (1 - {decay}), past)
-            for name, past in state["ema"].items()
-        }}
-"""
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, whoever wrote it."""
+    try:
+        regular(path)
+        data = path.read_bytes()
+        tensors = safetensors_header(lambda at, count: data[at : at + count], len(data))
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"`{path}` cannot be read: {reason(error)}", hint="write it with `run.save`") from error
+    flat = {name: np.frombuffer(data, x.dtype, math.prod(x.shape), x.offset) for name, x in tensors.items() if x.size}
+    return {name: flat.get(name, np.zeros(0, x.dtype)).reshape(x.shape) for name, x in tensors.items()}

@@ -10,8 +10,7 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.frameworks.formulas.graph_building import same_operator
-from onward.frameworks.keras.layer_table import Call, row
-from onward.frameworks.keras.tensors import Tensor
+from onward.frameworks.keras.layers import Call, Tensor, row
 from onward.vocabulary.keras import Refused
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from onward.build import Expr
 from onward.frameworks.formulas.graph_building import reverse
-from onward.frameworks.keras.layer_table import Call, row
-from onward.frameworks.keras.tensors import Tensor
+from onward.frameworks.keras.layers import Call, Tensor, row
 
 _FUNCTIONS = {"tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "softsign": "Softsign", "softplus": "Softplus"}
 _LSTM_GATES = (0, 3, 1, 2)

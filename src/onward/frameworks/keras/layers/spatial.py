@@ -10,9 +10,8 @@ import numpy as np
 from onward.build import Expr
 from onward.engines.shared.windows import paddings, reach
 from onward.frameworks.formulas.graph_building import END, as_pads
-from onward.frameworks.keras.layer_table import Call, row
+from onward.frameworks.keras.layers import Call, Tensor, row
 from onward.frameworks.keras.layers.activations import activate
-from onward.frameworks.keras.tensors import Tensor
 
 
 def _channels_last(c: Call) -> bool:

@@ -1,0 +1,122 @@
+"""Matmuls and reductions."""
+
+from __future__ import annotations
+
+from keras import ops
+
+from onward.engines.framework import Operators
+from onward.engines.keras.types import available, dtype_of
+
+operators = Operators()
+operators(MatMul=ops.matmul)
+
+
+@operators.define("Gemm")
+def product(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+    y = ops.matmul(ops.transpose(a) if transA else a, ops.transpose(b) if transB else b)
+    y = y if alpha == 1 else alpha * y
+    return y if c is None else y + (c if beta == 1 else beta * c)
+
+
+@operators.define("Einsum")
+def einsum(*xs, equation):
+    return ops.einsum(equation.replace(" ", ""), *xs)
+
+
+operators(Det=ops.det)
+
+
+# ---- reduction -------------------------------------------------------------------------------------------------------
+
+
+def reduce(function, x, axes, keepdims, noop_with_empty_axes):
+    """Over all axes where none is given, or over none."""
+    rank = len(x.shape)
+    if rank == 0 or (not axes and noop_with_empty_axes):
+        return ops.cast(function(ops.expand_dims(x, 0), axis=0), dtype_of(x))
+    return ops.cast(function(x, axis=tuple(axes or range(rank)), keepdims=bool(keepdims)), dtype_of(x))
+
+
+@operators.define("ReduceSum")
+def reduce_sum(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.sum, x, axes, keepdims, noop_with_empty_axes)
+
+
+@operators.define("ReduceMean")
+def reduce_mean(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.mean, x, axes, keepdims, noop_with_empty_axes)
+
+
+@operators.define("ReduceMax")
+def reduce_max(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.max, x, axes, keepdims, noop_with_empty_axes)
+
+
+@operators.define("ReduceMin")
+def reduce_min(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.min, x, axes, keepdims, noop_with_empty_axes)
+
+
+@operators.define("ReduceProd")
+def reduce_product(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.prod, x, axes, keepdims, noop_with_empty_axes)
+
+
+@operators.define("ReduceL2")
+def reduce_l2(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    """Where it is 0, the slope is taken to be 0."""
+    squares = reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
+    zero = squares == 0
+    return ops.where(zero, ops.zeros_like(squares), ops.sqrt(ops.where(zero, ops.ones_like(squares), squares)))
+
+
+@operators.define("ReduceLogSumExp")
+def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+    return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
+
+
+def place(function, x, axis, keepdims, select_last_index):
+    if select_last_index:
+        found = x.shape[axis] - 1 - function(ops.flip(x, axis), axis)
+    else:
+        found = function(x, axis)
+    found = ops.cast(found, available("int64"))
+    return ops.expand_dims(found, axis) if keepdims else found
+
+
+@operators.define("ArgMax")
+def place_of_largest(x, *, axis=0, keepdims=1, select_last_index=0):
+    return place(ops.argmax, x, axis, keepdims, select_last_index)
+
+
+@operators.define("ArgMin")
+def place_of_smallest(x, *, axis=0, keepdims=1, select_last_index=0):
+    return place(ops.argmin, x, axis, keepdims, select_last_index)
+
+
+def running(function, neutral, x, axis, exclusive, reverse):
+    x = ops.flip(x, axis) if reverse else x
+    if exclusive:
+        axis %= len(x.shape)
+        padded = ops.pad(x, [(int(i == axis), 0) for i in range(len(x.shape))], constant_values=neutral)
+        x = padded[tuple(slice(None, -1 if i == axis else None) for i in range(len(x.shape)))]
+    result = ops.cast(function(x, axis), dtype_of(x))
+    return ops.flip(result, axis) if reverse else result
+
+
+@operators.define("CumSum")
+def running_sum(x, axis, *, exclusive=0, reverse=0):
+    return running(ops.cumsum, 0, x, axis, exclusive, reverse)
+
+
+@operators.define("CumProd")
+def running_product(x, axis, *, exclusive=0, reverse=0):
+    return running(ops.cumprod, 1, x, axis, exclusive, reverse)
+
+
+@operators.define("TopK")
+def extremes(x, k, *, axis=-1, largest=1, sorted=1):
+    last, count = ops.moveaxis(x, axis, -1), k[0]
+    values, places = ops.top_k(last if largest else -last, count)
+    values = values if largest else -values
+    return ops.moveaxis(values, -1, axis), ops.cast(ops.moveaxis(places, -1, axis), available("int64"))

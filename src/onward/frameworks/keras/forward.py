@@ -1,0 +1,242 @@
+"""From a training model to a Keras model: state as variables, graphs as operations of `keras.ops`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from onward.arguments import checked
+from onward.differentiate.gradients import has_gradients
+from onward.engines.keras.types import available, fit_target
+from onward.errors import DataError, UnsupportedError
+from onward.frameworks.keras.graphs import (
+    Executable,
+    Loss,
+    Parts,
+    no_gradient_inside,
+    share_of_replica,
+    sum_over_replicas,
+)
+from onward.frameworks.keras.loss import make_loss
+from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
+from onward.model import Model, Source, load
+from onward.model.state import STEP, states
+from onward.run_state.standard_steps import adopt
+from onward.run_state.state import from_training_model, is_plain, only_step_of
+from onward.transform.opset import of_one_opset
+
+_SAME = "only_first_replica"
+"""What is the same on all devices of a strategy of TensorFlow; statistics of batches are not, and their mean counts."""
+
+
+class TrainingModel(keras.Model):  # type: ignore[misc]
+    """What `to_keras` makes. `variables_by_name` are its variables by their names in the training model."""
+
+    def __init__(self, model: Model):
+        super().__init__(name=_identifier(model.graph.name or "model"))
+        parts = Parts(model)
+        self._forward = {False: parts.inference(), True: parts.training()}
+        self._loss_graph: Loss | None = parts.loss()
+        self.input_names = [value.name or "" for value in model.inputs]
+        self._integers = {v.name: v.dtype.numpy().name for v in model.inputs if v.dtype and v.dtype.is_integer()}
+        trained = {state.name for state in states(model) if state.role == "parameter"}
+        held = [*trained, *self._forward[True].updates, *parts.frozen]
+        order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
+        self._held = [variable(n, model.array(n), trainable=n in trained) for n in dict.fromkeys(order)]
+        self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
+        self._watched: list[Any] = []
+        self.source = model
+        self._compiled_with: Any = None
+        self.losses_given: dict[str, Any] = {}
+        self.built = True
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        forward = self._forward[bool(training)]
+        results = forward.graph(self._tensors() | self._named(inputs))
+        for name, new in forward.updates.items():
+            self.variables_by_name[name].assign(results[new])
+        # A loss may look at what is behind the outputs; what it sees is of this pass.
+        self._watched = [results[name] for name in forward.watched]
+        outputs = [results[name] for name in forward.outputs]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        """The loss of the training model, for what the last forward pass has computed."""
+        loss = self._loss_graph
+        if loss is None:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        if sample_weight is not None:
+            raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
+        given = y if isinstance(y, Mapping) else self._named_targets(loss, [] if y is None else _as_list(y))
+        targets = {value.name or "": _fit_target(given[value.name or ""], value) for value in loss.targets}
+        watched = dict(zip(loss.watched, self._watched, strict=True))
+        return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
+
+    def _named_targets(self, loss: Loss, given: Iterable[Any]) -> dict[str, Any]:
+        names, arrays = [value.name or "" for value in loss.targets], list(given)
+        if len(names) != len(arrays):
+            raise DataError(
+                f"the loss takes {len(names)} targets, not {len(arrays)}",
+                hint=f"give `y` as [{', '.join(names)}]" if names else "leave `y` out: the model has its loss inside",
+            )
+        return dict(zip(names, arrays, strict=True))
+
+    def compile_as(self, optimizer: Any, **losses: Any) -> None:
+        """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""
+        self._compiled_with, self.losses_given = optimizer, losses
+        if losses:
+            self._loss_graph = None
+        self.compile(optimizer=optimizer, **losses)
+
+    def to_training_model(self) -> Model:
+        """The training model with all state as it is now."""
+        if self.optimizer is not self._compiled_with:
+            raise UnsupportedError(
+                "the model was compiled anew, with what its training model does not have",
+                hint="`onward.prepare` its inference model with the new loss and optimizer",
+            )
+        model = self.source.copy()
+        for name, array in self.state().items():
+            model.set(name, array)
+        return model
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that training changes, and what is frozen, by the names and in the types of the training model."""
+        if isinstance(self.optimizer, GraphOptimizer):
+            state = self.optimizer.state()
+        else:
+            names = {id(v): name for name, v in self.variables_by_name.items()}
+            state = state_of(self.optimizer, names, self.trainable_variables)
+            state[STEP] = np.asarray(int(self.optimizer.iterations), np.int64)
+        state |= {name: array_of(v) for name, v in self.variables_by_name.items()}
+        return {name: array.astype(self.source.array(name).dtype) for name, array in state.items()}
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: ops.convert_to_tensor(held.value) for name, held in self.variables_by_name.items()}
+
+    def _named(self, inputs: Any) -> dict[str, Any]:
+        """Inputs by name. To build a model for several devices, Keras gives means of integers, which are none."""
+        named = inputs if isinstance(inputs, Mapping) else zip(self.input_names, _as_list(inputs), strict=True)
+        given = dict(named)
+        return given | {name: ops.cast(given[name], dtype) for name, dtype in self._integers.items() if name in given}
+
+
+class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """The update of a training model: optimizers, schedule, clipping, averages, all as its graph has them.
+
+    The learning rate is that of the graph.
+    """
+
+    def __init__(self, model: Model, held: Mapping[str, Any], learning_rate: float):
+        super().__init__(learning_rate=learning_rate, name="training")
+        graph, contract = Parts(model).apply()
+        self._graph: Executable = graph
+        self._gradients: dict[str, str] = contract.gradients
+        self._updates: dict[str, str] = contract.update
+        self._own = {name: model.array(name) for name in contract.state if name not in held}
+        self._names = {id(v): name for name, v in held.items()}
+        self._state: dict[str, Any] = {}
+        self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]
+
+    @property
+    def learning_rate(self) -> Any:
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        raise UnsupportedError(
+            "the learning rate is that of the training model, with its schedule",
+            hint="change it there: `training.set('group0/lr', ...)`, and convert again",
+        )
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        for name, array in self._own.items():
+            dtype = available(str(array.dtype))
+            made = self.add_variable(array.shape, dtype=dtype, aggregation=_SAME, name=_identifier(name))
+            made.assign(array)
+            self._state[name] = made
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What belongs to the update alone, as it is now."""
+        return {name: array_of(self._state[name]) for name in self._own}
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        if not self.built:
+            self.build(variables)
+        found = {self._names[id(v)]: g for v, g in zip(variables, sum_over_replicas(grads), strict=True)}
+        tensors = {name: found[parameter] for name, parameter in self._gradients.items()}
+        state = self._state | {self._names[id(v)]: v for v in variables}
+        results = self._graph(tensors | {name: ops.convert_to_tensor(v.value) for name, v in state.items()})
+        for name, new in self._updates.items():
+            if name in state:
+                state[name].assign(results[new])
+        self._iterations.assign(ops.cast(self._state[STEP], self._iterations.dtype))
+
+
+def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
+    """A variable whose path is the name, as far as the backend allows: PyTorch's names have no dots."""
+    plain = name.replace(".", "/") if keras.backend.backend() == "torch" else name
+    *scopes, last = [part for part in plain.split("/") if part]
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(_identifier(scope)))
+        dtype = available(str(array.dtype))
+        of_devices = "mean" if not trainable and array.dtype.kind == "f" else _SAME
+        return keras.Variable(
+            array.astype(dtype), trainable=trainable, dtype=dtype, name=_identifier(last), aggregation=of_devices
+        )
+
+
+def _identifier(name: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return plain if re.match(r"[A-Za-z0-9.]", plain) else f"v{plain}"
+
+
+def _as_list(values: Any) -> Iterable[Any]:
+    return values if isinstance(values, list | tuple) else [values]
+
+
+def _fit_target(target: Any, value: Any) -> Any:
+    rank = None if value.shape is None else len(value.shape)
+    return fit_target(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]
+
+
+# ---- from a training model -------------------------------------------------------------------------------------------
+
+
+@checked(types=False)
+def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
+    """A compiled Keras model that goes on where a training model is: `fit` continues the run.
+
+    Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
+    same, else the update of the training model, and so is its loss.
+
+        model = onward.to_keras("training.onnx")
+        model.fit(images, labels)
+
+    - `training`: a training model
+    - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
+    """
+    model = adopt(of_one_opset(load(training)))
+    index = only_step_of(model, step)
+    if has_gradients(model):
+        raise no_gradient_inside()
+    run = from_training_model(model, index, forward=False)
+    made = TrainingModel(model)
+    held = made.variables_by_name
+    optimizer = make_optimizer(run, held)
+    if optimizer is None:
+        optimizer = GraphOptimizer(model, held, run.groups[0].lr)
+        optimizer.build(made.trainable_variables)
+    made.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
+    return made

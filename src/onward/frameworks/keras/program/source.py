@@ -1,0 +1,333 @@
+"""A run as a program of Keras: a model class with its passes and its loss, and where Keras has none, its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from onward.engines.framework import Function
+from onward.engines.keras.types import as_single, available, fit_target, plain_name
+from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel
+from onward.frameworks.keras.graphs import Forward, Parts
+from onward.frameworks.keras.optimizer import array_of
+from onward.frameworks.keras.program.recording import MENTIONED, Program, record
+from onward.frameworks.program.audit import audit_program
+from onward.frameworks.program.calls import Step, in_order
+from onward.frameworks.program.layout import arrange_imports, break_lines
+from onward.frameworks.program.names import RESERVED, Identifiers, docstring, identifier, quote
+from onward.frameworks.program.own_source import OwnSource
+from onward.frameworks.program.sizes import Choices
+from onward.model import Model
+from onward.model.state import STEP, states
+
+
+class Held(NamedTuple):
+    """A variable of the program."""
+
+    attribute: str
+    """What the model that stands in for it calls it."""
+    array: np.ndarray
+    """What it holds when the program is written."""
+    trainable: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A program, and its variables, in their order."""
+
+    text: str
+    package: str
+    class_name: str
+    model: Sequence[Held]
+    optimizer: Sequence[Held]
+    """Those of the program's own optimizer; none if that is one of Keras."""
+
+
+def write_program(model: Model, live: TrainingModel, package: str, file: str) -> Source:
+    """The program that computes what a live model does.
+
+    `package` is what Keras registers its classes under, and `file` what holds its state.
+    """
+    return _Writer(model, live, package, file).source()
+
+
+class _Writer:
+    def __init__(self, model: Model, live: TrainingModel, package: str, file: str):
+        self._live = live
+        self._package = package
+        self._file = file
+        self._model = model
+        self._parts = Parts(model, lambda graph: graph)
+        self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
+        self._constants: dict[str, np.ndarray] = {}
+        self._used: dict[str, Function] = {}
+        self._held = {name: f"params[{quote(name)}]" for name in live.variables_by_name}
+        self._state = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
+        self._class_name = _class_name(live.name)
+
+    def source(self) -> Source:
+        passes = self._passes()
+        optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
+        model = [*self._heading(), *passes]
+        body = "\n".join([*model, *optimizer])
+        helpers = [f for f in (available, as_single, fit_target, plain_name) if f"{f.__name__}(" in body]
+        own = OwnSource()
+        own.add(*helpers, *self._used.values())
+        imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
+        imports += ["import math"] if "math." in body else []
+        blocks = [
+            self._docstring(),
+            arrange_imports(imports),
+            *(f"\n{text}" for text in own.texts()),
+            "\n" + break_lines("\n".join(model)),
+            *(["\n" + break_lines("\n".join(optimizer))] if optimizer else []),
+        ]
+        text = audit_program("\n\n".join(blocks) + "\n", ["keras"])
+        return Source(text, self._package, self._class_name, self._variables(), self._slots())
+
+    def _docstring(self) -> str:
+        return docstring(
+            "A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n"
+            f"    import keras\n    import {self._package}\n\n"
+            f"    loaded = keras.models.load_model({quote(self._file)})\n"
+            "    loaded.fit(...)  # goes on where the run is\n"
+        )
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    def _heading(self) -> list[str]:
+        names = list(self._live.variables_by_name)
+        variables = dict(zip([*names, *self._constants], self._variables(), strict=True))
+        lines = [
+            f'@keras.saving.register_keras_serializable(package="{self._package}")',
+            f"class {self._class_name}(keras.Model):",
+            "    def __init__(self, **options):",
+            "        super().__init__(**options)",
+            "        self.params = {",
+            *(f"            {quote(name)}: self._weight({_weight(quote(name), variables[name])})," for name in names),
+            "        }",
+            *(
+                f"        self.{name} = self._weight({_weight(quote(name), variables[name])})"
+                for name in self._constants
+            ),
+            "        self.built = True",
+            "",
+            '    def _weight(self, name, shape, dtype="float32", trainable=False):',
+            "        options = dict(shape=shape, dtype=available(dtype), trainable=trainable)",
+            '        return self.add_weight(name=plain_name(name), initializer="zeros", **options)',
+            "",
+        ]
+        return lines
+
+    def _variables(self) -> list[Held]:
+        held = self._live.variables_by_name.items()
+        made = [(array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
+        made += [(array, False) for array in self._constants.values()]
+        return [Held(f"held_{i}", array, trainable) for i, (array, trainable) in enumerate(made)]
+
+    def _slots(self) -> list[Held]:
+        return [Held(f"held_{i}", array) for i, array in enumerate(self._state.values())]
+
+    def _passes(self) -> list[str]:
+        inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
+        call = ["    def call(self, inputs, training=False):", *inference]
+        if training != inference:
+            call[1:] = [
+                "        return self.training_pass(inputs) if training else self.inference_pass(inputs)",
+                "",
+                "    def inference_pass(self, inputs):",
+                *inference,
+                "",
+                "    def training_pass(self, inputs):",
+                *training,
+            ]
+        return [*call, *([] if self._live.loss is not None else self._loss()), *self._exclusions()]
+
+    def _pass(self, forward: Forward) -> list[str]:
+        names = Identifiers(MENTIONED)
+        inputs = {name: names.like(name) for name in self._live.input_names}
+        listed = ", ".join(inputs.values())
+        stores = {new: self._held[name] for name, new in forward.updates.items()}
+        lines, texts = self._computed(self._record(forward.graph, inputs), stores)
+        lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *lines]
+        if self._live.loss is None:
+            watched = [texts[name] for name in forward.watched]
+            lines.append(f"self.watched = {write_list(watched)}  # what the loss looks at")
+        outputs = [texts[name] for name in forward.outputs]
+        lines.append(f"return {outputs[0] if len(outputs) == 1 else write_list(outputs)}")
+        return _indent(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
+
+    def _record(self, graph: Model, given: Mapping[str, str]) -> Program:
+        return record(graph, {**self._held, **given}, self._choices, self._constants)
+
+    def _computed(self, program: Program, stores: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
+        """The lines of a program, and the expressions for its results."""
+        steps = program.steps(stores)
+        self._use(steps)
+        results = {name: value for name, value in program.results.items() if name not in (stores or {})}
+        written = program.statements(steps, results.values())
+        return written.lines(), {name: written.name(value).text for name, value in results.items()}
+
+    def _use(self, steps: Iterable[Step]) -> None:
+        """Have the functions of ours that are called."""
+        self._used |= {step.call.__name__: step.call for step in steps if step.call is not None}
+
+    def _loss(self) -> list[str]:
+        loss = self._parts.loss()
+        names = Identifiers([*MENTIONED, "y"])
+        watched = {name: names.like(name) for name in loss.watched}
+        targets = {value.name or "": names.like(value.name or "") for value in loss.targets}
+        body, texts = self._computed(self._record(loss.graph, {**watched, **targets}))
+        lines = [
+            'assert sample_weight is None, "the loss has no weights of samples"',
+            *(["params = self.params"] if "params[" in "".join(body) else []),
+            f"{write_list(list(watched.values()))} = self.watched",
+            *(
+                [f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]"]
+                if targets
+                else []
+            ),
+        ]
+        for value in loss.targets:
+            rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")
+            lines.append(f'{targets[value.name or ""]} = fit_target({targets[value.name or ""]}, "{dtype}", {rank})')
+        return [
+            "",
+            "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
+            *_indent([*lines, *body, f"return {texts[loss.name]}"]),
+        ]
+
+    def _exclusions(self) -> list[str]:
+        """What weight decay spares: Keras does not keep it in a file."""
+        optimizer = self._live.optimizer
+        if isinstance(optimizer, GraphOptimizer) or not optimizer.weight_decay:
+            return []
+        held = self._live.variables_by_name.items()
+        spared = [self._held[name] for name, v in held if v.trainable and not optimizer._use_weight_decay(v)]
+        if not spared:
+            return []
+        return [
+            "",
+            "    def compile_from_config(self, config):",
+            *_indent(
+                [
+                    "config = keras.saving.deserialize_keras_object(config)",
+                    f"spared = [{', '.join(f'self.{name}' for name in spared)}]",
+                    'config["optimizer"].exclude_from_weight_decay(var_list=spared)',
+                    "self.compile(**config)",
+                    "self.optimizer.build(self.trainable_variables)",
+                ]
+            ),
+        ]
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _optimizer(self) -> list[str]:
+        graph, contract = self._parts.apply()
+        trained = [name for name, v in self._live.variables_by_name.items() if v.trainable]
+        own = {name: f"slots[{quote(name)}]" for name in self._state}
+        places = {**{name: f"params[{quote(name)}]" for name in trained}, **own}
+        given = {fed: f"gradients[{quote(name)}]" for fed, name in contract.gradients.items()}
+        program = record(graph, {**places, **given}, self._choices, self._constants)
+        self._use(program.steps())
+        slots = {state.name: state.parameter for state in states(self._model) if state.parameter in trained}
+        owners = {name: slots.get(name, name if name in trained else "") or "" for name in places}
+        updates = {name: new for name, new in contract.update.items() if name in places}
+        body = _by_parameter(program, updates, owners, places)
+        apply = [
+            "variables = list(trainable_variables or self._trainable_variables)",
+            "if not self.built:",
+            "    self.build(variables)",
+            f"names = {write_list([quote(name) for name in trained])}",
+            "params, gradients, slots = dict(zip(names, variables)), dict(zip(names, grads)), self.slots",
+            *body,
+            f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
+        ]
+        variables = zip(self._state, self._slots(), strict=True)
+        return [
+            f'@keras.saving.register_keras_serializable(package="{self._package}")',
+            "class Update(keras.optimizers.Optimizer):",
+            '    """The whole update of the run, with its learning rate; that of Keras stands aside."""',
+            "",
+            "    def build(self, variables):",
+            "        if self.built:",
+            "            return",
+            "        super().build(variables)",
+            "        self.slots = {",
+            *(f"            {quote(name)}: self._slot({_weight(quote(name), held)})," for name, held in variables),
+            "        }",
+            "",
+            '    def _slot(self, name, shape, dtype="float32"):',
+            "        return self.add_variable(shape, dtype=available(dtype), name=plain_name(name))",
+            "",
+            "    def apply(self, grads, trainable_variables=None):",
+            *_indent(apply),
+        ]
+
+
+def _by_parameter(
+    program: Program, updates: Mapping[str, str], owners: Mapping[str, str], places: Mapping[str, str]
+) -> list[str]:
+    """An update: what all parameters have in common, and a loop over those that are updated in the same way."""
+    parts: dict[str, list[str]] = {}
+    for name in updates:
+        parts.setdefault(owners[name], []).append(name)
+    values = {name: program.results[new] for name, new in updates.items()}
+    every = program.steps()
+    needed = {owner: set(in_order([values[name] for name in names])) for owner, names in parts.items()}
+    common = parts.pop("", [])
+    shared = [s for s in every if sum(s in steps for steps in needed.values()) > 1 or s in needed.get("", ())]
+    outside = {value for step in every if step not in set(shared) for value in step.values()}
+    kept = [value for step in shared for value in step.results if value in outside]
+    first = program.statements(shared, [*kept, *(values[name] for name in common)])
+    lines = first.lines()
+    names = {value: first.name(value).text for value in (*kept, *(values[name] for name in common))}
+    loops: dict[str, list[str]] = {}
+    for owner, slots in parts.items():
+        steps = [step for step in every if step in needed[owner] and step not in set(shared)]
+        for value in (value for step in steps for value in step.values()):
+            value.path = _of_any(value.path, owner)
+        inner = program.statements(steps, [values[name] for name in slots], names)
+        body = inner.lines()
+        stores = [f"{_of_any(places[name], owner)}.assign({inner.name(values[name]).text})" for name in slots]
+        loops.setdefault("\n".join([*body, *stores]), []).append(owner)
+    for text, over in loops.items():
+        listed = "names" if len(loops) == 1 else write_list([quote(name) for name in over])
+        lines += [f"for name in {listed}:", *(f"    {line}" for line in text.split("\n"))]
+    return [*lines, *(f"{places[name]}.assign({first.name(values[name]).text})" for name in common)]
+
+
+def _of_any(text: str, owner: str) -> str:
+    """The update of a parameter, as that of any `name`."""
+    text = text.replace(f"[{quote(owner)}]", "[name]")
+    is_plain = quote(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
+    return text.replace(f'["{owner}/', '[f"{name}/') if is_plain else text
+
+
+def _weight(name: str, held: Held) -> str:
+    dtype = str(held.array.dtype)
+    options = [name, str(held.array.shape)]
+    options += [] if dtype == "float32" else [f'dtype="{dtype}"']
+    return ", ".join([*options, *(["trainable=True"] if held.trainable else [])])
+
+
+def _dtype(live: TrainingModel, name: str) -> str:
+    return str(live.source.array(name).dtype)
+
+
+def _class_name(name: str) -> str:
+    words = [word for word in identifier(name).split("_") if word]
+    joined = "".join(word[:1].upper() + word[1:] for word in words)
+    is_free = joined.isidentifier() and joined not in RESERVED and joined != "Update"
+    return joined if is_free else f"Model{joined}"
+
+
+def write_list(items: Sequence[str]) -> str:
+    return f"[{', '.join(items)}]"
+
+
+def _indent(lines: Iterable[str]) -> list[str]:
+    return [f"        {line}" for line in lines]

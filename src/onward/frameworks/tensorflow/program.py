@@ -1,0 +1,164 @@
+"""Training models as SavedModels, and back, without calling a function of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from tensorflow.core.protobuf import saved_model_pb2
+
+from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
+from onward.frameworks.files import compare, tensors_of, with_state
+from onward.frameworks.program.child import try_out
+from onward.frameworks.program.trial import step_trial
+from onward.frameworks.tensorflow import child
+from onward.frameworks.tensorflow.forward import to_tensorflow
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower_for_framework
+from onward.model import Model, load
+from onward.model.storage.transaction import replacing
+from onward.run_state.problems import Problems
+from onward.run_state.state import step_of
+from onward.transform.opset import of_one_opset
+
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_STATE = "state/"
+
+
+def write(model: Model, path: Path) -> list[Path]:
+    """Write a SavedModel; the folder."""
+    module = to_tensorflow(model)
+    with replacing(path) as folder:
+        try:
+            tf.saved_model.save(module, str(folder))
+        except tf.errors.OpError as error:  # what TensorFlow makes of an error of the system
+            raise OSError(first_line(error)) from error
+        _try_files(folder, of_one_opset(model))
+    return [path]
+
+
+def _try_files(folder: Path, model: Model) -> None:
+    """Let a process of its own make steps, and compare."""
+    trial = step_trial(model, index := step_of(model))
+    if trial is None:
+        return
+    order = contract_of(lower_for_framework(model, index, "step")).batch
+    trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
+    with tempfile.TemporaryDirectory() as place:
+        batch, results = trial.save(Path(place)), Path(place, "results.npz")
+        if try_out(child.__file__, folder, batch, results):
+            with np.load(results) as arrays:
+                trial.compare(arrays["losses"], same_random_numbers=True)
+
+
+def restore(path: Path, like: Model | None = None) -> Model:
+    """The training model that a SavedModel of one holds, or `like`, with the values that its variables have.
+
+    Both are read from the files: no function of the SavedModel is called, and nothing of it is loaded.
+    """
+    if not (path / "saved_model.pb").is_file():
+        raise UnsupportedError(f"`{path}` is not a SavedModel", hint="give the folder that `tf.saved_model.save` wrote")
+    model = like if like is not None else _model(path)
+    return with_state(model, _variables(path, model), str(path))
+
+
+def _model(path: Path) -> Model:
+    """What `training_model` would return: it is a constant."""
+    try:
+        nodes = _function(saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes()))
+    except (OSError, DecodeError, IndexError) as error:
+        raise InvalidModelError(f"`{path / 'saved_model.pb'}` is damaged: {first_line(error)}") from error
+    if nodes is None:
+        raise UnsupportedError(
+            f"`{path}` does not hold a training model",
+            hint="give the one that it was made of, with `--like`; or load it with `tf.saved_model.load`, and give a "
+            "function of it, with a loss, to `from_tensorflow`",
+        )
+    return read_carried_model(nodes, str(path))[0]
+
+
+def _function(saved: Any) -> Any:
+    """The nodes of the function `training_model`; None if there is no such function."""
+    for graph in saved.meta_graphs:
+        objects = graph.object_graph_def.nodes
+        root = objects[0].children if objects else ()
+        kept = [objects[child.node_id] for child in root if child.local_name == "training_model"]
+        names = {name for one in kept for name in one.function.concrete_functions}
+        for function in graph.graph_def.library.function:
+            if function.signature.name in names:
+                return function.node_def
+    return None
+
+
+def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
+    """The state of a training module by name, from the checkpoint that lies in the folder."""
+    try:
+        reader = tf.train.load_checkpoint(str(path / "variables" / "variables"))
+        kinds = reader.get_variable_to_dtype_map()
+        shapes = reader.get_variable_to_shape_map()
+        stored = {_name(key): key for key in shapes if key.startswith(_STATE) and key.endswith(_VALUE)}
+        problems = Problems(f"the state of `{path}`")  # before anything is read, since it may be of any size
+        found = {
+            name: SimpleNamespace(shape=shapes[key], dtype=np.dtype(kinds[key].as_numpy_dtype))
+            for name, key in stored.items()
+        }
+        compare(problems, found, tensors_of(model, stored))
+        problems.refuse()
+        return {name: np.asarray(reader.get_tensor(key)) for name, key in stored.items()}
+    except (tf.errors.OpError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, Error):
+            raise
+        raise InvalidModelError(
+            f"the variables of `{path}` cannot be read: {first_line(error)}",
+            hint="copy the whole folder again, or save it anew with `tf.saved_model.save`",
+        ) from error
+
+
+def _name(key: str) -> str:
+    """A checkpoint has `..` for a dot, and `.S` for a slash."""
+    plain = key.removeprefix(_STATE).removesuffix(_VALUE)
+    return re.sub(r"\.([.S])", lambda found: "." if found[1] == "." else "/", plain)
+
+
+# ---- the training model that a module carries ------------------------------------------------------------------------
+
+
+_MOST = 2**31 - 1
+"""Bytes of a model: no file of ONNX is larger."""
+
+
+def is_training_module(module: Any) -> bool:
+    """Whether Onward made it, or what it was loaded from."""
+    return hasattr(module, "training_model") and hasattr(module, "state")
+
+
+def restore_model(module: Any) -> Model:
+    """The training model of a module, with the values that its variables have now."""
+    graph = module.training_model.get_concrete_function().graph
+    model, step = read_carried_model(graph.as_graph_def().node, "the module")
+    for name, variable in module.state.items():
+        model.set(name, variable.numpy(), step)
+    return model
+
+
+def read_carried_model(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
+    """What the function `training_model` would return, by the constants in its graph: a model, and which step of it."""
+    try:
+        constants = [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
+        packed = next(bytes(array.item()) for array in constants if array.dtype == object and array.size == 1)
+        step = next((int(array) for array in constants if array.dtype.kind == "i" and array.size == 1), 0)
+        unpacked = zlib.decompressobj().decompress(packed, _MOST)
+    except (TypeError, ValueError, StopIteration, zlib.error) as error:
+        raise InvalidModelError(f"the training model in {of} is damaged: {first_line(error)}") from error
+    return load(unpacked), step
