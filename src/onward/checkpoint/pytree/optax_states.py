@@ -17,13 +17,13 @@ import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.pytree import WRAPPER, Way, names_of_tensors, nest_names, parts
-from onward.checkpoint.pytree.optax_states import FAMILIES as OF_PYTORCH
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
 from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS, reduced_axis
 from onward.vocabulary.rows import row_for
+from onward.vocabulary.torch import FAMILIES as OF_PYTORCH
 
 
 def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
