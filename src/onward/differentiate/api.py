@@ -23,10 +23,10 @@ from onward.model.signature import check_signatures
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.standard import OLDEST_OPSET
+from onward.transform.context import Context
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding
 from onward.transform.training import drop_unused_definitions
-from onward.transform.types import fill_in_types
 
 
 @checked()
@@ -112,9 +112,12 @@ def _open_model(
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
-    model = expand(lower_gradients(model), y, xs, keep_functions=keep_functions)
+    context = Context(model)
+    lower_gradients(context)
+    expand(context, y, xs, keep_functions=keep_functions)
+    model = context.model
     known = {value.name: value for value in values(model.graph) if value.name}
-    fill_in_types(model, known.values())
+    context.fill_in_types(known.values())
     if known[y].type is None:
         raise UnsupportedError(
             f"the type of `{y}` is not known", hint="state it in the file, among its outputs or in its `value_info`"

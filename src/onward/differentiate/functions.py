@@ -27,8 +27,8 @@ from onward.model.core import values
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
 from onward.standard import IR_VERSION, STANDARD
+from onward.transform.context import Context
 from onward.transform.training import drop_unused_definitions
-from onward.transform.types import fill_in_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +102,17 @@ class FunctionRules:
     def _differentiated(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:
         """The two halves for calls like this one; None if no gradient flows through it."""
         model, formals = self._body(node)
+        context = Context(model)
         for i in given:
-            output = model.graph.outputs[i].name or ""
-            model = expand(model, output, [formals[x] for x in wanted], keep_functions=True)
+            output = context.graph.outputs[i].name or ""
+            expand(context, output, [formals[x] for x in wanted], keep_functions=True)
+        model = context.model
         known = {value.name: value for value in values(model.graph)}
-        fill_in_types(model, known.values())
+        context.fill_in_types(known.values())
         inputs = [known[name] if name in known else ir.Value(name=name) for name in formals]
         graph, last, outputs = model.graph, model.graph[-1], list(model.graph.outputs)
 
-        names = model.names()
+        names = context.names
         names.take(formals)
         op = Builder(
             graph, opset=self._opset, names=names, functions=self._functions, imports=self._imports, share=True

@@ -24,13 +24,13 @@ from onward.engines.narrow_types import wide, widen_edges
 from onward.engines.segmented_session import SegmentedSession
 from onward.engines.text_session import TextSession, is_text
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
-from onward.kernels import library, update_in_place
+from onward.kernels import PASSES, library, update_in_place
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.segments import cut_after_text
 from onward.lowering.sharing import Share
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import Lowering, Manner
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.storage.open_files import let_go
@@ -77,15 +77,13 @@ class OnnxRuntime(Engine):
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads = threads or self.group.threads
         self._library = library().path if kernels and device == "cpu" else None
-        self._manner = Manner(
-            recompute,
-            share=Share(self.group.rank, self.group.size, sync_batch_norm),
-            kernels=self._library is not None,
-        )
+        share = Share(self.group.rank, self.group.size, sync_batch_norm)
+        passes = PASSES if self._library is not None else None
+        self._lowering = Lowering(model, step, Manner(recompute, share=share, passes=passes))
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
-        made = lower_for_engine(model, step, manner=self._manner)
+        made = self._lowering.part()
         contract = contract_of(made)
         self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
         self._metrics: list[str] = contract.metrics
@@ -126,7 +124,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = lower_for_engine(self.model, self._steps, "gradients", self._manner)
+            made = self._lowering.part("gradients")
             self._gradients = self._session(made), contract_of(made).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
@@ -134,7 +132,7 @@ class OnnxRuntime(Engine):
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            self._evaluation = self._session(lower_for_engine(self.model, self._steps, "evaluation", self._manner))
+            self._evaluation = self._session(self._lowering.part("evaluation"))
         session = self._evaluation
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 

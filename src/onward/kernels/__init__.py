@@ -8,5 +8,9 @@ from onward.kernels.in_place import update_in_place
 from onward.kernels.library import DOMAIN, library
 from onward.kernels.rules import find_rule
 from onward.kernels.selection import can_use_kernels, finish_with_kernels, use_kernels
+from onward.lowering.step import Passes
 
-__all__ = ["DOMAIN", "can_use_kernels", "find_rule", "finish_with_kernels", "library", "update_in_place", "use_kernels"]
+__all__ = ["DOMAIN", "PASSES", "find_rule", "finish_with_kernels", "library", "update_in_place", "use_kernels"]
+
+PASSES = Passes(can_use_kernels, use_kernels, find_rule, finish_with_kernels)
+"""What ONNX Runtime's engine adds to the lowering of a step."""

@@ -14,21 +14,21 @@ import onnx_ir as ir
 
 from onward.kernels.known import Known
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import Rewriting, made_by, only_made_by
-from onward.model import Model
+from onward.kernels.rewriting import made_by, only_made_by
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 
-def use_activations(model: Model) -> None:
+def use_activations(context: Context) -> None:
     """Let kernels compute the activations in the outermost graph, in place."""
-    rewriting, search = Rewriting(model), _Search()
-    for node in list(model.graph):
+    search = _Search()
+    for node in list(context.graph):
         if not is_standard(node) or node.op_type != "Mul" or node.outputs[0].dtype != ir.DataType.FLOAT:
             continue
         if (found := search.activation(node)) is not None:
             name, x = found
-            with rewriting.before(node) as op:
-                rewriting.replace(node.outputs[0], op.node(DOMAIN, name, x))
+            with context.before(node) as op:
+                context.replace(node.outputs[0], op.node(DOMAIN, name, x))
 
 
 class _Search:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import Rewriting, made_by, with_gradient
-from onward.model import Model
+from onward.kernels.rewriting import made_by, with_gradient
 from onward.model.walk import attributes
+from onward.transform.context import Context
 
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
-def use_cross_entropy(model: Model) -> None:
+def use_cross_entropy(context: Context) -> None:
     """Let kernels compute the cross entropy in the outermost graph, in place."""
-    rewriting = Rewriting(model)
-    trained = with_gradient(model.graph)
-    for node in list(model.graph):
+    graph = context.graph
+    trained = with_gradient(graph)
+    for node in list(graph):
         if made_by(node.outputs[0], "SoftmaxCrossEntropyLoss") is None:
             continue
         scores, labels, weights = (*node.inputs, None)[:3]
-        given = attributes(node, model.opset)
+        given = attributes(node, context.model.opset)
         alone = all(not output.uses() and not output.is_graph_output() for output in node.outputs[1:])
         is_plain = alone and given["reduction"] in ("mean", "sum") and weights not in trained
         if not is_plain or not _are_rows(scores, labels) or scores is None or labels is None:
             continue
-        with rewriting.before(node) as op:
+        with context.before(node) as op:
             loss, logarithms = op.node(
                 DOMAIN,
                 "CrossEntropy",
@@ -38,8 +38,8 @@ def use_cross_entropy(model: Model) -> None:
                 outputs=2,
             )
             logarithms.value.type = ir.TensorType(ir.DataType.FLOAT)
-            rewriting.replace(node.outputs[0], loss)
-        model.graph.remove(node, safe=True)
+            context.replace(node.outputs[0], loss)
+        graph.remove(node, safe=True)
 
 
 def _are_rows(scores: ir.Value | None, labels: ir.Value | None) -> bool:

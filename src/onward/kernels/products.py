@@ -17,10 +17,10 @@ from onward.build import become
 from onward.constants import constant_ints
 from onward.kernels.library import DOMAIN
 from onward.kernels.sums_of_products import PRODUCT, add_up_products
-from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 _MANY_ROWS = 512
 _LARGE_MATRIX = 1 << 15
@@ -30,16 +30,16 @@ _FEW_COLUMNS = 16
 _LARGE_SUM = 1 << 13
 
 
-def use_products(model: Model) -> None:
+def use_products(context: Context) -> None:
     """Let kernels compute them, in place."""
-    replaced = False
-    for node in list(model.graph):
+    graph, replaced = context.graph, False
+    for node in list(graph):
         replace = _REPLACEMENTS.get(node.op_type) if is_standard(node) else None
         is_float = len(node.outputs) == 1 and node.outputs[0].dtype == ir.DataType.FLOAT
-        replaced |= replace is not None and is_float and replace(node, model.opset)
+        replaced |= replace is not None and is_float and replace(node, context.model.opset)
     if replaced:
-        model.graph.opset_imports[DOMAIN] = 1
-        add_up_products(model)
+        graph.opset_imports[DOMAIN] = 1
+        add_up_products(context)
 
 
 def _gemm(node: ir.Node, opset: int) -> bool:

@@ -12,25 +12,24 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import Rewriting, with_gradient
-from onward.model import Model
+from onward.kernels.rewriting import with_gradient
 from onward.model.walk import attributes
 from onward.rules.recurrent import FUNCTIONS, Direction, both_biases, gru_biases, layer
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 _X, _R, _LENGTHS, _PEEPHOLES = 0, 2, 4, 7
 _INPUTS = {"RNN": 6, "GRU": 6, "LSTM": 8}
 
 
-def use_recurrent(model: Model) -> None:
+def use_recurrent(context: Context) -> None:
     """Let kernels compute the recurrent layers in the outermost graph that a gradient goes through, in place."""
-    rewriting = Rewriting(model)
-    trained = with_gradient(model.graph)
-    for node in list(model.graph):
+    trained = with_gradient(context.graph)
+    for node in list(context.graph):
         is_layer = is_standard(node) and node.op_type in FUNCTIONS and any(value in trained for value in node.inputs)
-        if is_layer and _is_usual(node, attributes(node, model.opset)):
-            _replace(rewriting, node)
+        if is_layer and _is_usual(node, attributes(node, context.model.opset)):
+            _replace(context, node)
 
 
 def _is_usual(node: ir.Node, settings: dict[str, Any]) -> bool:
@@ -56,15 +55,15 @@ def _inputs(node: ir.Node) -> list[ir.Value | None]:
     return [*node.inputs, *[None] * (_INPUTS[node.op_type] - len(node.inputs))]
 
 
-def _replace(rewriting: Rewriting, node: ir.Node) -> None:
-    with rewriting.before(node) as op:
+def _replace(context: Context, node: ir.Node) -> None:
+    with context.before(node) as op:
         x, w, r, b, lengths, *states = (None if value is None else op(value) for value in _inputs(node))
         ends = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
         peepholes = states.pop() if node.op_type == "LSTM" else None
         made = layer(op, node, lambda given: _run(op, node, given, ends), x, w, r, b, peepholes, lengths, *states)
         for output, result in zip(node.outputs, made, strict=False):
             if result is not None and output.name:
-                rewriting.replace(output, result)
+                context.replace(output, result)
 
 
 def _run(op: Builder, node: ir.Node, given: Direction, lengths: Expr | None) -> list[Expr | None]:

@@ -10,11 +10,13 @@ import onnx_ir as ir
 
 from onward.constants import constant_ints, constant_tensor
 from onward.kernels.known import Known
-from onward.kernels.rewriting import Rewriting, made_by
-from onward.model import Model
+from onward.kernels.rewriting import made_by
+from onward.model.core import values
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
+from onward.transform.types import fill_in_types
 
 
 class Table(NamedTuple):
@@ -24,15 +26,18 @@ class Table(NamedTuple):
     parts: np.ndarray
 
 
-def write_out_scales(model: Model) -> None:
+def write_out_scales(context: Context) -> None:
     """Make constants of scales that an exporter has put together of some: sizes that follow are inferred from them."""
-    rewriting = Rewriting(model)
-    for node in model.graph:
+    replaced = False
+    for node in context.graph:
         scales = node.inputs[2] if node.op_type == "Resize" and is_standard(node) and len(node.inputs) > 2 else None
         known = Known().array(scales)
         if known is not None and constant_tensor(scales) is None:
-            with rewriting.before(node) as op:
+            with context.before(node) as op:
                 node.replace_input_with(2, op.constant(known).value)
+            replaced = True
+    if replaced:
+        fill_in_types(context.model, values(context.graph))
 
 
 def tables_of(node: ir.Node, opset: int) -> list[Table] | None:

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr
-from onward.model import Model
 from onward.model.core import strings
 from onward.model.gradient_names import gradients_in, visible
 from onward.model.walk import read_by
 from onward.standard import is_standard
-
-
-class Rewriting:
-    """A graph in which nodes are replaced."""
-
-    def __init__(self, model: Model):
-        self.graph, self._opset = model.graph, model.opset
-        self._names = model.names()
-
-    @contextmanager
-    def before(self, node: ir.Node) -> Iterator[Builder]:
-        """A builder whose nodes go where a node is."""
-        scratch = ir.Graph([], [], nodes=[], name="in place of others")
-        op = Builder(scratch, opset=self._opset, names=self._names, imports=self.graph.opset_imports)
-        yield op.scoped(node.name or node.op_type)
-        made = list(scratch)
-        scratch.remove(made)
-        node.prepend(made)
-
-    def replace(self, old: ir.Value, new: Expr) -> None:
-        """Let all that read a value read another, which gets its name and its type."""
-        name, old.name = old.name, self._names.fresh(f"{old.name}/replaced")
-        old.replace_all_uses_with(new.like(old).value, replace_graph_outputs=True)
-        new.value.name = name
 
 
 def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:

@@ -12,10 +12,10 @@ from onward.kernels.recurrent import use_recurrent
 from onward.kernels.resizing import write_out_scales
 from onward.kernels.updates import fuse_updates
 from onward.model import Model
-from onward.model.core import is_gradient, string, values
+from onward.model.core import is_gradient, string
 from onward.model.gradient_names import gradients_in, tie, untie, visible
 from onward.model.walk import ancestors
-from onward.transform.types import fill_in_types
+from onward.transform.context import Context
 from onward.transform.unused import remove_unused
 
 
@@ -28,29 +28,25 @@ def can_use_kernels(model: Model) -> bool:
     return True
 
 
-def use_kernels(model: Model) -> None:
+def use_kernels(context: Context) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
-    write_out_scales(model)
-    fill_in_types(model, values(model.graph))
-    use_attention(model)
-    use_recurrent(model)
-    use_cross_entropy(model)
-    put_channels_last(model)
-    use_activations(model)
-    _remove_replaced(model)
-    if any(node.domain == DOMAIN for node in model.graph):
-        model.graph.opset_imports[DOMAIN] = 1
+    graph = context.graph
+    write_out_scales(context)
+    context.fill_in_types()
+    use_attention(context)
+    use_recurrent(context)
+    use_cross_entropy(context)
+    put_channels_last(context)
+    use_activations(context)
+    tie(graph)  # a Gradient needs what it names
+    remove_unused(graph)
+    untie(graph)
+    if any(node.domain == DOMAIN for node in graph):
+        graph.opset_imports[DOMAIN] = 1
 
 
-def finish_with_kernels(model: Model) -> None:
+def finish_with_kernels(context: Context) -> None:
     """Let kernels compute what they can of a step that is lowered already, in place."""
-    use_products(model)
-    fuse_updates(model)
-    remove_unused(model.graph)
-
-
-def _remove_replaced(model: Model) -> None:
-    """Remove nodes that nothing reads any more, but not what a Gradient names."""
-    tie(model.graph)
-    remove_unused(model.graph)
-    untie(model.graph)
+    use_products(context)
+    fuse_updates(context)
+    remove_unused(context.graph)

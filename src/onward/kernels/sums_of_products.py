@@ -9,25 +9,23 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import Rewriting
-from onward.model import Model
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 PRODUCT = "Product"
 _NEAR = 64
 """Nodes before a sum in which products are looked for: what they read stays in memory until it is computed."""
 
 
-def add_up_products(model: Model) -> None:
+def add_up_products(context: Context) -> None:
     """Join them, in the outermost graph, in place."""
-    position = {node: i for i, node in enumerate(model.graph)}
-    rewriting = Rewriting(model)
+    position = {node: i for i, node in enumerate(context.graph)}
     for node in reversed(list(position)):
         if node.graph is not None and _adds(node) and dims(node.outputs[0]) is not None:
             found = _Sum(node, position)
             if found.can_be_joined:
-                found.replace(rewriting)
+                found.replace(context)
 
 
 class _Sum:
@@ -70,16 +68,16 @@ class _Sum:
         is_near = self._position[self._root] - self._position[node] <= _NEAR
         return node if is_near and len(value.uses()) == 1 and not value.is_graph_output() else None
 
-    def replace(self, rewriting: Rewriting) -> None:
+    def replace(self, context: Context) -> None:
         terms = [value for node in self._products for value in node.inputs[:2]]
         turned = [flag for node in self._products for flag in node.attributes["turned"].as_ints()]
-        with rewriting.before(self._root) as op:
+        with context.before(self._root) as op:
             bias = [] if self._bias is None else [self._bias]
             total = op.node(DOMAIN, PRODUCT, *terms, *bias, turned=turned).like(self._root.outputs[0])
             for value in self._rest:
                 total = op.Add(value, total)
-            rewriting.replace(self._root.outputs[0], total)
-        rewriting.graph.remove([*self._adds, *self._products], safe=True)
+            context.replace(self._root.outputs[0], total)
+        context.graph.remove([*self._adds, *self._products], safe=True)
 
 
 def _adds(node: ir.Node) -> bool:

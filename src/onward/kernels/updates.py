@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from onward.build import Names
 from onward.kernels.library import DOMAIN
-from onward.model import Model
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 OPERATORS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Sqrt", "Neg", "Abs", "Sign", "Where")
 """In the order of native/programs.h."""
@@ -26,12 +26,11 @@ _FEWEST = 1 << 20
 """Numbers that are worth a node of their own: one node for all would keep all gradients in memory."""
 
 
-def fuse_updates(model: Model) -> None:
+def fuse_updates(context: Context) -> None:
     """Let kernels compute the elementwise end of a step, in place; an update now and then is in a nested graph."""
-    names = model.names()
-    for graph in (model.graph, *model.graph.subgraphs()):
-        if _fuse(graph, names):
-            model.graph.opset_imports[DOMAIN] = 1
+    for graph in (context.graph, *context.graph.subgraphs()):
+        if _fuse(graph, context.names):
+            context.graph.opset_imports[DOMAIN] = 1
 
 
 def _fuse(graph: ir.Graph, names: Names) -> bool:

@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onward.build import declare, identity_of
-from onward.model import Model
 from onward.standard import is_standard
+from onward.transform.context import Context
 from onward.transform.training import drop_unused_definitions
 
 Results = Sequence[ir.Value | None]
 
 
-def write_calls(model: Model) -> None:
+def write_calls(context: Context) -> None:
     """Replace calls in the outermost graph, in place, but for those of functions that need the general way."""
-    writer = _Writer(model)
+    model = context.model
+    writer = _Writer(context)
     calls = [node for node in model.graph if writer.can_write(node)]
     for call in calls:
         writer.replace(call)
@@ -31,11 +32,12 @@ def write_calls(model: Model) -> None:
 
 
 class _Writer:
-    def __init__(self, model: Model):
+    def __init__(self, context: Context):
+        model = context.model
         self._graph = model.graph
         self._functions = model.functions
         self._opset = model.opset
-        self._names = model.names()
+        self._names = context.names
         self._made: dict[tuple[object, ...], Results] = {}
         self._simple: dict[ir.OperatorIdentifier, bool] = {}
         self._ends = {value: i for i, value in enumerate(model.graph.outputs)}

@@ -6,54 +6,44 @@ from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
-from onward.build import Builder, Names
 from onward.differentiate.expand import replace_node
 from onward.errors import Error
 from onward.lowering.standard_operators import LOWERINGS, Lowering
 from onward.model import Model
-from onward.model.core import values
+from onward.model.core import all_names
 from onward.model.walk import attributes, graphs_in, graphs_of
 from onward.rules.registry import lookup_body
+from onward.transform.context import Context
 from onward.transform.inline import has_body, inline_operators
-from onward.transform.types import fill_in_types
 
 
 def expand(
-    model: ir.Model,
+    context: Context,
     lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS,
     is_meant: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
     """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
-    for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
-        names = Names(value.name for node in graph.all_nodes() for value in node.outputs if value.name)
-        names.take(value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name)
-        for node in list(graph):
-            if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
-                _replace(graph, node, lowering, names, model.opset_imports[""], model.functions)
+    for outer in graphs_of(context.model):
+        known = outer is context.graph
+        for graph in list(graphs_in(outer)):
+            for node in list(graph):
+                if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
+                    if not known:  # names in a function are its own
+                        context.names.take(all_names(outer))
+                        known = True
+                    _replace(context, graph, node, lowering)
 
 
-def _replace(
-    graph: ir.Graph,
-    node: ir.Node,
-    lowering: Lowering,
-    names: Names,
-    opset: int,
-    functions: dict[ir.OperatorIdentifier, ir.Function],
-) -> None:
-    scratch = ir.Graph([], [], nodes=[], name="lowered")
-    op = Builder(scratch, opset=opset, names=names, functions=functions, scope=node.name or node.op_type)
-    inputs = [op(value) if value is not None else None for value in node.inputs]
-    results = lowering(op, inputs, attributes(node, opset), len(node.outputs))
-    nodes = list(scratch)
-    scratch.remove(nodes)
-    node.prepend(nodes)
+def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowering) -> None:
+    with context.before(node) as op:
+        inputs = [op(value) if value is not None else None for value in node.inputs]
+        results = lowering(op, inputs, attributes(node, op.opset), len(node.outputs))
     for old, new in zip(node.outputs, results, strict=False):
         if not old.name:  # nobody wants it
             continue
         value = new.value
         value.type, value.shape = old.type or value.type, old.shape
-        name = old.name
-        old.name = names.fresh(f"{name}/replaced")
+        name, old.name = old.name, context.names.fresh(f"{old.name}/replaced")
         old.replace_all_uses_with(value, replace_graph_outputs=True)
         value.name = name
     graph.remove(node, safe=True)
@@ -80,7 +70,7 @@ def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
     found = {key: LOWERINGS[key] for node in unknown if (key := (node.domain, node.op_type)) in LOWERINGS}
     if not found:
         return None
-    expand(model.ir, found)
+    expand(Context(model), found)
     return model
 
 
@@ -88,9 +78,9 @@ def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:
     found = {node: body for node in unknown if (body := lookup_body(node)) is not None}
     if not found:
         return None
-    fill_in_types(model, values(model.graph))
-    names = model.names()
-    replaced = [replace_node(model, node, rule, names) for node, rule in found.items()]
+    context = Context(model)
+    context.fill_in_types()
+    replaced = [replace_node(context, node, rule) for node, rule in found.items()]
     return model if any(replaced) else None
 
 

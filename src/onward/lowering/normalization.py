@@ -9,13 +9,14 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
 from onward.lowering.expand import expand
+from onward.transform.context import Context
 
 _KEY = ("", "BatchNormalization")
 
 
-def give_two_axes(model: ir.Model) -> None:
+def give_two_axes(context: Context) -> None:
     """Let inputs of one axis, which the standard allows and frameworks do not, be of one channel."""
-    expand(model, {_KEY: _add_channel}, _has_one_axis)
+    expand(context, {_KEY: _add_channel}, _has_one_axis)
 
 
 def _has_one_axis(node: ir.Node) -> bool:
@@ -36,10 +37,10 @@ def _add_channel(op: Builder, inputs: list[Expr | None], attributes: dict[str, A
     return op.Squeeze(y, [1]), *statistics
 
 
-def write_out_unsafe(model: ir.Model) -> None:
+def write_out_unsafe(context: Context) -> None:
     """Write in plain operators what ONNX Runtime gets wrong: unless both running statistics are outputs of the graph,
     it writes them over those that it reads, also over constants and what callers own."""
-    expand(model, {_KEY: _write_out}, lambda node: _is_unsafe(node, model.graph))
+    expand(context, {_KEY: _write_out}, lambda node: _is_unsafe(node, context.graph))
 
 
 def _is_unsafe(node: ir.Node, graph: ir.Graph) -> bool:

@@ -10,16 +10,15 @@ import onnx_ir as ir
 
 from onward.build import become, declare, identity
 from onward.constants import tensor_in
-from onward.model import Model
-from onward.model.core import values
 from onward.standard import is_standard
-from onward.transform.types import fill_in_types
+from onward.transform.context import Context
 from onward.transform.unused import remove_unused
 
 
-def optimize(model: Model) -> None:
+def optimize(context: Context) -> None:
     """Shorten the graph of a lowered model, in place."""
-    fill_in_types(model, values(model.graph))
+    context.fill_in_types()
+    model = context.model
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in graph if graph is not model.graph else ():
             declare(node, model.opset)

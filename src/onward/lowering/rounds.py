@@ -24,6 +24,7 @@ from onward.model.core import all_names, is_gradient, string, strings, values
 from onward.model.gradient_names import append_inputs, rename_in_gradients, tie, untie
 from onward.model.state import carried_state, with_metadata
 from onward.model.walk import ancestors, descendants, read_by
+from onward.transform.context import Context
 
 T = TypeVar("T")
 
@@ -304,5 +305,5 @@ def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
 
 
 def _loss_of(model: Model, index: int) -> str | None:
-    flow = Flow(Model(model.combined(index)), model.step(index), carried_state(model, index))
+    flow = Flow(Context(Model(model.combined(index))), model.step(index), carried_state(model, index))
     return flow.loss(flow.metrics)

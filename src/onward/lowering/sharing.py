@@ -24,7 +24,6 @@ from onward.model import Model
 from onward.model.core import string, values
 from onward.model.walk import ancestors, read_by, source_of
 from onward.standard import is_standard
-from onward.transform.types import fill_in_types
 
 ALL_REDUCE = "AllReduce"
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
@@ -50,7 +49,7 @@ def share_step(flow: Flow, share: Share) -> None:
     """Make a step one of several that are run at once, in place."""
     if share.size == 1:
         return
-    fill_in_types(flow.combined, values(flow.graph))
+    flow.context.fill_in_types()
     sharing = _Sharing(flow, share)
     if share.batch_norm:
         sharing.normalize_together()
@@ -61,15 +60,14 @@ def share_step(flow: Flow, share: Share) -> None:
 class _Sharing:
     def __init__(self, flow: Flow, share: Share):
         self._flow, self._share = flow, share
-        self._op = Builder(flow.graph, opset=flow.combined.opset, names=flow.combined.names())
+        self._op = flow.context.builder()
 
     def normalize_together(self) -> None:
         nodes = [n for n in self._flow.graph if n.op_type == "BatchNormalization" and _is_training(n)]
         for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
             if user.op_type == "CastLike" and at == 1:  # the number of samples, for what is divided by one less
                 self._replace(user.outputs[0], all_reduce)
-        expand(self._flow.combined.ir, {("", "BatchNormalization"): _batch_normalization}, _is_training)
-        self._op.names.take(value.name for value in values(self._flow.graph) if value.name)
+        expand(self._flow.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
         self._flow.known.update({value.name: value for value in values(self._flow.graph)})
 
     def apply(self) -> None:

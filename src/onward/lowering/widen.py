@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onward.build import Names
 from onward.model import Model
 from onward.model.walk import graphs_in
+from onward.transform.context import Context
 
 _AS_THEY_ARE = {
     *("Cast", "CastLike", "Constant", "ConstantOfShape", "Identity", "Shape", "Size", "If", "Loop", "Scan"),
@@ -21,12 +22,12 @@ _AS_THEY_ARE = {
 
 def widen(model: Model, dtype: ir.DataType) -> None:
     """Put casts around all nodes that compute with numbers of a type, in place. Types must be known."""
-    names = model.names()
+    context, narrow = Context(model), ir.TensorType(dtype)
     for graph in graphs_in(model.graph):
         wide: dict[ir.Value, ir.Value] = {}
         for node in list(graph):
-            if node.op_type not in _AS_THEY_ARE:
-                widen_node(node, dtype, names, wide)
+            if node.op_type not in _AS_THEY_ARE and any(v is not None and v.type == narrow for v in node.inputs):
+                widen_node(node, dtype, context.names, wide)
 
 
 def widen_node(node: ir.Node, dtype: ir.DataType, names: Names, wide: dict[ir.Value, ir.Value]) -> None:

@@ -15,6 +15,7 @@ from onward.differentiate.expand import replace_node
 from onward.model import Model
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
+from onward.transform.context import Context
 from onward.transform.linear import DOMAIN, ORIGIN_KEY, PART_KEY
 
 
@@ -24,10 +25,10 @@ def open_linear(model: Model) -> None:
     Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip` makes them what
     they were.
     """
-    names = model.names()
+    context = Context(model)
     for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in _OPENED]:
         results = [value.name for value in node.outputs]
-        replace_node(model, node, make_rewrite((DOMAIN, node.op_type), _OPENED[node.op_type]), names)
+        replace_node(context, node, make_rewrite((DOMAIN, node.op_type), _OPENED[node.op_type]))
         for value in [output for made in model.graph for output in made.outputs if output.name in results]:
             value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
 
