@@ -104,8 +104,7 @@ def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
 def _open_model(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
-    model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy()
-    model.steps = []
+    model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy(steps=False)
     write_padding(model)
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (y, *xs) if name not in known]

@@ -231,8 +231,7 @@ def array_function(
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     providers = _providers(device)
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
-    model = of_one_opset(model, OLDEST_LOADED).copy()
-    model.steps = []
+    model = of_one_opset(model, OLDEST_LOADED).copy(steps=False)
     names = [value.name or "" for value in model.outputs]
     narrow = widen_edges(model)
     if device == "cpu" and _has_bfloat16(model):

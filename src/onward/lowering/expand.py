@@ -23,15 +23,18 @@ def expand(
     is_meant: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
     """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
-    for outer in graphs_of(context.model):
-        known = outer is context.graph
-        for graph in list(graphs_in(outer)):
-            for node in list(graph):
-                if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
-                    if not known:  # names in a function are its own
-                        context.names.take(all_names(outer))
-                        known = True
-                    _replace(context, graph, node, lowering)
+    model = context.model
+
+    def wanted(graph: ir.Graph | ir.Function) -> bool:
+        return any((node.domain, node.op_type) in lowerings and is_meant(node) for node in graph.all_nodes())
+
+    for key in [key for key, function in model.functions.items() if wanted(function)]:
+        model.functions[key] = model.functions[key].clone()  # another model may have it, too
+        context.names.take(all_names(model.functions[key].graph))
+    for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
+        for node in list(graph):
+            if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
+                _replace(context, graph, node, lowering)
 
 
 def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowering) -> None:

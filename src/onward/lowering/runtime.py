@@ -41,8 +41,7 @@ def for_onnxruntime(model: Model) -> Model:
 
 def _at(version: int, model: Model) -> Model:
     """The model in an operator set that may be older, without what ONNX Runtime lacks there."""
-    model = model.copy()
-    model.steps = []
+    model = model.copy(steps=False)
 
     def lacks(node: ir.Node) -> bool:
         return _is_newer(node, model.opset, version) or _has_no_kernel(node, version)

@@ -92,7 +92,7 @@ class Lowering:
         """Return a part, in the operator set that the model has; see `onward.lower` for what they are."""
         part = part or default_part(self.model)
         if part == "inference":
-            one, types = OneStep(self._plain_model(), 0), {}
+            one, types = OneStep(self._plain_model(), 0), _Types()
         else:
             if part == "apply" and sum(times_of(self.model, self._steps).values()) > 1:
                 raise UnsupportedError(
@@ -100,7 +100,7 @@ class Lowering:
                     hint="lower the whole round, or one step of it by name",
                 )
             one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
-        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._manner, types))
+        made, contract = _OF_ENGINES[part](_Origin(one, self._manner, types))
         for node in made.graph.all_nodes():
             node.device_configurations = ()  # they are the model's: a step is of one device
         loss = one.loss if one.loss in contract.metrics else contract.loss
@@ -122,9 +122,10 @@ class Lowering:
     def _one_step(self, together: bool) -> tuple[OneStep, _Types]:
         if together not in self._rounds:
             one = as_one_step(self._trainable(), self._steps, together=together)
-            other, types = self._rounds.get(not together, (None, {}))
-            same = other is not None and other.model is one.model  # a single step is the same in both ways
-            self._rounds[together] = one, types if same else {}
+            types: _Types = {}
+            if (not together) in self._rounds and self._rounds[not together][0].model is one.model:
+                types = self._rounds[not together][1]  # of a single step, which is the same in both ways
+            self._rounds[together] = one, types
         return self._rounds[together]
 
 
@@ -157,11 +158,18 @@ def default_part(model: Model) -> str:
 class _Origin(NamedTuple):
     """What a part is made of."""
 
-    model: Model
-    index: int
+    one: OneStep
     manner: Manner
     types: _Types
     """Types that were inferred for other parts, by name in the combined graph."""
+
+    @property
+    def model(self) -> Model:
+        return self.one.model
+
+    @property
+    def step(self) -> Step:
+        return self.one.model.step(self.one.index)
 
 
 _Part = tuple[Model, Contract]
@@ -173,7 +181,7 @@ def _step(origin: _Origin) -> _Part:
     made, contract = _plain(origin, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
-    unread = [state.name for state in states(origin.model, origin.index) if state.name not in read]
+    unread = [state.name for state in states(origin.model, origin.one.index) if state.name not in read]
     for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
     return made, dataclasses.replace(contract, state=[*contract.state, *unread])
@@ -227,7 +235,7 @@ def _apply(origin: _Origin) -> _Part:
 
 
 def _initialization(origin: _Origin) -> _Part:
-    model, step = origin.model, origin.model.step(origin.index)
+    model, step = origin.model, origin.step
     if step.initialization is None:
         raise UnsupportedError("the step has no initialization", hint="take the state of the file: part `state`")
     graph = step.initialization.clone()
@@ -254,7 +262,7 @@ def _initialization(origin: _Origin) -> _Part:
 
 
 def _state(origin: _Origin) -> _Part:
-    opset, stored = origin.model.opset, carried_state(origin.model, origin.index)
+    opset, stored = origin.model.opset, carried_state(origin.model, origin.one.index)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="state")
     op = Builder(graph, opset=opset, names=Names(state.name for state in stored))
     for state in stored:
@@ -272,10 +280,7 @@ def _inference(origin: _Origin) -> _Part:
 
     Training operators stay too where an engine has derivatives of its own.
     """
-    if origin.model.is_training_model or origin.index:
-        origin.model.step(origin.index)  # there must be such a step, though it is not what is computed
-    made = origin.model.copy()
-    made.steps = []
+    made = origin.model.copy(steps=False)
     write_padding(made)
     if origin.manner.differentiate and has_training_operators(made):
         context = Context(made)
@@ -355,7 +360,7 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 
 def _open_step(origin: _Origin) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
-    combined = Model(origin.model.combined(origin.index))
+    combined = Model(origin.model.combined(origin.one.index, share_functions=True))
     graph = combined.graph
     for value in values(graph) if origin.types else ():
         value.type, value.shape = origin.types.get(value.name or "", (value.type, value.shape))
@@ -366,10 +371,10 @@ def _open_step(origin: _Origin) -> Flow:
     give_two_axes(context)
     tie(graph)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
-    state = carried_state(origin.model, origin.index)
+    state = carried_state(origin.model, origin.one.index)
     for name in (s.name for s in state):
         as_input(graph, name)
-    return Flow(context, origin.model.step(origin.index), state)
+    return Flow(context, origin.step, state)
 
 
 def _plain(

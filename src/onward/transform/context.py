@@ -11,7 +11,8 @@ from onward.build import Builder, Expr, Names
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import ancestors
-from onward.transform.types import fill_in_types, is_static, is_symbolic
+from onward.shapes import dims
+from onward.transform.types import fill_in_types, is_symbolic
 
 
 class Context:
@@ -82,14 +83,19 @@ class Context:
     def fill_in_types(self, wanted: Iterable[ir.Value] | None = None) -> None:
         """Infer missing types of some values (default: all values of the graph), each value at most once.
 
-        The first time, symbolic sizes are inferred, too. Later they count as known: passes add nodes with types.
+        The symbols of inputs count as known sizes. Those that only values in between have, such as an exporter may
+        give to sizes that it does not compute, count after the first time: passes add nodes with types.
         """
         wanted = list(values(self.graph) if wanted is None else wanted)
-        known = (lambda value: value in self._inferred or is_symbolic(value)) if self._is_typed else is_static
-        fill_in_types(self.model, wanted, known)
+        symbols = None if self._is_typed else _symbols(self.graph.inputs)
+        fill_in_types(self.model, wanted, lambda value: value in self._inferred or is_symbolic(value, symbols))
         self.note_types(wanted)
 
     def fill_in_types_before(self, ends: Iterable[ir.Value]) -> None:
         """Infer missing types of some values and of all that they are computed from."""
         nodes, read = ancestors(ends)
         self.fill_in_types(read.union(*(node.outputs for node in nodes)))
+
+
+def _symbols(inputs: Iterable[ir.Value]) -> set[str | None]:
+    return {size.value for value in inputs for size in dims(value) or () if isinstance(size, ir.SymbolicDim)}

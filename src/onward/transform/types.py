@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -55,11 +55,15 @@ def is_static(value: ir.Value) -> bool:
     return value.type is not None and value.shape is not None and value.shape.is_static()
 
 
-def is_symbolic(value: ir.Value) -> bool:
-    """True if a value is typed up to the values of symbols, or onnx has no inference for its operator."""
+def is_symbolic(value: ir.Value, symbols: Container[str | None] | None = None) -> bool:
+    """True if a value is typed up to symbols (default: any symbols), or onnx has no inference for its operator."""
     node = value.producer()
-    is_kernel = node is not None and node.domain == KERNELS
-    return is_kernel or (value.type is not None and dims(value) is not None)
+    if node is not None and node.domain == KERNELS:
+        return True
+    sizes = dims(value)
+    if value.type is None or sizes is None:
+        return False
+    return symbols is None or all(isinstance(size, int) or size.value in symbols for size in sizes)
 
 
 def fill_in_types(model: Model, values: Iterable[ir.Value], is_known: Callable[[ir.Value], bool] = is_static) -> None:
