@@ -36,7 +36,7 @@ from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, stan
 from onward.checker.view import sandbox, worker
 from onward.errors import UnknownNameError
 from onward.model.fingerprint import fingerprint
-from onward.runtime.limits import onnxruntime_limits
+from onward.runtime.sessions import onnxruntime_limits
 from representatives import examples
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from onward.checker.functions import standard_domains
 from onward.checker.view.scope import Subject
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
-from onward.runtime.limits import NO_KERNEL, onnxruntime_limits
+from onward.runtime.sessions import NO_KERNEL, onnxruntime_limits
 from onward.standard import domain_of
 
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}

@@ -12,7 +12,7 @@ from onward.lowering.expand import replace_unknown
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import nodes_of
-from onward.runtime.limits import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
+from onward.runtime.sessions import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
 from onward.standard import is_standard
 from onward.transform.inline import has_body, inline
 from onward.transform.opset import convert_opset, of_one_opset
