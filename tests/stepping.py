@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.differentiate.gradients import lower_gradients
-from onward.lowering.expand import expand
+from onward.lowering.standard_operators import expand
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.state import carried_state
 from onward.transform.context import Context

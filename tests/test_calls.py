@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.lowering import lower
-from onward.lowering.calls import write_calls
+from onward.lowering.optimize import write_calls
 from onward.model import Model, load
 from onward.recipe import prepare
 from onward.transform.context import Context

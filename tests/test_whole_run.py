@@ -16,7 +16,7 @@ from commands import run as command
 from models import digits_mlp, small_cnn
 from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
-from onward.lowering.run.shuffle import shuffled_rows
+from onward.lowering.run.data import shuffled_rows
 from onward.training.data.order import Order
 from runs import RECIPE, digits
 from web_runtime import node_modules, run_node

@@ -14,9 +14,8 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin
 from onward.differentiate.expand import expand
-from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.sweep import pull_back
+from onward.differentiate.sweep import Find, pull_back, way
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import is_gradient, string, strings

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.engines.calls import has_other_meaning
 from onward.errors import UnsupportedError
-from onward.lowering.expand import replace_unknown
+from onward.lowering.standard_operators import replace_unknown
 from onward.model import TRAINING_DOMAIN, Model
 from onward.standard import operator_name
 

@@ -23,11 +23,10 @@ from onward.errors import DataError, UnsupportedError
 from onward.kernels import PASSES, library, update_in_place
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
-from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.runtime import for_onnxruntime, widen
 from onward.lowering.segments import cut, cut_after_text
 from onward.lowering.sharing import Share
 from onward.lowering.step import Lowering, Manner
-from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.storage.open_files import let_go
 from onward.options import Parallel

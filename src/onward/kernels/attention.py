@@ -13,9 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.kernels.known import Known
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import made_by, only_made_by, with_gradient
+from onward.kernels.patterns import Known, made_by, only_made_by, with_gradient
 from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims

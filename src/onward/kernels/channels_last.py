@@ -16,9 +16,8 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import constant_ints
+from onward.kernels.images import Table, of_two_axes, tables_of, window_of
 from onward.kernels.library import DOMAIN
-from onward.kernels.resizing import Table, tables_of
-from onward.kernels.windows import of_two_axes, window_of
 from onward.model.walk import attributes
 from onward.shapes import Dims, dims
 from onward.standard import is_standard

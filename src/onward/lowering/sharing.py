@@ -10,6 +10,7 @@ that their *mean* over processes is the gradient: what DDP and FSDP of PyTorch m
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,11 @@ from onward.build import DOMAIN, Builder, Expr
 from onward.constants import constant_ints
 from onward.errors import UnsupportedError
 from onward.lowering.dependencies import Flow
-from onward.lowering.expand import expand
+from onward.lowering.standard_operators import expand
 from onward.model import Model
 from onward.model.core import string, values
-from onward.model.walk import ancestors, read_by, source_of
-from onward.standard import is_standard
+from onward.model.walk import ancestors, nested_graphs, read_by, source_of
+from onward.standard import IR_VERSION, is_standard
 
 ALL_REDUCE = "AllReduce"
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
@@ -247,3 +248,129 @@ def _count(op: Builder, x: Expr) -> Expr:
 def _follow(op: Builder, old: Expr, new: Expr, momentum: float) -> Expr:
     new = op.CastLike(new, old)
     return new.like(old.value) if momentum == 0 else (old * momentum + new * (1 - momentum)).like(old.value)
+
+
+# ---- updates of shards -----------------------------------------------------------------------------------------------
+
+
+_FILL = {"ConstantOfShape", "Expand"}
+_ELEMENTWISE = {
+    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Equal", "Erf", "Exp", "Floor", "Greater",
+    "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not",
+    "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "Where",
+    "Xor",
+}  # fmt: skip
+
+
+def split_update(model: Model, sharded: Collection[str]) -> None:
+    """Let an update compute shards of these inputs, in place; raise if it needs whole tensors.
+
+    Elementwise operators stay as they are. Sums over a tensor, such as norms of gradients, go over all processes.
+    """
+    _Splitter(model).split(model.graph, {value for value in model.inputs if value.name in sharded})
+
+
+class _Splitter:
+    def __init__(self, model: Model):
+        self._names, self._opset = model.names(), model.opset
+
+    def split(self, graph: ir.Graph, shards: set[ir.Value]) -> None:
+        op = Builder(graph, opset=self._opset, names=self._names)
+        for node in list(graph):
+            if shards.isdisjoint(read_by(node)):
+                continue
+            if inner := list(nested_graphs(node)):
+                for nested in inner:
+                    self.split(nested, shards)
+                shards.update(
+                    made
+                    for nested in inner
+                    for made, result in zip(node.outputs, nested.outputs, strict=True)
+                    if result in shards
+                )
+            elif node.op_type == "Shape" and all(user.op_type in _FILL for user in node.outputs[0].consumers()):
+                continue  # what is made of it is as large as the shard
+            elif is_standard(node) and node.op_type in _ELEMENTWISE:
+                shards.update(node.outputs)
+            elif reduces_all(node) and node.op_type in (*_SUMS, "ReduceL2"):
+                self._sum_over_all(op, node)
+            else:
+                raise UnsupportedError(
+                    f"the update takes whole tensors: {node.op_type} (`{node.outputs[0].name}`) needs more of a "
+                    "tensor than the shard that a process has",
+                    hint='take an optimizer of single elements, or `strategy="ddp"` (`--strategy ddp`)',
+                )
+        graph.sort()
+
+    def _sum_over_all(self, op: Builder, node: ir.Node) -> None:
+        value = node.outputs[0]
+        uses, is_output = list(value.uses()), value.is_graph_output()
+        local = op(value)
+        total = op.Sqrt(all_reduce(local * local)) if node.op_type == "ReduceL2" else all_reduce(local)
+        new = total.like(value).value
+        for user, at in uses:
+            user.replace_input_with(at, new)
+        if is_output and value.graph is not None:
+            outputs = value.graph.outputs
+            outputs[:] = [new if output is value else output for output in outputs]
+            new.name, value.name = value.name, op.names.fresh(f"{value.name}/local")
+
+
+# ---- sums that nothing waits for -------------------------------------------------------------------------------------
+#
+# They are under way while something else is computed. What follows from the batch alone, such as how many labels
+# count, is summed up during the forward pass. What nothing in the graph reads, such as the loss, is summed up while the
+# forward pass is differentiated, which needs no more than to know that it is a sum.
+
+
+_FEW = 20
+"""Nodes that may well be computed once more."""
+
+
+def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
+    """A model that makes this process's part of the sums which follow from its batch alone, under the names that sums
+    have as inputs of the given model, which is changed."""
+    graph = model.graph
+    sums = [node for node in graph if is_all_reduce(node) and not node.outputs[0].is_graph_output()]
+    found = [node for node in sums if _follows_from(batch, node)]
+    if not found:
+        return None
+    parts = [value for node in found for value in read_by(node)]
+    nodes, reached = ancestors(parts)
+    constants = [value for value in reached if value.is_initializer()]
+    inputs = [value for value in graph.inputs if value in reached]
+    imports = dict(model.ir.opset_imports)
+    in_order = [node for node in graph if node in nodes]
+    view = ir.GraphView(inputs, parts, nodes=in_order, initializers=constants, opset_imports=imports)
+    functions = [function.clone() for function in model.functions.values()]
+    first = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))
+    for node, own in zip(found, first.graph.outputs, strict=True):
+        total = node.outputs[0]
+        own.name = total.name
+        given = ir.Value(name=total.name, type=total.type, shape=total.shape)
+        total.replace_all_uses_with(given)
+        graph.inputs.append(given)
+        graph.remove(node, safe=True)
+    return first
+
+
+def _follows_from(batch: Collection[str], node: ir.Node) -> bool:
+    """Whether what a node reads takes no more than the batch, and little time."""
+    nodes, reached = ancestors(read_by(node))
+    given = [value for value in reached if value.producer() is None and not value.is_initializer()]
+    return len(nodes) <= _FEW and not any(map(is_all_reduce, nodes)) and all(value.name in batch for value in given)
+
+
+def leave_last_sums(model: Model) -> list[str]:
+    """Let outputs be this process's part of sums that nothing reads, in place of the sums; which these are."""
+    outputs = model.graph.outputs
+    left = []
+    for node in [node for node in model.graph if is_all_reduce(node) and is_common(node)]:
+        local, total = node.inputs[0], node.outputs[0]
+        if local is None or local.producer() is None or local in outputs or total not in outputs or total.uses():
+            continue
+        outputs[:] = [local if output is total else output for output in outputs]
+        model.graph.remove(node, safe=True)
+        local.name = total.name
+        left.append(local.name or "")
+    return left

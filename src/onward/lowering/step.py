@@ -11,19 +11,16 @@ import onnx_ir as ir
 from onward.build import DOMAIN, Builder, Names
 from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
-from onward.differentiate.path import Find
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
+from onward.differentiate.sweep import Find
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
-from onward.lowering.calls import write_calls
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
-from onward.lowering.expand import expand
-from onward.lowering.normalization import give_two_axes, write_out_unsafe
-from onward.lowering.optimize import optimize
+from onward.lowering.optimize import optimize, write_calls
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
-from onward.lowering.standard_operators import OPTIMIZERS
+from onward.lowering.standard_operators import OPTIMIZERS, expand, give_two_axes, write_out_unsafe
 from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie

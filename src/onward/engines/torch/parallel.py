@@ -33,10 +33,15 @@ from onward.engines.torch.normalization import batch_normalization_at_once
 from onward.engines.torch.stages import Forward, make_stages, run_stages
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
-from onward.lowering.overlap import leave_last_sums, split_off_first_sums
 from onward.lowering.rounds import Steps
-from onward.lowering.shards import split_update
-from onward.lowering.sharing import Share, is_all_reduce, reads_statistics
+from onward.lowering.sharing import (
+    Share,
+    is_all_reduce,
+    leave_last_sums,
+    reads_statistics,
+    split_off_first_sums,
+    split_update,
+)
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state

@@ -20,7 +20,7 @@ from onward.frameworks.torch.failures import explain, fault_of_example
 from onward.frameworks.torch.randomness import NeverBelowZero
 from onward.frameworks.torch.rewrites import rewrite
 from onward.frameworks.torch.translations import TRANSLATIONS, define_functions
-from onward.lowering.widen import widen_node
+from onward.lowering.runtime import widen_node
 from onward.model import Model
 
 _NORMALIZATIONS = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
