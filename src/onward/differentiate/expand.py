@@ -118,11 +118,7 @@ def replace_node(context: Context, node: ir.Node, rewrite: Rewrite, xs: Sequence
         if new.value.producer() not in made or new.value.is_graph_output():
             new = op.Identity(new)
             made.append(new.value.producer())
-        name, old.name = old.name, context.names.fresh(f"{old.name}/replaced")
-        new.value.type = old.type if old.type is not None else new.value.type
-        new.value.shape = old.shape if old.shape is not None else new.value.shape
-        old.replace_all_uses_with(new.value, replace_graph_outputs=True)
-        new.value.name = name
+        context.replace(old, new)
     graph.remove(made)
     graph.insert_before(node, made)
     graph.remove(node, safe=True)

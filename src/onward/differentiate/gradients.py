@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, twin
+from onward.build import Builder, twin
 from onward.differentiate.expand import expand
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import Find, pull_back, way
@@ -129,7 +129,8 @@ def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute
     for x, output in zip(wanted, node.outputs, strict=False):
         if output.name:
             result = found[x] if x in found else op.filled_like(x, 0)
-            _replace(op, output, result if result.value.producer() in made else op.Identity(result))
+            is_free = result.value.producer() in made and not result.value.is_graph_output()
+            context.replace(output, result if is_free else op.Identity(result))
     graph.remove(node, safe=True)
     context.graph.sort()
 
@@ -160,12 +161,3 @@ def _nested_at(op: Builder, graph: ir.Graph, new: Mapping[ir.Value, ir.Value]) -
             if value is not None and value in new:
                 node.replace_input_with(i, new[value])
     return copy
-
-
-def _replace(op: Builder, old: ir.Value, new: Expr) -> None:
-    if new.value.is_graph_output():
-        new = op.Identity(new)
-    name = old.name
-    old.name = op.names.fresh(f"{name}/lowered")
-    old.replace_all_uses_with(new.value, replace_graph_outputs=True)
-    new.value.name = name

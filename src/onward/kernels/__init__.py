@@ -19,6 +19,7 @@ from onward.model import Model
 from onward.model.core import is_gradient, string
 from onward.model.gradient_names import gradients_in, tie, untie, visible
 from onward.model.walk import ancestors
+from onward.rules.recurrent import FUNCTIONS
 from onward.transform.context import Context
 from onward.transform.unused import remove_unused
 
@@ -37,13 +38,20 @@ def _differentiates_once(model: Model) -> bool:
 def use_kernels(context: Context) -> None:
     """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
     graph = context.graph
-    write_out_scales(context)
+    operators = {node.op_type for node in graph}
+    if "Resize" in operators:
+        write_out_scales(context)
     context.fill_in_types()
-    use_attention(context)
-    use_recurrent(context)
-    use_cross_entropy(context)
-    put_channels_last(context)
-    use_activations(context)
+    if operators & {"MatMul", "Attention"}:
+        use_attention(context)
+    if operators & FUNCTIONS.keys():
+        use_recurrent(context)
+    if "SoftmaxCrossEntropyLoss" in operators:
+        use_cross_entropy(context)
+    if operators & {"Conv", "ConvTranspose"}:
+        put_channels_last(context)
+    if operators & {"Sigmoid", "Erf", "Tanh"}:
+        use_activations(context)
     tie(graph)  # a Gradient needs what it names
     remove_unused(graph)
     untie(graph)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onward.build import become, declare, identity, identity_of
 from onward.constants import tensor_in
+from onward.differentiate.simplify import swaps_last
 from onward.standard import is_standard
 from onward.transform.context import Context
 from onward.transform.training import drop_unused_definitions
@@ -66,16 +67,8 @@ def turn_products_with_vectors(graph: ir.Graph) -> None:
         matrix, vector = node.inputs
         turned = matrix.producer() if matrix is not None else None
         is_vector = vector is not None and vector.shape is not None and vector.shape.rank() == 1
-        if is_vector and turned is not None and turned.op_type == "Transpose" and _transposes(turned):
+        if is_vector and turned is not None and swaps_last(turned):
             become(node, "MatMul", [vector, turned.inputs[0]])
-
-
-def _transposes(node: ir.Node) -> bool:
-    """Whether it transposes matrices: swaps the last two axes, and no others."""
-    source = node.inputs[0]
-    rank = source.shape.rank() if source is not None and source.shape is not None else 0
-    perm = list(node.attributes.get_ints("perm", range(rank)[::-1]))
-    return rank >= 2 and perm == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:

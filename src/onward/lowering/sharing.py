@@ -336,14 +336,7 @@ def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
     if not found:
         return None
     parts = [value for node in found for value in read_by(node)]
-    nodes, reached = ancestors(parts)
-    constants = [value for value in reached if value.is_initializer()]
-    inputs = [value for value in graph.inputs if value in reached]
-    imports = dict(model.ir.opset_imports)
-    in_order = [node for node in graph if node in nodes]
-    view = ir.GraphView(inputs, parts, nodes=in_order, initializers=constants, opset_imports=imports)
-    functions = [function.clone() for function in model.functions.values()]
-    first = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))
+    first = extract(model, parts)
     for node, own in zip(found, first.graph.outputs, strict=True):
         total = node.outputs[0]
         own.name = total.name
@@ -352,6 +345,20 @@ def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
         graph.inputs.append(given)
         graph.remove(node, safe=True)
     return first
+
+
+def extract(model: Model, outputs: list[ir.Value]) -> Model:
+    """A model of its own for some values of a graph, which stays as it is."""
+    nodes, reached = ancestors(outputs)
+    view = ir.GraphView(
+        [value for value in model.graph.inputs if value in reached],
+        outputs,
+        nodes=[node for node in model.graph if node in nodes],
+        initializers=[value for value in reached if value.is_initializer()],
+        opset_imports=dict(model.ir.opset_imports),
+    )
+    functions = [function.clone() for function in model.functions.values()]
+    return Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))
 
 
 def _follows_from(batch: Collection[str], node: ir.Node) -> bool:

@@ -179,13 +179,8 @@ def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowerin
         inputs = [op(value) if value is not None else None for value in node.inputs]
         results = lowering(op, inputs, attributes(node, op.opset), len(node.outputs))
     for old, new in zip(node.outputs, results, strict=False):
-        if not old.name:  # nobody wants it
-            continue
-        value = new.value
-        value.type, value.shape = old.type or value.type, old.shape
-        name, old.name = old.name, context.names.fresh(f"{old.name}/replaced")
-        old.replace_all_uses_with(value, replace_graph_outputs=True)
-        value.name = name
+        if old.name:  # else nobody wants it
+            context.replace(old, new)
     graph.remove(node, safe=True)
 
 

@@ -66,10 +66,13 @@ class Context:
         node.prepend(added)
 
     def replace(self, old: ir.Value, new: Expr) -> None:
-        """Let all readers of a value read another one, which takes its name and its type."""
+        """Let all readers of a value read another one, which takes its name and what is known of its type."""
         name, old.name = old.name, self.names.fresh(f"{old.name}/replaced")
-        old.replace_all_uses_with(new.like(old).value, replace_graph_outputs=True)
-        new.value.name = name
+        value = new.value
+        value.type = value.type if old.type is None else old.type
+        value.shape = value.shape if old.shape is None else old.shape
+        old.replace_all_uses_with(value, replace_graph_outputs=True)
+        value.name = name
 
     def forget_types(self) -> None:
         """Let inference look at all values again, after nodes were replaced by others that say more about types."""

@@ -28,9 +28,9 @@ from onward.engines.torch.stages import Forward, Stage, make_stages
 from onward.engines.torch.tensor_parallel import gather_samples, refuse_fixed_batches
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
-from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches, extract
+from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches
 from onward.lowering.rounds import Steps
-from onward.lowering.sharing import Share
+from onward.lowering.sharing import Share, extract
 from onward.lowering.step import Manner
 from onward.model import Model
 from onward.model.walk import ancestors
