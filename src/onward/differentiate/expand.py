@@ -35,11 +35,19 @@ def expand(
     names = list(xs)
     while True:
         model = context.model
-        nodes = _on_the_way(scope_in(model), y, names)
+        scope = scope_in(model)
+        known_values = visible(scope)
+        nodes = between(known_values[y], [known_values[x] for x in names], scope)
+        nodes += [inner for node in nodes for inner in nested_nodes(node)]
         unknown = [node for node in nodes if lookup(node) is None]
         known: dict[ir.OperatorIdentifier, bool] = {}
         kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
-        calls = {(node.domain, node.op_type) for node in unknown if node not in kept and _is_function(model, node)}
+        calls = {
+            (node.domain, node.op_type)
+            for node in unknown
+            if node not in kept
+            and (node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain))
+        }
         if any(lookup_rewrite(node) for node in nodes):
             context.fill_in_types_before(value for value in values(model.graph) if value.name == y)
             if _rewrite_all(context, nodes, names):
@@ -47,17 +55,6 @@ def expand(
         if not calls:
             return
         context.continue_with(inline_operators(model, calls))
-
-
-def _on_the_way(scope: Sequence[ir.Graph], y: str, xs: list[str]) -> list[ir.Node]:
-    """The nodes between `xs` and `y`, and all that are nested in them."""
-    known = visible(scope)
-    nodes = between(known[y], [known[x] for x in xs], scope)
-    return nodes + [inner for node in nodes for inner in nested_nodes(node)]
-
-
-def _is_function(model: Model, node: ir.Node) -> bool:
-    return node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain)
 
 
 def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bool]) -> bool:

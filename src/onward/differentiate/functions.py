@@ -120,7 +120,10 @@ class FunctionRules:
         )
         sources = [inputs[i] for i in wanted]
         on_the_way = {inner for i in given for inner in way(outputs[i], sources, self)}
-        dys = {outputs[i]: _gradient_of(outputs[i], names) for i in given}
+        dys = {
+            y: ir.Value(name=names.fresh(f"d{y.name}"), type=content_type(y), shape=y.shape)
+            for y in (outputs[i] for i in given)
+        }
         seeds = {output: op(dy) for output, dy in dys.items()}
         found = pull_back(op, [inner for inner in graph if inner in on_the_way], seeds, sources, find=self)
         if not found:
@@ -233,10 +236,6 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
     for output in node.outputs[:count]:  # ONNX Runtime takes none that is left out before another
         output.name = output.name or op.names.fresh(f"{label}/unused")
     return list(node.outputs)
-
-
-def _gradient_of(output: ir.Value, names: Names) -> ir.Value:
-    return ir.Value(name=names.fresh(f"d{output.name}"), type=content_type(output), shape=output.shape)
 
 
 # ---- cutting the backward pass off -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def lower_gradients(context: Context, *, recompute: Choice = None, find: Find = 
         xs, y = strings(node, "xs"), string(node, "y")
         _check_names(node, scope)
         _fill_in_types_inside(context, scope, y)
-        expand(context, y, xs, scope_in=_first_scope)
+        expand(context, y, xs, scope_in=lambda model: next(gradients_in(model.graph))[1])
         _lower(context, *next(gradients_in(context.graph)), recompute, find)
     return context.model
 
@@ -75,11 +75,6 @@ def _functions_with_gradients(model: Model) -> list[str]:
     while more := {key for key in calls.keys() - found if calls[key] & found}:
         found |= more
     return [f"{domain}.{name}" for domain, name, _ in found]
-
-
-def _first_scope(model: Model) -> Sequence[ir.Graph]:
-    _, scope = next(gradients_in(model.graph))
-    return scope
 
 
 def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:

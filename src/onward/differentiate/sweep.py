@@ -243,17 +243,12 @@ def _explain_missing_rule(
     x = next(x for x in xs if outermost in between(y, [x], scope))
     way = [*_way_back(y, outermost), *([node] if node is not outermost else [])]
     steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in way)])
+    domain = f', domain="{node.domain}"' if not is_standard(node) else ""
     return UnsupportedError(
         f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
         f"on the way from `{y.name}` to `{x.name}`: {steps}",
-        hint=f"write one with `@gradient({_rule_name(node)})`, or do without the gradient of `{x.name}`",
+        hint=f'write one with `@gradient("{node.op_type}"{domain})`, or do without the gradient of `{x.name}`',
     )
-
-
-def _rule_name(node: ir.Node) -> str:
-    """How an operator is named in a rule for it."""
-    domain = f', domain="{node.domain}"' if not is_standard(node) else ""
-    return f'"{node.op_type}"{domain}'
 
 
 def _way_back(y: ir.Value, node: ir.Node) -> list[ir.Node]:

@@ -10,7 +10,6 @@ x * Sigmoid(x)                                                         Swish, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -90,16 +89,11 @@ class _Search:
             return left * right, more + others
         exponent = self._known.number(b)
         if not exponent or (node.op_type == "Pow" and exponent not in (2, 3)):
-            return 1.0, list(_present(value))
+            return 1.0, [value] if value is not None else []
         before, factors = self._product(a)
         if node.op_type == "Div":
             return before / exponent, factors
         return before**exponent, factors * int(exponent)
-
-
-def _present(value: ir.Value | None) -> Iterator[ir.Value]:
-    if value is not None:
-        yield value
 
 
 def _is_near(number: float, wanted: float) -> bool:

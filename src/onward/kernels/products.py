@@ -9,7 +9,7 @@ and are ten times as exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
@@ -81,18 +81,14 @@ def _product(
     sizes, matrix = dims(a), dims(b)
     if sizes is None or len(sizes) < 2 or matrix is None or len(matrix) != 2:
         return False
-    columns = matrix[not is_turned]
-    is_worth_it = isinstance(columns, int) and columns >= _SOME_COLUMNS and not _has_few_rows(sizes)
+    columns, lengths = matrix[not is_turned], [n for n in sizes[:-1] if isinstance(n, int)]
+    has_few_rows = len(lengths) == len(sizes) - 1 and math.prod(lengths) < _SOME_ROWS
+    is_worth_it = isinstance(columns, int) and columns >= _SOME_COLUMNS and not has_few_rows
     if not is_worth_it or (bias is not None and dims(bias) != (columns,)):
         return False
     inputs = [a, b] if bias is None else [a, b, bias]
     _become_kernel(node, PRODUCT, inputs, ir.AttrInt64s("turned", [int(is_turned)]))
     return True
-
-
-def _has_few_rows(sizes: Sequence[object]) -> bool:
-    known = [n for n in sizes[:-1] if isinstance(n, int)]
-    return len(known) == len(sizes) - 1 and math.prod(known) < _SOME_ROWS
 
 
 def _transposed_product(node: ir.Node, a: ir.Value | None, b: ir.Value | None) -> bool:
@@ -194,7 +190,11 @@ class _Sum:
             self._adds.append(made)
             for part in made.inputs:
                 self._collect(part)
-        elif made is not None and _is_product(made) and (self._bias is None or _bias_of(made) is None):
+        elif (
+            made is not None
+            and (made.domain, made.op_type) == (DOMAIN, PRODUCT)
+            and (self._bias is None or _bias_of(made) is None)
+        ):
             self._products.append(made)
             self._bias = _bias_of(made) or self._bias
         elif self._bias is None and dims(value) == self._sizes[-1:]:
@@ -224,10 +224,6 @@ class _Sum:
 
 def _adds(node: ir.Node) -> bool:
     return node.op_type == "Add" and is_standard(node)
-
-
-def _is_product(node: ir.Node) -> bool:
-    return node.op_type == PRODUCT and node.domain == DOMAIN
 
 
 def _bias_of(product: ir.Node) -> ir.Value | None:

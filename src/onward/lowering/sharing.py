@@ -128,7 +128,8 @@ class _Sharing:
             self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local), common=True))
         else:
             raise UnsupportedError(
-                f"the loss depends on {_describe(node)} over the samples of a batch, which is not a sum of shares",
+                f"the loss depends on the {node.op_type} `{node.name or node.outputs[0].name}` over the samples of a "
+                "batch, which is not a sum of shares",
                 hint="train it in one process, or take a loss that is a sum or a mean over samples",
             )
 
@@ -196,24 +197,16 @@ def reduces_all(node: ir.Node) -> bool:
         return node.attributes.get_string("reduction", "mean") != "none"
     if node.op_type == "Size":
         return False
-    if not node.op_type.startswith("Reduce") or not _is_float(node.inputs[0]):
+    x = node.inputs[0]
+    if not node.op_type.startswith("Reduce") or x is None or not (x.dtype is None or x.dtype.is_floating_point()):
         return False
     given = node.inputs[1] if len(node.inputs) > 1 else None
     axes = tuple(node.attributes.get_ints("axes", ())) if given is None else constant_ints(source_of(given))
     if axes is None:  # nobody knows
         return False
-    shape = node.inputs[0].shape if node.inputs[0] is not None else None
     if not axes:
         return node.attributes.get_int("noop_with_empty_axes", 0) == 0
-    return shape is not None and len(shape) == len(axes)
-
-
-def _is_float(value: ir.Value | None) -> bool:
-    return value is not None and (value.dtype is None or value.dtype.is_floating_point())
-
-
-def _describe(node: ir.Node) -> str:
-    return f"the {node.op_type} `{node.name or node.outputs[0].name}`"
+    return x.shape is not None and len(x.shape) == len(axes)
 
 
 # ---- statistics of the whole batch -----------------------------------------------------------------------------------

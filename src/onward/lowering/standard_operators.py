@@ -91,7 +91,9 @@ def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: 
     g = _regularize(a, x, g)
     new = g if a["beta"] == 1 else g * op.Where(t > 0, typed(a["beta"], g), 1.0)
     v = trace(v, new, a["alpha"])
-    return descend(x, r, trace(v, g, a["alpha"]) if _is_nesterov(a) else v), v
+    if a["mode"] not in ("standard", "nesterov"):
+        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="it has `standard` and `nesterov`")
+    return descend(x, r, trace(v, g, a["alpha"]) if a["mode"] == "nesterov" else v), v
 
 
 def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: Expr) -> tuple[Expr, ...]:
@@ -116,12 +118,6 @@ def adam(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr
 
 def _regularize(a: Attributes, x: Expr, g: Expr) -> Expr:
     return coupled_decay(x, g, a["norm_coefficient"]) if a["norm_coefficient"] else g
-
-
-def _is_nesterov(a: Attributes) -> bool:
-    if a["mode"] not in ("standard", "nesterov"):
-        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="it has `standard` and `nesterov`")
-    return a["mode"] == "nesterov"
 
 
 def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lowering:

@@ -97,7 +97,7 @@ class Lowering:
                     hint="lower the whole round, or one step of it by name",
                 )
             one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
-        made, contract = _OF_ENGINES[part](_Origin(one, self._manner, types))
+        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._manner, types))
         for node in made.graph.all_nodes():
             node.device_configurations = ()  # they are the model's: a step is of one device
         loss = one.loss if one.loss in contract.metrics else contract.loss
@@ -155,18 +155,12 @@ def default_part(model: Model) -> str:
 class _Origin(NamedTuple):
     """What a part is made of."""
 
-    one: OneStep
+    model: Model
+    number: int
+    """Of the step, in the model."""
     manner: Manner
     types: _Types
     """Types that were inferred for other parts, by name in the combined graph."""
-
-    @property
-    def model(self) -> Model:
-        return self.one.model
-
-    @property
-    def step(self) -> Step:
-        return self.one.model.step(self.one.index)
 
 
 _Part = tuple[Model, Contract]
@@ -178,7 +172,7 @@ def _step(origin: _Origin) -> _Part:
     made, contract = _plain(origin, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
-    unread = [state.name for state in states(origin.model, origin.one.index) if state.name not in read]
+    unread = [state.name for state in states(origin.model, origin.number) if state.name not in read]
     for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
     return made, dataclasses.replace(contract, state=[*contract.state, *unread])
@@ -232,7 +226,7 @@ def _apply(origin: _Origin) -> _Part:
 
 
 def _initialization(origin: _Origin) -> _Part:
-    model, step = origin.model, origin.step
+    model, step = origin.model, origin.model.step(origin.number)
     if step.initialization is None:
         raise UnsupportedError("the step has no initialization", hint="take the state of the file: part `state`")
     graph = step.initialization.clone()
@@ -259,7 +253,7 @@ def _initialization(origin: _Origin) -> _Part:
 
 
 def _state(origin: _Origin) -> _Part:
-    opset, stored = origin.model.opset, carried_state(origin.model, origin.one.index)
+    opset, stored = origin.model.opset, carried_state(origin.model, origin.number)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="state")
     op = Builder(graph, opset=opset, names=Names(state.name for state in stored))
     for state in stored:
@@ -357,7 +351,7 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 
 def _open_step(origin: _Origin) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
-    combined = Model(origin.model.combined(origin.one.index, share_functions=True))
+    combined = Model(origin.model.combined(origin.number, share_functions=True))
     graph = combined.graph
     for value in values(graph) if origin.types else ():
         value.type, value.shape = origin.types.get(value.name or "", (value.type, value.shape))
@@ -368,10 +362,10 @@ def _open_step(origin: _Origin) -> Flow:
     give_two_axes(context)
     tie(graph)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
-    state = carried_state(origin.model, origin.one.index)
+    state = carried_state(origin.model, origin.number)
     for name in (s.name for s in state):
         as_input(graph, name)
-    return Flow(context, origin.step, state)
+    return Flow(context, origin.model.step(origin.number), state)
 
 
 def _plain(
@@ -398,7 +392,9 @@ def _plain(
             passes.after(context)
     else:
         made = context.model
-        inline_calls(made, _without_a_rule(made), context.names)
+        # StopGradient's derivative is not that of its body, and frameworks have their own.
+        plain = [f"{domain}.{name}" for domain, name, _ in made.functions if (domain, name) not in RULES]
+        inline_calls(made, plain, context.names)
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
@@ -449,11 +445,6 @@ def _shorten(context: Context) -> None:
     simplify(list(context.graph))
     remove_unused(context.graph)
     put_results_last(context.graph)
-
-
-def _without_a_rule(model: Model) -> list[str]:
-    """The functions whose derivative is that of their body; StopGradient's is not, and frameworks have their own."""
-    return [f"{domain}.{name}" for domain, name, _ in model.functions if (domain, name) not in RULES]
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> None:
