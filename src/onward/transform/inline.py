@@ -13,7 +13,7 @@ from onward.arguments import checked
 from onward.build import Names
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, load
-from onward.model.core import values
+from onward.model.core import all_names, values
 from onward.model.functions import check_expansion
 from onward.model.gradient_names import tie, tie_function, untie
 from onward.model.protos import all_nodes
@@ -80,6 +80,7 @@ def _inline(model: Model, wanted: Callable[[ir.Function], bool], names_in_use: N
         for value in values(graph):  # fresh in their own graph so far; the combined graph needs them fresh in both
             if value not in before and not value.is_graph_output():
                 value.name = names_in_use.fresh(value.name or "value")
+        names_in_use.take(all_names(graph))  # those within nested graphs
         untie(graph)
     for function in functions:
         if wanted(function):
