@@ -30,8 +30,8 @@ from onward.lowering.step import Lowering, Manner
 from onward.model import Model
 from onward.model.storage.open_files import let_go
 from onward.options import Parallel
-from onward.runtime.composite_sessions import SegmentedSession, TextSession, is_text
-from onward.runtime.devices import WITH_MEMORY, has_loops, providers_of, runner, to_array, write_buffer
+from onward.runtime.composite_sessions import SegmentedSession, TextSession
+from onward.runtime.devices import WITH_MEMORY, has_loops, is_text, providers_of, runner, to_array, write_buffer
 from onward.runtime.sessions import contiguous, explain_failures, open_session
 from onward.standard import OLDEST_LOADED
 from onward.transform.opset import of_one_opset

@@ -150,10 +150,6 @@ class _Segment:
         return dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
 
 
-def is_text(array: np.ndarray) -> bool:
-    return array.dtype.kind in "UO"
-
-
 class TextSession:
     """Two sessions: text goes to the first, which makes numbers of it.
 

@@ -92,6 +92,10 @@ def write_buffer(buffer: ort.OrtValue, array: np.ndarray) -> None:
     buffer.update_inplace(contiguous(array if is_plain else array.view(f"u{array.itemsize}")))
 
 
+def is_text(array: np.ndarray) -> bool:
+    return array.dtype.kind in "UO"
+
+
 def to_array(value: ort.OrtValue) -> np.ndarray:
     """Return a value as an array, which may share its memory."""
     dtype = ir.DataType(value.element_type())
