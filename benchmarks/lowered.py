@@ -9,7 +9,7 @@ import onnxruntime as ort
 from workloads import Workload
 from workloads.on_onward import training_model
 
-from onward.kernels import library
+from onward.kernels import PASSES, library
 from onward.lowering.contract import contract_of
 from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import Manner, lower_for_engine
@@ -24,7 +24,7 @@ class LoweredStep:
     def __init__(self, workload: Workload, folder: Path, options: ort.SessionOptions, *, kernels: bool = True):
         model = training_model(workload, folder)
         native = library().path if kernels else None
-        lowered = for_onnxruntime(lower_for_engine(model, manner=Manner(kernels=native is not None)))
+        lowered = for_onnxruntime(lower_for_engine(model, manner=Manner(passes=PASSES if native is not None else None)))
         if native is not None:
             options.register_custom_ops_library(str(native))
         contract = contract_of(lowered)

@@ -81,19 +81,19 @@ PASSES: dict[str, Switch] = {
     "results last": _off("onward.lowering.step.put_results_last"),
 }
 KERNELS: dict[str, Switch] = {
-    "convolutions, BatchNormalization and pools, channels last": _off("onward.kernels.selection.put_channels_last"),
-    "attention without scores": _off("onward.kernels.selection.use_attention"),
-    "recurrent layers without a Scan": _off("onward.kernels.selection.use_recurrent"),
-    "activations in one pass": _off("onward.kernels.selection.use_activations"),
+    "convolutions, BatchNormalization and pools, channels last": _off("onward.kernels.put_channels_last"),
+    "attention without scores": _off("onward.kernels.use_attention"),
+    "recurrent layers without a Scan": _off("onward.kernels.use_recurrent"),
+    "activations in one pass": _off("onward.kernels.use_activations"),
     "gradients of activations": _no_rules(
         "Relu", "HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid", "Tanh", "Gelu", "GeluOfTanh", "Swish"
     ),
     "gradients of LayerNormalization": _no_rules("LayerNormalization"),
     "gradients of softmax": _no_rules("Softmax", "LogSoftmax"),
-    "cross entropy": _off("onward.kernels.selection.use_cross_entropy"),
+    "cross entropy": _off("onward.kernels.use_cross_entropy"),
     "gradients of embeddings": _no_rules("Gather"),
-    "products, and sums of rows": _off("onward.kernels.selection.use_products"),
-    "updates in one pass": _off("onward.kernels.selection.fuse_updates"),
+    "products, and sums of rows": _off("onward.kernels.use_products"),
+    "updates in one pass": _off("onward.kernels.fuse_updates"),
 }
 IN_LAYERS: dict[str, Switch] = {
     "transposed convolutions": _no_conversions("ConvTranspose"),

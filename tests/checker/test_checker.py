@@ -36,7 +36,7 @@ from representatives import examples
 from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, sandbox, standard, worker
 from onward.errors import UnknownNameError
 from onward.model.serde import fingerprint
-from onward.runtime.limits import onnxruntime_limits
+from onward.runtime.sessions import onnxruntime_limits
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 

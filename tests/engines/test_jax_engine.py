@@ -26,6 +26,7 @@ from onward.errors import UnknownNameError, UnsupportedError
 from onward.lowering.step import lower_for_engine
 from onward.model import load
 from onward.model.state import carried_state
+from onward.transform.context import Context
 
 pytestmark = needs("jax")
 
@@ -106,7 +107,7 @@ def _operators():
 def test_derivatives_are_those_of_the_rules(name):
     proto, inputs = OPERATORS[name]
     model, names = differentiated(proto, inputs)
-    own, rules = (function(m, engine="jax")(inputs) for m in (model, lower_gradients(model.copy())))
+    own, rules = (function(m, engine="jax")(inputs) for m in (model, lower_gradients(Context(model.copy()))))
     for gradient in names:
         scale = np.abs(rules[gradient][np.isfinite(rules[gradient])]).max(initial=1)
         np.testing.assert_allclose(own[gradient], rules[gradient], rtol=1e-3, atol=1e-4 * scale, err_msg=gradient)

@@ -14,15 +14,14 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 import onward
 from onward.engines import start
-from onward.kernels import finish_with_kernels, library
+from onward.kernels import PASSES, finish_with_kernels, library
 from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import load
-from onward.model.core import values
 from onward.runtime.sessions import open_session
 from onward.standard import OLDEST_OPSET
+from onward.transform.context import Context
 from onward.transform.opset import of_one_opset
-from onward.transform.types import fill_in_types
 
 pytestmark = needs_kernels
 
@@ -194,8 +193,9 @@ def test_sums_of_products_are_those_of_the_plain_graph(more, random):
     shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in proto.graph.input]
     inputs = {value.name: numbers(*shapes[i], seed=i) for i, value in enumerate(proto.graph.input)}
     model = of_one_opset(load(proto), OLDEST_OPSET).copy()
-    fill_in_types(model, values(model.graph))
-    finish_with_kernels(model)
+    context = Context(model)
+    context.fill_in_types()
+    finish_with_kernels(context)
     if "with a bias" not in kinds and not outputs:
         assert [node.op_type for node in model.graph].count("Product") == 1  # whatever the order
     with_kernels = open_session(for_onnxruntime(model), threads=2, library=library().path).run(None, inputs)
@@ -208,7 +208,7 @@ def test_sums_of_products_are_those_of_the_plain_graph(more, random):
 
 def test_a_model_has_the_same_gradients_with_and_without():
     model = onward.prepare(small_transformer(1, width=256), loss="value:loss", optimizer="sgd:lr=0.1")
-    made = {node.op_type for node in lower_for_engine(model, manner=Manner(kernels=True)).graph}
+    made = {node.op_type for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph}
     assert made >= {"Product", "TransposedProduct", "LeadingSum", "LookupGradient", "Elementwise"}, made
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 32, (3, 50)) for name in ("tokens", "labels")}

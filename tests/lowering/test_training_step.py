@@ -11,6 +11,7 @@ from stepping import Stepper, batches, torch_mlp, weights
 import onward
 from onward.differentiate.gradients import lower_gradients
 from onward.model import Model
+from onward.transform.context import Context
 
 
 @needs("torch")
@@ -104,7 +105,7 @@ def test_training_makes_the_model_better():
 def lowered(text, feeds):
     from onnx.reference import ReferenceEvaluator
 
-    proto = lower_gradients(onward.load(onnx.parser.parse_model(text))).to_proto()
+    proto = lower_gradients(Context(onward.load(onnx.parser.parse_model(text)))).to_proto()
     assert not any(node.op_type == "Gradient" for node in proto.graph.node)
     return ReferenceEvaluator(proto).run(None, {name: np.asarray(x, np.float32) for name, x in feeds.items()})
 
@@ -154,13 +155,13 @@ def test_a_missing_rule_is_named_with_the_way():
     )
     text = text.replace('"": 21,', '"": 21, "mine": 1,')
     with pytest.raises(onward.Error, match="no gradient rule for `Odd`") as error:
-        lower_gradients(onward.load(onnx.parser.parse_model(text)))
+        lower_gradients(Context(onward.load(onnx.parser.parse_model(text))))
     assert "from `y` to `x`" in str(error.value) and "@gradient" in error.value.hint
 
 
 def test_gradients_are_plain_onnx():
     model = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="sgd")
-    lowered = lower_gradients(Model(model.combined()))
+    lowered = lower_gradients(Context(Model(model.combined())))
     proto = ir.to_proto(lowered.ir)
     assert not any(node.domain == "ai.onnx.preview.training" for node in proto.graph.node)
     onnx.checker.check_model(proto, full_check=True)

@@ -34,7 +34,7 @@ from whole_runs import (
 import onward
 from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
-from onward.lowering.run.shuffle import shuffled_rows
+from onward.lowering.run.data import shuffled_rows
 from onward.training.data.views import Order
 
 

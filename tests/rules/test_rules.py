@@ -24,6 +24,7 @@ from onward.differentiate.expand import expand
 from onward.model import load
 from onward.rules import RULES, NoGradient, Rewrite
 from onward.rules.registry import has_gradient
+from onward.transform.context import Context
 from onward.transform.opset import convert_opset
 
 QUICK = {*first_of_each(CASES, by_attributes_and_ranks), *first_of_each(BODIES, by_mode)}
@@ -93,7 +94,9 @@ def test_rewrite_computes_the_same(name):
     inputs = dict(zip((value.name for value in proto.graph.input), case.data[0][0], strict=False))
     outputs = [value.name for value in proto.graph.output]
     model = load(proto) if load(proto).opset >= 18 else convert_opset(proto, 21)
-    model = expand(model.copy(), outputs[0], gradcheck.differentiable(proto, inputs)).to_proto()
+    context = Context(model.copy())
+    expand(context, outputs[0], gradcheck.differentiable(proto, inputs))
+    model = context.model.to_proto()
     assert not any(isinstance(known(node), Rewrite) for node in model.graph.node)
     computed = gradcheck.evaluate(model, inputs)
     for output, wanted in zip(outputs, case.data[0][1], strict=True):

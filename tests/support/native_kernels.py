@@ -18,6 +18,7 @@ from onward.kernels import DOMAIN, find_rule, finish_with_kernels, library, use_
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import load
 from onward.standard import OLDEST_OPSET
+from onward.transform.context import Context
 from onward.transform.opset import of_one_opset
 from onward.transform.training import remove_unused
 
@@ -96,11 +97,13 @@ def with_gradient(proto: onnx.ModelProto, inputs: dict[str, Any], xs: list[str])
 def lowered_gradient(proto: onnx.ModelProto, kernels: bool) -> onward.Model:
     """A model in which gradients are computed, by kernels where these can."""
     model = of_one_opset(load(proto), OLDEST_OPSET).copy()
+    context = Context(model)
     if kernels:
-        use_kernels(model)
-        model = lower_gradients(model, find=find_rule)
-        finish_with_kernels(model)
+        use_kernels(context)
+        lower_gradients(context, find=find_rule)
+        finish_with_kernels(context)
     else:
-        model = lower_gradients(model)
+        lower_gradients(context)
+    model = context.model
     remove_unused(model.graph)
     return for_onnxruntime(model)

@@ -10,9 +10,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.differentiate.gradients import lower_gradients
-from onward.lowering.expand import expand
+from onward.lowering.standard_operators import expand
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.state import carried_state
+from onward.transform.context import Context
 
 
 class Stepper:
@@ -21,7 +22,7 @@ class Stepper:
         self.state = {s.name: np.array(s.value.const_value.numpy()) for s in carried_state(model, step)}
         combined = model.combined(step)
         if own_gradients:
-            combined = lower_gradients(Model(combined)).ir
+            combined = lower_gradients(Context(Model(combined))).ir
         self.gradients = {}
         gradients = [n for n in combined.graph if (n.domain, n.op_type) == (TRAINING_DOMAIN, "Gradient")]
         for node in gradients:
@@ -35,7 +36,7 @@ class Stepper:
             value = combined.graph.initializers.pop(name)
             value.const_value = None
             combined.graph.inputs.append(value)
-        expand(combined)
+        expand(Context(Model(combined)))
         for graph in (combined.graph, *(f.graph for f in combined.functions.values())):
             graph.opset_imports.pop(TRAINING_DOMAIN, None)
         self.names = [value.name for value in combined.graph.outputs]

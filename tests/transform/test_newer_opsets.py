@@ -15,7 +15,7 @@ from node_tests import onnx_node_tests
 import onward
 from onward.engines import function, start
 from onward.lowering import runtime
-from onward.runtime.limits import Limits, onnxruntime_limits
+from onward.runtime.sessions import Limits, onnxruntime_limits
 
 WITH_BODIES = ("LinearAttention", "CausalConvWithState", "SwiGLU", "Range", "SpaceToDepth", "DepthToSpace", "Celu")
 FLOATS = ("float32", "float64", "int64", "int32")

@@ -26,6 +26,7 @@ from onward.model.walk import ancestors, between, read_by
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules.registry import has_gradient
 from onward.standard import OLDEST_OPSET
+from onward.transform.context import Context
 from onward.transform.extract import extract
 from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline
@@ -122,7 +123,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
-    return CheckedModel(lower_gradients(model), target.name or "", names, frozenset(spare))
+    return CheckedModel(lower_gradients(Context(model)), target.name or "", names, frozenset(spare))
 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:

@@ -20,7 +20,7 @@ from onward.checker.sandbox import Verdict, examine
 from onward.checker.scope import CheckedModel, Scope, model_of
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
-from onward.runtime.limits import NO_KERNEL, onnxruntime_limits
+from onward.runtime.sessions import NO_KERNEL, onnxruntime_limits
 from onward.standard import domain_of
 from onward.transform.declare import way_out
 

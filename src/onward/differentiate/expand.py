@@ -6,58 +6,54 @@ from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Names, declare
+from onward.build import declare
 from onward.model import Model
 from onward.model.core import values, visible
 from onward.model.walk import between, is_random, nested_nodes, nodes_after
 from onward.rules import Rewrite
 from onward.rules.quantization import ROUNDED
 from onward.rules.registry import apply, lookup, lookup_rewrite
+from onward.transform.context import Context
 from onward.transform.inline import has_body, inline_operators
-from onward.transform.types import fill_in_types_before
 
 
 def expand(
-    model: Model,
+    context: Context,
     y: str,
     xs: Iterable[str],
     *,
     keep_functions: bool = False,
     scope_in: Callable[[Model], Sequence[ir.Graph]] = lambda model: (model.graph,),
-) -> Model:
-    """The model in which all that lies between `xs` and `y` has a rule, as far as we know how.
+) -> None:
+    """Rewrite the nodes between `xs` and `y` until each has a rule, as far as possible.
 
-    What the names mean is said by a scope: the outermost graph, or where it is nested graphs, all around and itself.
-
-    Rewrites are made in place; where functions are replaced by their bodies, the result is another model. Those of the
-    model that can be differentiated as such are not replaced if they are to be kept.
+    A scope says what the names mean: the outermost graph; for a nested graph, all graphs around it and itself. Where
+    functions are replaced by their bodies, the context gets another model. With `keep_functions`, those functions of
+    the model stay that can be differentiated as such.
     """
     names = list(xs)
     while True:
-        nodes = _on_the_way(scope_in(model), y, names)
+        model = context.model
+        scope = scope_in(model)
+        known_values = visible(scope)
+        nodes = between(known_values[y], [known_values[x] for x in names], scope)
+        nodes += [inner for node in nodes for inner in nested_nodes(node)]
         unknown = [node for node in nodes if lookup(node) is None]
         known: dict[ir.OperatorIdentifier, bool] = {}
         kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
-        calls = {(node.domain, node.op_type) for node in unknown if node not in kept and _is_function(model, node)}
+        calls = {
+            (node.domain, node.op_type)
+            for node in unknown
+            if node not in kept
+            and (node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain))
+        }
         if any(lookup_rewrite(node) for node in nodes):
-            fill_in_types_before(model, [value for value in values(model.graph) if value.name == y])
-            if _rewrite_all(model, nodes, names):
+            context.fill_in_types_before(value for value in values(model.graph) if value.name == y)
+            if _rewrite_all(context, nodes, names):
                 continue
-        if calls:
-            model = inline_operators(model, calls)
-        else:
-            return model
-
-
-def _on_the_way(scope: Sequence[ir.Graph], y: str, xs: list[str]) -> list[ir.Node]:
-    """The nodes between `xs` and `y`, and all that are nested in them."""
-    known = visible(scope)
-    nodes = between(known[y], [known[x] for x in xs], scope)
-    return nodes + [inner for node in nodes for inner in nested_nodes(node)]
-
-
-def _is_function(model: Model, node: ir.Node) -> bool:
-    return node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain)
+        if not calls:
+            return
+        context.continue_with(inline_operators(model, calls))
 
 
 def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bool]) -> bool:
@@ -85,35 +81,29 @@ def _is_rounded(*values: ir.Value | None) -> bool:
     return any(producer is not None and producer.op_type in ROUNDED for producer in producers)
 
 
-def _rewrite_all(model: Model, nodes: Iterable[ir.Node], xs: Sequence[str]) -> bool:
-    """Make the rewrites, in order; whether there were any.
+def _rewrite_all(context: Context, nodes: Iterable[ir.Node], xs: Sequence[str]) -> bool:
+    """Apply the rewrites, in order; True if there were any.
 
-    What follows from them about types is passed on: onnx does not know all operators.
+    Types that follow from them are passed on, since onnx does not know all operators.
     """
-    in_use = model.names()
     rewritten = False
     for node in nodes:
         rule = lookup_rewrite(node)
-        if rule is not None and replace_node(model, node, rule, in_use, xs):
+        if rule is not None and replace_node(context, node, rule, xs):
             rewritten = True
         else:
-            declare(node, model.opset)
+            declare(node, context.model.opset)
+    if rewritten:
+        context.forget_types()
     return rewritten
 
 
-def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names, xs: Sequence[str] = ()) -> bool:
-    """Put what a node is to be replaced by into its place, its outputs keeping their names; whether there is such."""
+def replace_node(context: Context, node: ir.Node, rewrite: Rewrite, xs: Sequence[str] = ()) -> bool:
+    """Replace a node by what its rewrite makes of it, under the same names; False if the rewrite does not apply."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     last = graph[-1]
-    op = Builder(
-        graph,
-        opset=model.opset,
-        names=names,
-        functions=model.functions,
-        imports=model.graph.opset_imports,
-        scope=node.name or node.op_type,
-    )
+    op = context.builder(graph, scope=node.name or node.op_type)
     results = apply(rewrite, op, node, xs=xs)
     if results is NotImplemented:
         return False
@@ -124,11 +114,7 @@ def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names, xs
         if new.value.producer() not in made or new.value.is_graph_output():
             new = op.Identity(new)
             made.append(new.value.producer())
-        name, old.name = old.name, names.fresh(f"{old.name}/replaced")
-        new.value.type = old.type if old.type is not None else new.value.type
-        new.value.shape = old.shape if old.shape is not None else new.value.shape
-        old.replace_all_uses_with(new.value, replace_graph_outputs=True)
-        new.value.name = name
+        context.replace(old, new)
     graph.remove(made)
     graph.insert_before(node, made)
     graph.remove(node, safe=True)

@@ -8,7 +8,8 @@ among their inputs are the same, their attributes, the inputs that need a gradie
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -16,19 +17,19 @@ from onnx_ir.passes.common import InlinePass
 
 from onward.build import Builder, Expr, Names
 from onward.constants import constant_ints
-from onward.differentiate.backward_split import split_off
 from onward.differentiate.expand import expand
-from onward.differentiate.path import way
-from onward.differentiate.sweep import pull_back
+from onward.differentiate.simplify import tidy
+from onward.differentiate.sweep import pull_back, way
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
+from onward.model.walk import nested_nodes, nodes_after, read_by
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
 from onward.shapes import content_type
 from onward.standard import IR_VERSION, STANDARD
+from onward.transform.context import Context
 from onward.transform.training import drop_unused_definitions
-from onward.transform.types import fill_in_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +103,27 @@ class FunctionRules:
     def _differentiated(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:
         """The two halves for calls like this one; None if no gradient flows through it."""
         model, formals = self._body(node)
+        context = Context(model)
         for i in given:
-            output = model.graph.outputs[i].name or ""
-            model = expand(model, output, [formals[x] for x in wanted], keep_functions=True)
+            output = context.graph.outputs[i].name or ""
+            expand(context, output, [formals[x] for x in wanted], keep_functions=True)
+        model = context.model
         known = {value.name: value for value in values(model.graph)}
-        fill_in_types(model, known.values())
+        context.fill_in_types(known.values())
         inputs = [known[name] if name in known else ir.Value(name=name) for name in formals]
         graph, last, outputs = model.graph, model.graph[-1], list(model.graph.outputs)
 
-        names = model.names()
+        names = context.names
         names.take(formals)
         op = Builder(
             graph, opset=self._opset, names=names, functions=self._functions, imports=self._imports, share=True
         )
         sources = [inputs[i] for i in wanted]
         on_the_way = {inner for i in given for inner in way(outputs[i], sources, self)}
-        dys = {outputs[i]: _gradient_of(outputs[i], names) for i in given}
+        dys = {
+            y: ir.Value(name=names.fresh(f"d{y.name}"), type=content_type(y), shape=y.shape)
+            for y in (outputs[i] for i in given)
+        }
         seeds = {output: op(dy) for output, dy in dys.items()}
         found = pull_back(op, [inner for inner in graph if inner in on_the_way], seeds, sources, find=self)
         if not found:
@@ -232,5 +238,60 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
     return list(node.outputs)
 
 
-def _gradient_of(output: ir.Value, names: Names) -> ir.Value:
-    return ir.Value(name=names.fresh(f"d{output.name}"), type=content_type(output), shape=output.shape)
+# ---- cutting the backward pass off -----------------------------------------------------------------------------------
+
+
+def split_off(
+    op: Builder, last: ir.Node, dys: Sequence[ir.Value], gradients: Mapping[ir.Value, Expr], known: Sequence[ir.Value]
+) -> tuple[ir.Graph, list[ir.Value]]:
+    """Move the nodes after `last` into a graph of their own, with `gradients` as outputs; what that reads of the rest.
+
+    Its inputs are what it reads, first of what is `known`, and then `dys`. Constants are not among them: they are
+    copied.
+    """
+    graph = op.graph
+    made = set(nodes_after(last, graph))
+    results = [_put_out(op, made, x, gradient) for x, gradient in gradients.items()]
+    added = nodes_after(last, graph)
+    tidy(graph, added)
+
+    made = set(added)
+    nodes = [node for node in graph if node in made]
+    inside = {*nodes, *(inner for node in nodes for inner in nested_nodes(node))}
+    all_read = dict.fromkeys(value for node in nodes for value in read_by(node))
+    outside = [value for value in all_read if value.graph is graph and value.producer() not in inside]
+    constants = [value for value in outside if _is_constant(value)]
+    others = [value for value in outside if value not in constants]
+    read = [*(value for value in known if value in others), *(value for value in others if value not in known)]
+
+    for value in results:
+        graph.outputs.remove(value)
+    graph.remove(nodes)
+    copies = [_copy_of_constant(value) for value in constants]
+    inputs = [ir.Value(name=value.name) for value in read]
+    new = dict(zip((*constants, *read), (*(copy.outputs[0] for copy in copies), *inputs), strict=True))
+    for old, value in new.items():
+        for reader, i in tuple(old.uses()):
+            if reader in inside:
+                reader.replace_input_with(i, value)
+    return ir.Graph([*inputs, *dys], results, nodes=[*copies, *nodes], opset_imports={}), read
+
+
+def _put_out(op: Builder, made: set[ir.Node], x: ir.Value, gradient: Expr) -> ir.Value:
+    """Make a gradient an output, under a name of its own; a copy of it where it is something else already."""
+    is_free = gradient.value.producer() in made and not gradient.value.is_graph_output()
+    result = (gradient if is_free else op.Identity(gradient)).named(f"d{x.name}").value
+    op.graph.outputs.append(result)
+    return result
+
+
+def _is_constant(value: ir.Value) -> bool:
+    producer = value.producer()
+    return producer is not None and producer.op_type == "Constant" and producer.domain == ""
+
+
+def _copy_of_constant(value: ir.Value) -> ir.Node:
+    node = cast(ir.Node, value.producer())
+    copy = ir.Node("", "Constant", [], list(node.attributes.values()), name=node.name)
+    copy.outputs[0].name = value.name
+    return copy

@@ -12,37 +12,36 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, twin
+from onward.build import Builder, twin
 from onward.differentiate.expand import expand
-from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.sweep import pull_back
+from onward.differentiate.sweep import Find, pull_back, way
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import gradients_in, is_gradient, names_of, string, strings, visible
 from onward.model.walk import ancestors, between, graphs_of, nodes_after, nodes_of
 from onward.rules.nested import copy_graph, fill_in_types_of
 from onward.rules.registry import lookup
+from onward.transform.context import Context
 from onward.transform.inline import inline_calls
-from onward.transform.types import fill_in_types_before
 
 
-def lower_gradients(model: Model, *, recompute: Choice = None, find: Find = lookup) -> Model:
-    """A model without steps, which may be changed, with no `Gradient` left; those of higher order are done in order.
+def lower_gradients(context: Context, *, recompute: Choice = None, find: Find = lookup) -> Model:
+    """Replace every `Gradient` of a model without steps, those of higher order in order; return the model.
 
     Functions that have one are replaced by their bodies. `find` knows the rules.
     """
-    if not has_gradients(model):
-        return model
-    inline_calls(model, _functions_with_gradients(model))
-    while (place := next(gradients_in(model.graph), None)) is not None:
+    if not has_gradients(context.model):
+        return context.model
+    inline_calls(context.model, _functions_with_gradients(context.model), context.names)
+    while (place := next(gradients_in(context.graph), None)) is not None:
         node, scope = place
         xs, y = strings(node, "xs"), string(node, "y")
         _check_names(node, scope)
-        _fill_in_types_inside(model, scope, y)
-        model = expand(model, y, xs, scope_in=_first_scope)
-        _lower(model, *next(gradients_in(model.graph)), recompute, find)
-    return model
+        _fill_in_types_inside(context, scope, y)
+        expand(context, y, xs, scope_in=lambda model: next(gradients_in(model.graph))[1])
+        _lower(context, *next(gradients_in(context.graph)), recompute, find)
+    return context.model
 
 
 def has_gradients(model: Model) -> bool:
@@ -77,11 +76,6 @@ def _functions_with_gradients(model: Model) -> list[str]:
     return [f"{domain}.{name}" for domain, name, _ in found]
 
 
-def _first_scope(model: Model) -> Sequence[ir.Graph]:
-    _, scope = next(gradients_in(model.graph))
-    return scope
-
-
 def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:
     known = visible(scope)
     names = names_of(node)
@@ -96,30 +90,25 @@ def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:
         )
 
 
-def _fill_in_types_inside(model: Model, scope: Sequence[ir.Graph], y: str) -> None:
+def _fill_in_types_inside(context: Context, scope: Sequence[ir.Graph], y: str) -> None:
     """The types of what `y` is computed from in nested graphs: a file states few of them there."""
     if len(scope) == 1:
         return
     target = visible(scope)[y]
-    fill_in_types_before(model, (target,))
+    context.fill_in_types_before((target,))
     needed, _ = ancestors([target])
     for graph in scope[1:]:
-        fill_in_types_of(_builder(model, graph), [node for node in graph if node in needed])
+        fill_in_types_of(context.builder(graph, share=True), [node for node in graph if node in needed])
 
 
-def _builder(model: Model, graph: ir.Graph) -> Builder:
-    imports, names = model.graph.opset_imports, model.names()
-    return Builder(graph, opset=model.opset, names=names, functions=model.functions, imports=imports, share=True)
-
-
-def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice, find: Find) -> None:
+def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice, find: Find) -> None:
     graph, known = scope[-1], visible(scope)
     xs, y = strings(node, "xs"), string(node, "y")
     given = [value for value in node.inputs if value is not None]
     variables, target = [known[name] for name in (*xs, *strings(node, "zs"))], known[y]
-    fill_in_types_before(model, (target, *given))
-    _fill_in_types_inside(model, scope, y)
-    op = _builder(model, graph)
+    context.fill_in_types_before((target, *given))
+    _fill_in_types_inside(context, scope, y)
+    op = context.builder(graph, share=True)
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)), scope)
     wanted = variables[: len(xs)]
@@ -134,9 +123,10 @@ def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Ch
     for x, output in zip(wanted, node.outputs, strict=False):
         if output.name:
             result = found[x] if x in found else op.filled_like(x, 0)
-            _replace(op, output, result if result.value.producer() in made else op.Identity(result))
+            is_free = result.value.producer() in made and not result.value.is_graph_output()
+            context.replace(output, result if is_free else op.Identity(result))
     graph.remove(node, safe=True)
-    model.graph.sort()
+    context.graph.sort()
 
 
 def _at(
@@ -165,12 +155,3 @@ def _nested_at(op: Builder, graph: ir.Graph, new: Mapping[ir.Value, ir.Value]) -
             if value is not None and value in new:
                 node.replace_input_with(i, new[value])
     return copy
-
-
-def _replace(op: Builder, old: ir.Value, new: Expr) -> None:
-    if new.value.is_graph_output():
-        new = op.Identity(new)
-    name = old.name
-    old.name = op.names.fresh(f"{name}/lowered")
-    old.replace_all_uses_with(new.value, replace_graph_outputs=True)
-    new.value.name = name

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onward.build import become
 from onward.constants import constant_ints
 from onward.model.walk import read_by
+from onward.standard import is_standard
 from onward.transform.training import remove_unused
 
 
@@ -38,7 +39,7 @@ def _transpose_of_transpose(node: ir.Node) -> None:
 def _transpose_of_product(node: ir.Node) -> None:
     """(A' B)' = B' A: the transpose of a result costs a copy, that of an operand is often free."""
     product = _producer(node, "MatMul")
-    if product is None or not _swaps_last(node) or len(product.outputs[0].uses()) > 1:
+    if product is None or not swaps_last(node) or len(product.outputs[0].uses()) > 1:
         return
     a, b = (_transpose_source(value) for value in product.inputs)
     other = product.inputs[1] if a is not None else product.inputs[0]
@@ -70,11 +71,12 @@ def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
 def _transpose_source(value: ir.Value | None) -> ir.Value | None:
     """What `value` is the transpose of, in its last two axes."""
     producer = value.producer() if value is not None else None
-    return producer.inputs[0] if producer is not None and _swaps_last(producer) else None
+    return producer.inputs[0] if producer is not None and swaps_last(producer) else None
 
 
-def _swaps_last(node: ir.Node) -> bool:
-    order = _order(node) if node.op_type == "Transpose" and node.domain == "" else None
+def swaps_last(node: ir.Node) -> bool:
+    """True if a node transposes matrices: swaps the last two axes, and no others."""
+    order = _order(node) if node.op_type == "Transpose" and is_standard(node) else None
     return order is not None and len(order) > 1 and [*order] == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
 
 

@@ -17,9 +17,8 @@ from onward.differentiate.gradients import check_gradients_of
 from onward.engines.engine import Engine, check_options, fitting_inputs
 from onward.engines.failures import refuse_endless_loops
 from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
-from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
-from onward.lowering.step import lower_for_engine
+from onward.lowering.step import has_training_operators, lower_for_engine
 from onward.model import Source, load
 from onward.model.checks import check_signatures
 from onward.model.walk import graphs_of

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import UnsupportedError
-from onward.lowering.expand import replace_unknown
+from onward.lowering.standard_operators import replace_unknown
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.walk import attributes
 from onward.standard import NEWEST_INTERPRETED, operator_name

@@ -54,9 +54,9 @@ def engines(*, load: bool = True) -> list[EngineInfo]:
 def devices(engine: str) -> list[str]:
     """What `device` may be for an engine, on this machine."""
     if engine == "onnxruntime":
-        from onward.engines import onnxruntime
+        from onward.runtime.devices import devices as onnxruntime_devices
 
-        return onnxruntime.devices()
+        return onnxruntime_devices()
     return framework_class(engine).devices()
 
 

@@ -7,9 +7,7 @@ kernels make the updates, and come last, one buffer is in both sets.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -21,37 +19,23 @@ from onward.engines.distributed import copies_of, join_group
 from onward.engines.engine import Arrays, Engine, Results
 from onward.engines.failures import memory_of
 from onward.engines.narrow_types import wide, widen_edges
-from onward.engines.segmented_session import SegmentedSession
-from onward.engines.text_session import TextSession, is_text
-from onward.errors import DataError, UnknownNameError, UnsupportedError, near
-from onward.kernels import library, update_in_place
+from onward.errors import DataError, UnsupportedError
+from onward.kernels import PASSES, library, update_in_place
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
-from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.segments import cut_after_text
+from onward.lowering.runtime import for_onnxruntime, widen
+from onward.lowering.segments import cut, cut_after_text
 from onward.lowering.sharing import Share
-from onward.lowering.step import Manner, lower_for_engine
-from onward.lowering.widen import widen
+from onward.lowering.step import Lowering, Manner
 from onward.model import Model
 from onward.model.storage.tensor_places import let_go
-from onward.model.walk import graphs_of
 from onward.options import Parallel
+from onward.runtime.composite_sessions import SegmentedSession, TextSession
+from onward.runtime.devices import WITH_MEMORY, has_loops, is_text, providers_of, runner, to_array, write_buffer
 from onward.runtime.sessions import contiguous, explain_failures, open_session
-from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
+from onward.standard import OLDEST_LOADED
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types_before
-
-_PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "rocm": "ROCMExecutionProvider",
-    "directml": "DmlExecutionProvider",
-    "coreml": "CoreMLExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-    "webgpu": "WebGpuExecutionProvider",
-}
-_WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
-"""Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
 
 
 class OnnxRuntime(Engine):
@@ -77,15 +61,13 @@ class OnnxRuntime(Engine):
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads = threads or self.group.threads
         self._library = library().path if kernels and device == "cpu" else None
-        self._manner = Manner(
-            recompute,
-            share=Share(self.group.rank, self.group.size, sync_batch_norm),
-            kernels=self._library is not None,
-        )
-        self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
-        self._providers = _providers(device)
-        self._memory = _WITH_MEMORY.get(device, "cpu")
-        made = lower_for_engine(model, step, manner=self._manner)
+        share = Share(self.group.rank, self.group.size, sync_batch_norm)
+        passes = PASSES if self._library is not None else None
+        self._lowering = Lowering(model, step, Manner(recompute, share=share, passes=passes))
+        self._call = runner(self._one.model)
+        self._providers = providers_of(device)
+        self._memory = WITH_MEMORY.get(device, "cpu")
+        made = self._lowering.part()
         contract = contract_of(made)
         self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
         self._metrics: list[str] = contract.metrics
@@ -116,9 +98,9 @@ class OnnxRuntime(Engine):
             else:
                 binding.bind_ortvalue_input(name, self._given(name, array))
         with memory_of("ONNX Runtime"), explain_failures(DataError, "could not make a step with this batch"):
-            self._stoppable(lambda options: session.run_with_iobinding(binding, options))
+            self._call(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
-        metrics = Results({name: np.array(_array(value)) for name, value in results})  # the next step writes again
+        metrics = Results({name: np.array(to_array(value)) for name, value in results})  # the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
             self._bound.reverse()
             self._read, self._write = self._write, self._read
@@ -126,7 +108,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = lower_for_engine(self.model, self._steps, "gradients", self._manner)
+            made = self._lowering.part("gradients")
             self._gradients = self._session(made), contract_of(made).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
@@ -134,7 +116,7 @@ class OnnxRuntime(Engine):
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            self._evaluation = self._session(lower_for_engine(self.model, self._steps, "evaluation", self._manner))
+            self._evaluation = self._session(self._lowering.part("evaluation"))
         session = self._evaluation
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
@@ -147,8 +129,8 @@ class OnnxRuntime(Engine):
         given = self._fitting(batch, [name for name in names if name not in self._read])
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with explain_failures(DataError, "could not compute anything from this batch"):
-            results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
-        return Results({name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)})
+            results = self._call(lambda options: session.run_with_ort_values(outputs, feeds, options))
+        return Results({name: np.asarray(to_array(value)) for name, value in zip(outputs, results, strict=True)})
 
     def _given(self, name: str, array: np.ndarray) -> ort.OrtValue | np.ndarray:
         """An input of a batch; of types that numpy itself does not have, the number is told. Text stays as it is."""
@@ -161,11 +143,11 @@ class OnnxRuntime(Engine):
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous(array), dtype.value)
 
     def state(self) -> dict[str, np.ndarray]:
-        return Results({name: np.array(_array(value)) for name, value in self._read.items()})
+        return Results({name: np.array(to_array(value)) for name, value in self._read.items()})
 
     def load_state(self, state: Arrays) -> None:
         for name, array in self._fitting_state(state).items():
-            _write(self._read[name], array)
+            write_buffer(self._read[name], array)
 
     def close(self) -> None:
         self._bound.clear()
@@ -174,7 +156,7 @@ class OnnxRuntime(Engine):
 
     def _write_in_place(self, step: Model) -> set[str]:
         """The state that needs no second buffer: none where a step may be stopped in its midst, or is cut."""
-        if self._library is None or self.group.size > 1 or _loops(step):
+        if self._library is None or self.group.size > 1 or has_loops(step):
             return set()
         return update_in_place(step, contract_of(step).update, self.loss)
 
@@ -185,7 +167,10 @@ class OnnxRuntime(Engine):
         if (parts := cut_after_text(model)) is not None:
             return TextSession(*parts, self._session)
         if self.group.size > 1:
-            return SegmentedSession(model, self._plain_session, self.group)
+            inputs, outputs = ([value.name or "" for value in values] for values in (model.inputs, model.outputs))
+            segments = cut(model)
+            sessions = [self._plain_session(part.model) if part.model.graph.outputs else None for part in segments]
+            return SegmentedSession(sessions, [part.exchanged for part in segments], inputs, outputs, self.group)
         return self._plain_session(model)
 
     def _plain_session(self, model: Model) -> ort.InferenceSession:
@@ -209,7 +194,7 @@ class OnnxRuntime(Engine):
         shape = list(tensor.shape.numpy())
         buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.value, self._memory)
         if fill:
-            _write(buffer, tensor.numpy())
+            write_buffer(buffer, tensor.numpy())
         return buffer
 
     def _binding(
@@ -231,10 +216,9 @@ def array_function(
     model: Model, *, device: str = "cpu", threads: int | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
-    providers = _providers(device)
-    runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
-    model = of_one_opset(model, OLDEST_LOADED).copy()
-    model.steps = []
+    providers = providers_of(device)
+    call = runner(model)
+    model = of_one_opset(model, OLDEST_LOADED).copy(steps=False)
     names = [value.name or "" for value in model.outputs]
     narrow = widen_edges(model)
     if device == "cpu" and _has_bfloat16(model):
@@ -245,7 +229,7 @@ def array_function(
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: wide(value) for name, value in inputs.items()}
         with explain_failures(DataError, "could not compute anything from these inputs"):
-            results = runs(lambda options: session.run(None, given, options))
+            results = call(lambda options: session.run(None, given, options))
         typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
         return Results(zip(names, typed, strict=True))
 
@@ -257,58 +241,6 @@ def _has_bfloat16(model: Model) -> bool:
     return any(value.dtype == ir.DataType.BFLOAT16 for values in types for value in values if value is not None)
 
 
-_Run = Callable[[ort.RunOptions | None], Any]
-
-
-def _loops(model: Model) -> bool:
-    graphs = graphs_of(model)
-    graphs += [step.algorithm for step in model.steps]
-    return any(node.op_type == "Loop" for graph in graphs for node in graph.all_nodes())
-
-
-def _stoppable(run: _Run) -> Any:
-    """What may never end, in another thread, so that Ctrl-C is heard: ONNX Runtime itself does not listen."""
-    options = ort.RunOptions()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run, options)
-        try:
-            while not wait([future], timeout=1).done:  # not for ever: some systems hear no Ctrl-C in a wait without end
-                pass
-        except BaseException:
-            options.terminate = True
-            raise
-        return future.result()
-
-
-def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
-    """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
-    is_plain = array.dtype.isbuiltin == 1
-    if is_plain and array.nbytes >= _LARGE and buffer.device_name() == "cpu":
-        np.copyto(buffer.numpy(), array)  # without a copy in between, where one number is repeated or lies elsewhere
-        return
-    buffer.update_inplace(contiguous(array if is_plain else array.view(f"u{array.itemsize}")))
-
-
-def _array(value: ort.OrtValue) -> np.ndarray:
-    dtype = ir.DataType(value.element_type())
-    if dtype != ir.DataType.BFLOAT16:
-        is_narrow = dtype.is_floating_point() and dtype.bitwidth == 8  # of which it gives the bits
-        return value.numpy().view(dtype.numpy()) if is_narrow else value.numpy()
-    (wide,) = _from_bfloat16().run_with_ort_values(["y"], {"x": value})
-    return wide.numpy().astype(ir.DataType.BFLOAT16.numpy())
-
-
-@functools.cache
-def _from_bfloat16() -> ort.InferenceSession:
-    """What makes float32 of bfloat16, of which ONNX Runtime gives no arrays."""
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
-    cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
-    cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": COMMON_OPSET}, name="cast")
-    return open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
-
-
-_LARGE = 1 << 20
 _MANY_NODES = 5_000
 _SMALL = 1_000
 
@@ -321,24 +253,3 @@ def _has_many_small_nodes(graph: ir.Graph, weights: Iterable[ir.Value]) -> bool:
     """
     numbers = sum(value.const_value.size for value in weights if value.const_value is not None)
     return len(graph) > _MANY_NODES and numbers < _SMALL * len(graph)
-
-
-def devices() -> list[str]:
-    """What `device` may be, with this build of ONNX Runtime."""
-    available = ort.get_available_providers()
-    return [name for name, provider in _PROVIDERS.items() if provider in available]
-
-
-def _providers(device: str) -> list[str]:
-    provider = _PROVIDERS.get(device)
-    if provider is None:
-        raise UnknownNameError(
-            f"there is no device `{device}`",
-            hint="; ".join(filter(None, [near(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
-        )
-    if device not in devices():
-        raise UnsupportedError(
-            f"this build of ONNX Runtime has no {provider}",
-            hint=f"it has: {', '.join(devices())}; other wheels have more",
-        )
-    return [provider] if device == "cpu" else [provider, _PROVIDERS["cpu"]]

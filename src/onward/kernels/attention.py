@@ -13,27 +13,26 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.kernels.known import Known
 from onward.kernels.library import DOMAIN
-from onward.kernels.rewriting import Rewriting, made_by, only_made_by, with_gradient
+from onward.kernels.patterns import Known, made_by, only_made_by, with_gradient
 from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 SWAP = [0, 2, 1, 3]
 RANK = 4
 
 
-def use_attention(model: Model) -> None:
+def use_attention(context: Context) -> None:
     """Let kernels compute the attention in the outermost graph, in place."""
-    search = _Search(model)
-    rewriting = Rewriting(model)
-    for node in list(model.graph):
+    search = _Search(context.model)
+    for node in list(context.graph):
         if is_standard(node) and node.op_type in ("MatMul", "Attention"):
             found = search.written_out(node) if node.op_type == "MatMul" else search.operator(node)
             if found is not None:
-                _replace(rewriting, node, found)
+                _replace(context, node, found)
 
 
 @dataclasses.dataclass
@@ -229,8 +228,8 @@ def _go_together(q: ir.Value, k: ir.Value, v: ir.Value, turned: bool = False) ->
 # ---- what takes its place --------------------------------------------------------------------------------------------
 
 
-def _replace(rewriting: Rewriting, last: ir.Node, found: _Found) -> None:
-    with rewriting.before(last) as op:
+def _replace(context: Context, last: ir.Node, found: _Found) -> None:
+    with context.before(last) as op:
         length_first = found.heads is not None
         parts: list[Expr | ir.Value] = [found.q, found.k, found.v]
         unswapped = [_unswapped(found.q), found.k if found.turned else _unswapped(found.k), _unswapped(found.v)]
@@ -258,25 +257,23 @@ def _replace(rewriting: Rewriting, last: ir.Node, found: _Found) -> None:
         )
         for made in (y, sums):
             made.value.type = ir.TensorType(ir.DataType.FLOAT)
-        _hand_over(rewriting, op, last.outputs[0], y, found.heads, length_first)
+        _hand_over(context, op, last.outputs[0], y, found.heads, length_first)
 
 
-def _hand_over(
-    rewriting: Rewriting, op: Builder, output: ir.Value, y: Expr, heads: int | None, length_first: bool
-) -> None:
+def _hand_over(context: Context, op: Builder, output: ir.Value, y: Expr, heads: int | None, length_first: bool) -> None:
     """Let others read what the kernel computes. What they would transpose is in the order that they want."""
     if heads is not None:
-        rewriting.replace(output, op.Reshape(y, [0, 0, -1]))
+        context.replace(output, op.Reshape(y, [0, 0, -1]))
         return
     if not length_first:
-        rewriting.replace(output, y)
+        context.replace(output, y)
         return
     sizes = dims(output)
     y.value.shape = None if sizes is None else ir.Shape([sizes[axis] for axis in SWAP])
     for node in [use.node for use in output.uses()]:
         if _unswapped(node.outputs[0]) is output and not node.outputs[0].is_graph_output():
             node.outputs[0].replace_all_uses_with(y.value)
-    rewriting.replace(output, op.Transpose(y, perm=SWAP))
+    context.replace(output, op.Transpose(y, perm=SWAP))
 
 
 def _unswapped(value: ir.Value) -> ir.Value | None:

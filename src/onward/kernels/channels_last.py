@@ -16,14 +16,12 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import constant_ints
+from onward.kernels.images import Table, of_two_axes, tables_of, window_of
 from onward.kernels.library import DOMAIN
-from onward.kernels.resizing import Table, tables_of
-from onward.kernels.rewriting import Rewriting
-from onward.kernels.windows import of_two_axes, window_of
-from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import Dims, dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 RANK = 4
@@ -38,9 +36,9 @@ _ACTIVATIONS = {"Relu": 1, "HardSwish": 2}
 """What kernels of normalizations compute along with them, by number."""
 
 
-def put_channels_last(model: Model) -> None:
+def put_channels_last(context: Context) -> None:
     """Let kernels compute the convolutions of the outermost graph, in place."""
-    _ChannelsLast(model).convert()
+    _ChannelsLast(context).convert()
 
 
 def _image_sizes(value: ir.Value | None) -> Dims | None:
@@ -64,9 +62,8 @@ class _ChannelsLast:
     _op: Builder
     """What is built with it goes where the node is that is being converted."""
 
-    def __init__(self, model: Model):
-        self._graph, self._opset = model.graph, model.opset
-        self._rewriting = Rewriting(model)
+    def __init__(self, context: Context):
+        self._context, self._graph, self._opset = context, context.graph, context.model.opset
         self._last: dict[ir.Value, ir.Value] = {}
         """An image -> the same with channels last."""
 
@@ -76,7 +73,7 @@ class _ChannelsLast:
             convert = _CONVERSIONS.get(node.op_type) if is_standard(node) else None
             if convert is None or node.outputs[0].shape is None:
                 continue
-            with self._rewriting.before(node) as self._op:
+            with self._context.before(node) as self._op:
                 if convert(self, node):
                     replaced.append(node)
         for node in reversed(replaced):  # so that those are gone that have read its results
@@ -88,9 +85,9 @@ class _ChannelsLast:
         for output in node.outputs:
             last = self._last.get(output)
             if last is not None and (output.uses() or output.is_graph_output()):
-                with self._rewriting.before(node) as op:
+                with self._context.before(node) as op:
                     image = op.Transpose(last, perm=TO_FIRST)
-                    self._rewriting.replace(output, op.Squeeze(image, [2]) if _is_signal(output) else image)
+                    self._context.replace(output, op.Squeeze(image, [2]) if _is_signal(output) else image)
 
     # ---- images ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +146,7 @@ class _ChannelsLast:
         made = self._kernel("BatchNormalization", self._last[x], scale, bias, epsilon=given["epsilon"], outputs=3)
         self._made(node.outputs[0], made[0])
         for old, new in zip(node.outputs[1:], made[1:], strict=False):
-            self._rewriting.replace(old, new)
+            self._context.replace(old, new)
         return True
 
     def _pool(self, node: ir.Node) -> bool:
@@ -215,7 +212,7 @@ class _ChannelsLast:
         if keeps:
             self._made(node.outputs[0], mean)
         else:
-            self._rewriting.replace(node.outputs[0], mean)
+            self._context.replace(node.outputs[0], mean)
         return True
 
     def _transposition(self, node: ir.Node) -> bool:
@@ -226,7 +223,7 @@ class _ChannelsLast:
         to_last, to_first = ([0, 2, 1],) * 2 if _is_signal(output) else (TO_LAST, TO_FIRST)
         if x in self._last and list(order) == to_last:
             image = self._op(self._last[x])
-            self._rewriting.replace(
+            self._context.replace(
                 output, self._op.Squeeze(image, [1]) if _is_signal(output) else self._op.Identity(image)
             )
             return True

@@ -9,18 +9,17 @@ and are ten times as exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
 from onward.build import become
 from onward.constants import constant_ints
 from onward.kernels.library import DOMAIN
-from onward.kernels.sums_of_products import PRODUCT, add_up_products
-from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
 from onward.standard import is_standard
+from onward.transform.context import Context
 
 _MANY_ROWS = 512
 _LARGE_MATRIX = 1 << 15
@@ -30,16 +29,16 @@ _FEW_COLUMNS = 16
 _LARGE_SUM = 1 << 13
 
 
-def use_products(model: Model) -> None:
+def use_products(context: Context) -> None:
     """Let kernels compute them, in place."""
-    replaced = False
-    for node in list(model.graph):
+    graph, replaced = context.graph, False
+    for node in list(graph):
         replace = _REPLACEMENTS.get(node.op_type) if is_standard(node) else None
         is_float = len(node.outputs) == 1 and node.outputs[0].dtype == ir.DataType.FLOAT
-        replaced |= replace is not None and is_float and replace(node, model.opset)
+        replaced |= replace is not None and is_float and replace(node, context.model.opset)
     if replaced:
-        model.graph.opset_imports[DOMAIN] = 1
-        add_up_products(model)
+        graph.opset_imports[DOMAIN] = 1
+        add_up_products(context)
 
 
 def _gemm(node: ir.Node, opset: int) -> bool:
@@ -82,18 +81,14 @@ def _product(
     sizes, matrix = dims(a), dims(b)
     if sizes is None or len(sizes) < 2 or matrix is None or len(matrix) != 2:
         return False
-    columns = matrix[not is_turned]
-    is_worth_it = isinstance(columns, int) and columns >= _SOME_COLUMNS and not _has_few_rows(sizes)
+    columns, lengths = matrix[not is_turned], [n for n in sizes[:-1] if isinstance(n, int)]
+    has_few_rows = len(lengths) == len(sizes) - 1 and math.prod(lengths) < _SOME_ROWS
+    is_worth_it = isinstance(columns, int) and columns >= _SOME_COLUMNS and not has_few_rows
     if not is_worth_it or (bias is not None and dims(bias) != (columns,)):
         return False
     inputs = [a, b] if bias is None else [a, b, bias]
     _become_kernel(node, PRODUCT, inputs, ir.AttrInt64s("turned", [int(is_turned)]))
     return True
-
-
-def _has_few_rows(sizes: Sequence[object]) -> bool:
-    known = [n for n in sizes[:-1] if isinstance(n, int)]
-    return len(known) == len(sizes) - 1 and math.prod(known) < _SOME_ROWS
 
 
 def _transposed_product(node: ir.Node, a: ir.Value | None, b: ir.Value | None) -> bool:
@@ -148,3 +143,88 @@ _REPLACEMENTS: dict[str, Callable[[ir.Node, int], bool]] = {
     "MatMul": _matmul,
     "ReduceSum": _reduce_sum,
 }
+
+
+# ---- sums of products ------------------------------------------------------------------------------------------------
+#
+# Products that are added up, with a bias or without, become one kernel: adapters and the gradients of queries, keys and
+# values are made of such sums. Each product continues where the last one ended, in registers and caches.
+
+
+PRODUCT = "Product"
+_NEAR = 64
+"""Nodes before a sum in which products are looked for: what they read stays in memory until it is computed."""
+
+
+def add_up_products(context: Context) -> None:
+    """Join them, in the outermost graph, in place."""
+    position = {node: i for i, node in enumerate(context.graph)}
+    for node in reversed(list(position)):
+        if node.graph is not None and _adds(node) and dims(node.outputs[0]) is not None:
+            found = _Sum(node, position)
+            if found.can_be_joined:
+                found.replace(context)
+
+
+class _Sum:
+    """What an Add is the sum of, through others that nothing else reads."""
+
+    def __init__(self, root: ir.Node, position: Mapping[ir.Node, int]):
+        self._root, self._position, self._sizes = root, position, dims(root.outputs[0]) or ()
+        self._products: list[ir.Node] = []
+        self._bias: ir.Value | None = None
+        self._rest: list[ir.Value] = []
+        self._adds = [root]
+        for value in root.inputs:
+            self._collect(value)
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether there are several products, or one that has no bias yet."""
+        return len(self._products) > 1 or any(_bias_of(node) is not self._bias for node in self._products)
+
+    def _collect(self, value: ir.Value | None) -> None:
+        assert value is not None
+        made = self._made_for_this(value)
+        if made is not None and _adds(made):
+            self._adds.append(made)
+            for part in made.inputs:
+                self._collect(part)
+        elif (
+            made is not None
+            and (made.domain, made.op_type) == (DOMAIN, PRODUCT)
+            and (self._bias is None or _bias_of(made) is None)
+        ):
+            self._products.append(made)
+            self._bias = _bias_of(made) or self._bias
+        elif self._bias is None and dims(value) == self._sizes[-1:]:
+            self._bias = value
+        else:
+            self._rest.append(value)
+
+    def _made_for_this(self, value: ir.Value) -> ir.Node | None:
+        """The node that computes a term as large as the sum, shortly before, and for nothing else."""
+        node = value.producer()
+        if node is None or node not in self._position or dims(value) != self._sizes:
+            return None
+        is_near = self._position[self._root] - self._position[node] <= _NEAR
+        return node if is_near and len(value.uses()) == 1 and not value.is_graph_output() else None
+
+    def replace(self, context: Context) -> None:
+        terms = [value for node in self._products for value in node.inputs[:2]]
+        turned = [flag for node in self._products for flag in node.attributes["turned"].as_ints()]
+        with context.before(self._root) as op:
+            bias = [] if self._bias is None else [self._bias]
+            total = op.node(DOMAIN, PRODUCT, *terms, *bias, turned=turned).like(self._root.outputs[0])
+            for value in self._rest:
+                total = op.Add(value, total)
+            context.replace(self._root.outputs[0], total)
+        context.graph.remove([*self._adds, *self._products], safe=True)
+
+
+def _adds(node: ir.Node) -> bool:
+    return node.op_type == "Add" and is_standard(node)
+
+
+def _bias_of(product: ir.Node) -> ir.Value | None:
+    return product.inputs[-1] if len(product.inputs) % 2 else None

@@ -38,17 +38,21 @@ def _native(name: str, domain: str = DOMAIN, when: When = lambda node: True, **s
     return register
 
 
+def _settings(node: ir.Node) -> dict[str, Any]:
+    """Return the attributes of a kernel, all of which are given: those of its derivative are the same."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
 @_native("ChannelsLast")
 def channels_last(op, dy, x):
     return op.Transpose(dy, perm=TO_FIRST)
 
 
 @_native("Conv")
-def conv(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, group):
+def conv(op, dy, x, w, b, *, node):
     """As the plain rule has it, without copies of windows."""
-    window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads, "group": group}
-    dx = op.node(DOMAIN, "ConvInputGradient", dy, w, op.Shape(x), **window)
-    dw = op.node(DOMAIN, "ConvWeightGradient", x, dy, **window)
+    dx = op.node(DOMAIN, "ConvInputGradient", dy, w, op.Shape(x), **_settings(node))
+    dw = op.node(DOMAIN, "ConvWeightGradient", x, dy, **_settings(node))
     return dx, dw, op.ReduceSum(dy, [0, 1, 2], keepdims=0)
 
 
@@ -85,16 +89,14 @@ def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon, activation=0):
 
 
 @_native("MaxPool")
-def max_pool(op, dy, x, *, kernel_shape, strides, dilations, pads):
+def max_pool(op, dy, x, *, node):
     """To the first of the largest of each window."""
-    window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads}
-    return op.node(DOMAIN, "MaxPoolGradient", dy, x, **window)
+    return op.node(DOMAIN, "MaxPoolGradient", dy, x, **_settings(node))
 
 
 @_native("AveragePool")
-def average_pool(op, dy, x, *, kernel_shape, strides, dilations, pads, count_include_pad):
-    window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads}
-    return op.node(DOMAIN, "AveragePoolGradient", dy, op.Shape(x), **window, count_include_pad=count_include_pad)
+def average_pool(op, dy, x, *, node):
+    return op.node(DOMAIN, "AveragePoolGradient", dy, op.Shape(x), **_settings(node))
 
 
 @_native("Resize", inputs=(0,))
@@ -109,17 +111,15 @@ def relu(op, dy, x, *, y):
 
 
 @_native("Attention", inputs=(0, 1, 2))
-def attention(op, dys, q, k, v, mask, *, ys, scale, causal, guarded, length_first):
+def attention(op, dys, q, k, v, mask, *, ys, node):
     """Scores are computed again: of them, only the largest and the sum of exponentials of each query were kept."""
-    settings = {"scale": scale, "causal": causal, "guarded": guarded, "length_first": length_first}
-    return op.node(DOMAIN, "AttentionGradient", dys[0], q, k, v, *ys, mask, outputs=3, **settings)
+    return op.node(DOMAIN, "AttentionGradient", dys[0], q, k, v, *ys, mask, outputs=3, **_settings(node))
 
 
 @_native("CrossEntropy", inputs=(0,))
-def cross_entropy(op, dys, scores, labels, weights, *, ys, mean, ignores, ignore_index):
+def cross_entropy(op, dys, scores, labels, weights, *, ys, node):
     """The share of a row in the loss, times (softmax - 1 at the label)."""
-    settings = {"mean": mean, "ignores": ignores, "ignore_index": ignore_index}
-    return op.node(DOMAIN, "CrossEntropyGradient", dys[0], ys[1], scores, labels, weights, **settings)
+    return op.node(DOMAIN, "CrossEntropyGradient", dys[0], ys[1], scores, labels, weights, **_settings(node))
 
 
 # ---- recurrent layers ------------------------------------------------------------------------------------------------

@@ -7,21 +7,22 @@ from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder
 from onward.errors import InvalidModelError
-from onward.model import Model, Step
+from onward.model import Step
 from onward.model.core import is_gradient, string, strings, values
 from onward.model.state import State
 from onward.model.walk import ancestors, descendants
+from onward.transform.context import Context
 
 
 class Flow:
     """The combined graph of a step, in which the state has been made inputs, and Gradients read what they name."""
 
-    def __init__(self, combined: Model, step: Step, state: Sequence[State]):
-        self.combined = combined
-        self.graph = combined.graph
-        self.known = {value.name: value for value in values(combined.graph)}
+    def __init__(self, context: Context, step: Step, state: Sequence[State]):
+        self.context, self.graph = context, context.graph
+        self.known = {value.name: value for value in values(self.graph)}
+        self.opened = dict(self.known)
+        """The values of the combined graph by name, whatever is changed later."""
         self.state = {s.name: self.known[s.name] for s in state}
         self._step = step
         self.random = {self.state[s.name] for s in state if s.role == "rng"}
@@ -50,7 +51,7 @@ class Flow:
 
     def _report_the_loss(self) -> None:
         """Make a metric of what is differentiated, which an algorithm need not return: the sum of its elements."""
-        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        op = self.context.builder()
         name = op.names.fresh("loss")
         loss = op.ReduceSum(self.value(string(self.last_gradients()[0], "y")), keepdims=0).value
         loss.name = name
@@ -61,11 +62,11 @@ class Flow:
     def _give_each_its_own(self) -> None:
         """Copy new values that are inputs, constants, metrics or another variable's new value: a runtime returns no
         input in memory that others hand to it, and no output twice."""
-        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
         taken = {self.value(name) for name in self.metrics}
         for state, new in self.bindings.items():
             value = self.value(new)
             if value.producer() is None or value in taken:
+                op = self.context.builder()
                 value = op.Identity(value).like(value).value
                 value.name = self.bindings[state] = op.names.fresh(f"{state}/new")
                 self.known[value.name] = value
@@ -143,7 +144,7 @@ class Flow:
     def switch_to_inference(self) -> None:
         """Let all read what inference computes, where training computes something of its own in its place."""
         pairs = self._step.fact("train.forward")
-        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        op = self.context.builder()
         self.graph.outputs.clear()  # others are set later
         for trained, plain in pairs.items() if isinstance(pairs, dict) else ():
             old, new = self.known.get(trained), self.known.get(str(plain))

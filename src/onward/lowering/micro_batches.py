@@ -13,10 +13,9 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.errors import UnsupportedError
-from onward.lowering.sharing import is_all_reduce, is_common
+from onward.lowering.sharing import extract, is_all_reduce, is_common
 from onward.model import Model
 from onward.model.walk import ancestors, read_by
-from onward.standard import IR_VERSION
 
 COUNT, NUMBER = "micro-batches", "number of the micro-batch"
 """Inputs that the graph gets: how many there are, as a float; and two uint32 that random numbers of one depend on."""
@@ -135,20 +134,3 @@ class _Dividing:
                 f"`{wrong[0].name}` is no sum of what samples add to it, and a pipeline has them part by part",
                 hint=_HINT,
             )
-
-
-def extract(model: Model, outputs: list[ir.Value]) -> Model:
-    """A model of its own for some values of a graph, which stays as it is."""
-    nodes, reached = ancestors(outputs)
-    leaves = [value for value in reached if value.producer() is None]
-    constants = [value for value in leaves if value.is_initializer()]
-    given = [value for value in leaves if value not in set(constants)]
-    view = ir.GraphView(
-        given,
-        outputs,
-        nodes=[node for node in model.graph if node in nodes],
-        initializers=constants,
-        opset_imports=dict(model.ir.opset_imports),
-    )
-    functions = [function.clone() for function in model.functions.values()]
-    return Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))

@@ -1,25 +1,28 @@
 """Passes over a lowered graph, made for training steps: they never fold state, which is an input.
 
 Functions serve several types, so their bodies cast numbers at run time; each call computes anew what all calls share.
-After they have been inlined both can be told.
+Written with the types of a call in hand, a cast has a fixed type, and what all calls compute alike is computed once: of
+an optimizer with thirty nodes and a hundred calls half is never made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import onnx_ir as ir
 
-from onward.build import become, declare, identity
+from onward.build import become, declare, identity, identity_of
 from onward.constants import tensor_in
-from onward.model import Model
-from onward.model.core import values
+from onward.differentiate.simplify import swaps_last
 from onward.standard import is_standard
-from onward.transform.training import remove_unused
-from onward.transform.types import fill_in_types
+from onward.transform.context import Context
+from onward.transform.training import drop_unused_definitions, remove_unused
 
 
-def optimize(model: Model) -> None:
+def optimize(context: Context) -> None:
     """Shorten the graph of a lowered model, in place."""
-    fill_in_types(model, values(model.graph))
+    context.fill_in_types()
+    model = context.model
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in graph if graph is not model.graph else ():
             declare(node, model.opset)
@@ -63,16 +66,8 @@ def turn_products_with_vectors(graph: ir.Graph) -> None:
         matrix, vector = node.inputs
         turned = matrix.producer() if matrix is not None else None
         is_vector = vector is not None and vector.shape is not None and vector.shape.rank() == 1
-        if is_vector and turned is not None and turned.op_type == "Transpose" and _transposes(turned):
+        if is_vector and turned is not None and swaps_last(turned):
             become(node, "MatMul", [vector, turned.inputs[0]])
-
-
-def _transposes(node: ir.Node) -> bool:
-    """Whether it transposes matrices: swaps the last two axes, and no others."""
-    source = node.inputs[0]
-    rank = source.shape.rank() if source is not None and source.shape is not None else 0
-    perm = list(node.attributes.get_ints("perm", range(rank)[::-1]))
-    return rank >= 2 and perm == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:
@@ -86,3 +81,147 @@ def share_equal_nodes(graph: ir.Graph) -> None:
         if first is not node and not any(output.is_graph_output() for output in node.outputs):
             for old, new in zip(node.outputs, first.outputs, strict=True):
                 old.replace_all_uses_with(new)
+
+
+# ---- calls of functions ----------------------------------------------------------------------------------------------
+
+
+Results = Sequence[ir.Value | None]
+
+
+def write_calls(context: Context) -> None:
+    """Replace calls in the outermost graph, in place, but for those of functions that need the general way."""
+    model = context.model
+    writer = _Writer(context)
+    calls = [node for node in model.graph if writer.can_write(node)]
+    for call in calls:
+        writer.replace(call)
+    if calls:
+        model.graph.remove(calls, safe=True)  # all at once: each removal looks at all outputs of the graph
+    drop_unused_definitions(model)
+
+
+class _Writer:
+    def __init__(self, context: Context):
+        model = context.model
+        self._graph = model.graph
+        self._functions = model.functions
+        self._opset = model.opset
+        self._names = context.names
+        self._made: dict[tuple[object, ...], Results] = {}
+        self._simple: dict[ir.OperatorIdentifier, bool] = {}
+        self._ends = {value: i for i, value in enumerate(model.graph.outputs)}
+
+    def can_write(self, node: ir.Node) -> bool:
+        """Whether a node calls a function without nested graphs that uses the operators of the model."""
+        identifier = node.op_identifier()
+        function = self._functions.get(identifier)
+        if function is None or len(node.inputs) > len(function.inputs):
+            return False
+        if identifier not in self._simple:
+            self._simple[identifier] = self._is_simple(function)
+        return self._simple[identifier]
+
+    def _is_simple(self, function: ir.Function) -> bool:
+        imports = self._graph.opset_imports
+        if any(imports.setdefault(domain, version) != version for domain, version in function.opset_imports.items()):
+            return False
+        graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        return all(
+            (node.op_identifier() not in self._functions or self.can_write(node))
+            and not any(attribute.type in graphs for attribute in node.attributes.values())
+            for node in function
+        )
+
+    def replace(self, call: ir.Node) -> None:
+        nodes: list[ir.Node] = []
+        results = self._body(call, call.inputs, call.attributes, call.metadata_props, nodes)
+        for old, new in zip(call.outputs, results, strict=False):
+            self._hand_over(old, new, nodes)
+        call.prepend(nodes)
+
+    def _hand_over(self, old: ir.Value, new: ir.Value | None, nodes: list[ir.Node]) -> None:
+        """Let those that read the output of a call read a result of its body, which takes over its name if it can."""
+        assert new is not None, old.name
+        named = new.producer() in nodes and not new.is_graph_output()
+        if old.is_graph_output() and not named:
+            nodes.append(ir.Node("", "Identity", [new], name=self._names.fresh("Identity")))
+            new, named = nodes[-1].outputs[0], True
+        new.type = new.type if old.type is None else old.type
+        new.shape = new.shape if old.shape is None else old.shape
+        if old in self._ends:
+            self._graph.outputs[self._ends[old]] = new
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        if named:
+            new.name, old.name = old.name, None
+
+    def _body(
+        self,
+        call: ir.Node,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, ir.Attr],
+        metadata: Mapping[str, str],
+        nodes: list[ir.Node],
+    ) -> list[ir.Value | None]:
+        """What a call results in; the nodes for it are added to `nodes`."""
+        function = self._functions[call.op_identifier()]
+        given = {**{a.name: a for a in function.attributes.values() if a.value is not None}, **attributes}
+        new: dict[ir.Value | None, ir.Value | None] = dict.fromkeys((None, *function.inputs))
+        new.update(zip(function.inputs, inputs, strict=False))
+        for node in function:
+            read = [new[value] for value in node.inputs]
+            stated = _resolve_attributes(node.attributes.data, given)
+            if node.op_identifier() in self._functions:
+                results: Results = self._body(node, read, stated, {**metadata, **node.metadata_props}, nodes)
+            else:
+                results = self._node(node, read, stated, metadata, nodes)
+            new.update(zip(node.outputs, results, strict=False))
+        return [new[value] for value in function.outputs]
+
+    def _node(
+        self,
+        node: ir.Node,
+        inputs: list[ir.Value | None],
+        attributes: dict[str, ir.Attr],
+        metadata: Mapping[str, str],
+        nodes: list[ir.Node],
+    ) -> Results:
+        op_type, standard = node.op_type, is_standard(node)
+        if standard and op_type == "CastLike" and (like := inputs[1]) is not None and like.dtype is not None:
+            op_type, inputs = "Cast", inputs[:1]
+            attributes["to"] = ir.AttrInt64("to", like.dtype.value)
+        key = None
+        if standard:
+            settings = {name: attribute.value for name, attribute in attributes.items()}
+            key = identity_of(op_type, inputs, len(node.outputs), settings)
+            if key in self._made:
+                return self._made[key]
+        copy = ir.Node(
+            node.domain,
+            op_type,
+            inputs,
+            list(attributes.values()),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=self._names.fresh(node.name or op_type),
+            metadata_props={**metadata, **node.metadata_props},
+        )
+        for old, output in zip(node.outputs, copy.outputs, strict=True):
+            output.name = self._names.fresh(old.name) if old.name else old.name
+            output.type, output.shape = old.type, old.shape
+        declare(copy, self._opset)
+        nodes.append(copy)
+        if key is not None:
+            self._made[key] = copy.outputs
+        return copy.outputs
+
+
+def _resolve_attributes(attributes: Mapping[str, ir.Attr], given: Mapping[str, ir.Attr]) -> dict[str, ir.Attr]:
+    """The attributes of a node of a body: a reference becomes what the call gives, or goes if it gives nothing."""
+    found = {}
+    for name, attribute in attributes.items():
+        if not attribute.is_ref():
+            found[name] = attribute
+        elif (value := given.get(attribute.ref_attr_name or "")) is not None:
+            found[name] = ir.Attr(name, value.type, value.value)
+    return found

@@ -33,6 +33,7 @@ from onward.model.core import (
 )
 from onward.model.state import carried_state, with_metadata
 from onward.model.walk import ancestors, descendants, read_by
+from onward.transform.context import Context
 
 T = TypeVar("T")
 
@@ -313,5 +314,5 @@ def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
 
 
 def _loss_of(model: Model, index: int) -> str | None:
-    flow = Flow(Model(model.combined(index)), model.step(index), carried_state(model, index))
+    flow = Flow(Context(Model(model.combined(index))), model.step(index), carried_state(model, index))
     return flow.loss(flow.metrics)

@@ -6,7 +6,6 @@ graph that takes text is cut where numbers are made of it.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -15,18 +14,10 @@ from onward.errors import UnsupportedError
 from onward.lowering.sharing import is_all_reduce, is_mean
 from onward.model import Model
 from onward.model.walk import ancestors, captured_values, nested_nodes, read_by
+from onward.runtime.composite_sessions import Exchange
 
 
-class Exchange(NamedTuple):
-    """An AllReduce."""
-
-    local: str
-    common: str
-    mean: bool
-
-
-@dataclasses.dataclass
-class Segment:
+class Segment(NamedTuple):
     """A graph between two exchanges."""
 
     model: Model

@@ -10,6 +10,7 @@ that their *mean* over processes is the gradient: what DDP and FSDP of PyTorch m
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +20,11 @@ from onward.build import DOMAIN, Builder, Expr
 from onward.constants import constant_ints
 from onward.errors import UnsupportedError
 from onward.lowering.dependencies import Flow
-from onward.lowering.expand import expand
+from onward.lowering.standard_operators import expand
 from onward.model import Model
 from onward.model.core import string, values
-from onward.model.walk import ancestors, read_by, source_of
-from onward.standard import is_standard
-from onward.transform.types import fill_in_types
+from onward.model.walk import ancestors, nested_graphs, read_by, source_of
+from onward.standard import IR_VERSION, is_standard
 
 ALL_REDUCE = "AllReduce"
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
@@ -50,7 +50,7 @@ def share_step(flow: Flow, share: Share) -> None:
     """Make a step one of several that are run at once, in place."""
     if share.size == 1:
         return
-    fill_in_types(flow.combined, values(flow.graph))
+    flow.context.fill_in_types()
     sharing = _Sharing(flow, share)
     if share.batch_norm:
         sharing.normalize_together()
@@ -61,15 +61,14 @@ def share_step(flow: Flow, share: Share) -> None:
 class _Sharing:
     def __init__(self, flow: Flow, share: Share):
         self._flow, self._share = flow, share
-        self._op = Builder(flow.graph, opset=flow.combined.opset, names=flow.combined.names())
+        self._op = flow.context.builder()
 
     def normalize_together(self) -> None:
         nodes = [n for n in self._flow.graph if n.op_type == "BatchNormalization" and _is_training(n)]
         for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
             if user.op_type == "CastLike" and at == 1:  # the number of samples, for what is divided by one less
                 self._replace(user.outputs[0], all_reduce)
-        expand(self._flow.combined.ir, {("", "BatchNormalization"): _batch_normalization}, _is_training)
-        self._op.names.take(value.name for value in values(self._flow.graph) if value.name)
+        expand(self._flow.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
         self._flow.known.update({value.name: value for value in values(self._flow.graph)})
 
     def apply(self) -> None:
@@ -129,7 +128,8 @@ class _Sharing:
             self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local), common=True))
         else:
             raise UnsupportedError(
-                f"the loss depends on {_describe(node)} over the samples of a batch, which is not a sum of shares",
+                f"the loss depends on the {node.op_type} `{node.name or node.outputs[0].name}` over the samples of a "
+                "batch, which is not a sum of shares",
                 hint="train it in one process, or take a loss that is a sum or a mean over samples",
             )
 
@@ -197,24 +197,16 @@ def reduces_all(node: ir.Node) -> bool:
         return node.attributes.get_string("reduction", "mean") != "none"
     if node.op_type == "Size":
         return False
-    if not node.op_type.startswith("Reduce") or not _is_float(node.inputs[0]):
+    x = node.inputs[0]
+    if not node.op_type.startswith("Reduce") or x is None or not (x.dtype is None or x.dtype.is_floating_point()):
         return False
     given = node.inputs[1] if len(node.inputs) > 1 else None
     axes = tuple(node.attributes.get_ints("axes", ())) if given is None else constant_ints(source_of(given))
     if axes is None:  # nobody knows
         return False
-    shape = node.inputs[0].shape if node.inputs[0] is not None else None
     if not axes:
         return node.attributes.get_int("noop_with_empty_axes", 0) == 0
-    return shape is not None and len(shape) == len(axes)
-
-
-def _is_float(value: ir.Value | None) -> bool:
-    return value is not None and (value.dtype is None or value.dtype.is_floating_point())
-
-
-def _describe(node: ir.Node) -> str:
-    return f"the {node.op_type} `{node.name or node.outputs[0].name}`"
+    return x.shape is not None and len(x.shape) == len(axes)
 
 
 # ---- statistics of the whole batch -----------------------------------------------------------------------------------
@@ -249,3 +241,136 @@ def _count(op: Builder, x: Expr) -> Expr:
 def _follow(op: Builder, old: Expr, new: Expr, momentum: float) -> Expr:
     new = op.CastLike(new, old)
     return new.like(old.value) if momentum == 0 else (old * momentum + new * (1 - momentum)).like(old.value)
+
+
+# ---- updates of shards -----------------------------------------------------------------------------------------------
+
+
+_FILL = {"ConstantOfShape", "Expand"}
+_ELEMENTWISE = {
+    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Equal", "Erf", "Exp", "Floor", "Greater",
+    "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not",
+    "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "Where",
+    "Xor",
+}  # fmt: skip
+
+
+def split_update(model: Model, sharded: Collection[str]) -> None:
+    """Let an update compute shards of these inputs, in place; raise if it needs whole tensors.
+
+    Elementwise operators stay as they are. Sums over a tensor, such as norms of gradients, go over all processes.
+    """
+    _Splitter(model).split(model.graph, {value for value in model.inputs if value.name in sharded})
+
+
+class _Splitter:
+    def __init__(self, model: Model):
+        self._names, self._opset = model.names(), model.opset
+
+    def split(self, graph: ir.Graph, shards: set[ir.Value]) -> None:
+        op = Builder(graph, opset=self._opset, names=self._names)
+        for node in list(graph):
+            if shards.isdisjoint(read_by(node)):
+                continue
+            if inner := list(nested_graphs(node)):
+                for nested in inner:
+                    self.split(nested, shards)
+                shards.update(
+                    made
+                    for nested in inner
+                    for made, result in zip(node.outputs, nested.outputs, strict=True)
+                    if result in shards
+                )
+            elif node.op_type == "Shape" and all(user.op_type in _FILL for user in node.outputs[0].consumers()):
+                continue  # what is made of it is as large as the shard
+            elif is_standard(node) and node.op_type in _ELEMENTWISE:
+                shards.update(node.outputs)
+            elif reduces_all(node) and node.op_type in (*_SUMS, "ReduceL2"):
+                self._sum_over_all(op, node)
+            else:
+                raise UnsupportedError(
+                    f"the update takes whole tensors: {node.op_type} (`{node.outputs[0].name}`) needs more of a "
+                    "tensor than the shard that a process has",
+                    hint='take an optimizer of single elements, or `strategy="ddp"` (`--strategy ddp`)',
+                )
+        graph.sort()
+
+    def _sum_over_all(self, op: Builder, node: ir.Node) -> None:
+        value = node.outputs[0]
+        uses, is_output = list(value.uses()), value.is_graph_output()
+        local = op(value)
+        total = op.Sqrt(all_reduce(local * local)) if node.op_type == "ReduceL2" else all_reduce(local)
+        new = total.like(value).value
+        for user, at in uses:
+            user.replace_input_with(at, new)
+        if is_output and value.graph is not None:
+            outputs = value.graph.outputs
+            outputs[:] = [new if output is value else output for output in outputs]
+            new.name, value.name = value.name, op.names.fresh(f"{value.name}/local")
+
+
+# ---- sums that nothing waits for -------------------------------------------------------------------------------------
+#
+# They are under way while something else is computed. What follows from the batch alone, such as how many labels
+# count, is summed up during the forward pass. What nothing in the graph reads, such as the loss, is summed up while the
+# forward pass is differentiated, which needs no more than to know that it is a sum.
+
+
+_FEW = 20
+"""Nodes that may well be computed once more."""
+
+
+def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
+    """A model that makes this process's part of the sums which follow from its batch alone, under the names that sums
+    have as inputs of the given model, which is changed."""
+    graph = model.graph
+    sums = [node for node in graph if is_all_reduce(node) and not node.outputs[0].is_graph_output()]
+    found = [node for node in sums if _follows_from(batch, node)]
+    if not found:
+        return None
+    parts = [value for node in found for value in read_by(node)]
+    first = extract(model, parts)
+    for node, own in zip(found, first.graph.outputs, strict=True):
+        total = node.outputs[0]
+        own.name = total.name
+        given = ir.Value(name=total.name, type=total.type, shape=total.shape)
+        total.replace_all_uses_with(given)
+        graph.inputs.append(given)
+        graph.remove(node, safe=True)
+    return first
+
+
+def extract(model: Model, outputs: list[ir.Value]) -> Model:
+    """A model of its own for some values of a graph, which stays as it is."""
+    nodes, reached = ancestors(outputs)
+    view = ir.GraphView(
+        [value for value in model.graph.inputs if value in reached],
+        outputs,
+        nodes=[node for node in model.graph if node in nodes],
+        initializers=[value for value in reached if value.is_initializer()],
+        opset_imports=dict(model.ir.opset_imports),
+    )
+    functions = [function.clone() for function in model.functions.values()]
+    return Model(ir.Model(view.clone(), ir_version=model.ir.ir_version or IR_VERSION, functions=functions))
+
+
+def _follows_from(batch: Collection[str], node: ir.Node) -> bool:
+    """Whether what a node reads takes no more than the batch, and little time."""
+    nodes, reached = ancestors(read_by(node))
+    given = [value for value in reached if value.producer() is None and not value.is_initializer()]
+    return len(nodes) <= _FEW and not any(map(is_all_reduce, nodes)) and all(value.name in batch for value in given)
+
+
+def leave_last_sums(model: Model) -> list[str]:
+    """Let outputs be this process's part of sums that nothing reads, in place of the sums; which these are."""
+    outputs = model.graph.outputs
+    left = []
+    for node in [node for node in model.graph if is_all_reduce(node) and is_common(node)]:
+        local, total = node.inputs[0], node.outputs[0]
+        if local is None or local.producer() is None or local in outputs or total not in outputs or total.uses():
+            continue
+        outputs[:] = [local if output is total else output for output in outputs]
+        model.graph.remove(node, safe=True)
+        local.name = total.name
+        left.append(local.name or "")
+    return left

@@ -1,4 +1,4 @@
-"""The losses and optimizers of the standard, written in plain operators.
+"""Operators replaced by others: losses and optimizers of the standard, and what a runtime lacks.
 
 The losses have a function body in the standard; these do the same with half the nodes, and never transpose the scores.
 
@@ -9,12 +9,17 @@ float32 attribute means exactly the number it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import onnx_ir as ir
+
 from onward.build import Builder, Expr
-from onward.errors import InvalidModelError
-from onward.model import TRAINING_DOMAIN
+from onward.differentiate.expand import replace_node
+from onward.errors import Error, InvalidModelError
+from onward.model import TRAINING_DOMAIN, Model
+from onward.model.core import all_names
+from onward.model.walk import attributes, graphs_in, graphs_of
 from onward.recipe.optimizers.arithmetic import (
     adam_rate,
     coupled_decay,
@@ -26,6 +31,9 @@ from onward.recipe.optimizers.arithmetic import (
     trace,
     typed,
 )
+from onward.rules.registry import lookup_body
+from onward.transform.context import Context
+from onward.transform.inline import has_body, inline_operators
 
 Lowering = Callable[[Builder, list[Expr | None], dict[str, Any], int], tuple[Expr, ...]]
 """`(op, inputs, attributes, outputs) -> results`: omitted inputs are None, attributes have the schema's defaults."""
@@ -83,7 +91,9 @@ def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: 
     g = _regularize(a, x, g)
     new = g if a["beta"] == 1 else g * op.Where(t > 0, typed(a["beta"], g), 1.0)
     v = trace(v, new, a["alpha"])
-    return descend(x, r, trace(v, g, a["alpha"]) if _is_nesterov(a) else v), v
+    if a["mode"] not in ("standard", "nesterov"):
+        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="it has `standard` and `nesterov`")
+    return descend(x, r, trace(v, g, a["alpha"]) if a["mode"] == "nesterov" else v), v
 
 
 def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: Expr) -> tuple[Expr, ...]:
@@ -108,12 +118,6 @@ def adam(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr
 
 def _regularize(a: Attributes, x: Expr, g: Expr) -> Expr:
     return coupled_decay(x, g, a["norm_coefficient"]) if a["norm_coefficient"] else g
-
-
-def _is_nesterov(a: Attributes) -> bool:
-    if a["mode"] not in ("standard", "nesterov"):
-        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="it has `standard` and `nesterov`")
-    return a["mode"] == "nesterov"
 
 
 def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lowering:
@@ -141,3 +145,150 @@ OPTIMIZERS: dict[tuple[str, str], Lowering] = {
 }
 
 LOWERINGS = {**LOSSES, **OPTIMIZERS}
+
+
+# ---- replacing operators ---------------------------------------------------------------------------------------------
+
+
+def expand(
+    context: Context,
+    lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS,
+    is_meant: Callable[[ir.Node], bool] = lambda node: True,
+) -> None:
+    """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
+    model = context.model
+
+    def wanted(graph: ir.Graph | ir.Function) -> bool:
+        return any((node.domain, node.op_type) in lowerings and is_meant(node) for node in graph.all_nodes())
+
+    for key in [key for key, function in model.functions.items() if wanted(function)]:
+        model.functions[key] = model.functions[key].clone()  # another model may have it, too
+        context.names.take(all_names(model.functions[key].graph))
+    for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
+        for node in list(graph):
+            if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
+                _replace(context, graph, node, lowering)
+
+
+def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowering) -> None:
+    with context.before(node) as op:
+        inputs = [op(value) if value is not None else None for value in node.inputs]
+        results = lowering(op, inputs, attributes(node, op.opset), len(node.outputs))
+    for old, new in zip(node.outputs, results, strict=False):
+        if old.name:  # else nobody wants it
+            context.replace(old, new)
+    graph.remove(node, safe=True)
+
+
+# ---- operators that someone lacks, by others -------------------------------------------------------------------------
+
+
+def replace_unknown(
+    model: Model, unknown_in: Callable[[Model], list[ir.Node]], refusal: Callable[[list[ir.Node]], Error]
+) -> Model:
+    """The model without unknown nodes. What cannot be expressed is named all at once."""
+    while unknown := unknown_in(model):
+        for replaced in (_by_lowerings, _by_rewrites, _by_functions):
+            if (result := replaced(model, unknown)) is not None:
+                model = result
+                break
+        else:
+            raise refusal(unknown)
+    return model
+
+
+def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
+    found = {key: LOWERINGS[key] for node in unknown if (key := (node.domain, node.op_type)) in LOWERINGS}
+    if not found:
+        return None
+    expand(Context(model), found)
+    return model
+
+
+def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:
+    found = {node: body for node in unknown if (body := lookup_body(node)) is not None}
+    if not found:
+        return None
+    context = Context(model)
+    context.fill_in_types()
+    replaced = [replace_node(context, node, rule) for node, rule in found.items()]
+    return model if any(replaced) else None
+
+
+def _by_functions(model: Model, unknown: list[ir.Node]) -> Model | None:
+    """As the standard, or the model, defines them."""
+    imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
+    bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
+    calls = {(node.domain, node.op_type) for node in bodies}
+    if not calls:
+        return None
+    result = inline_operators(model, calls)
+    left = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
+    return None if calls <= left else result  # some bodies are for newer versions of the standard than the model's
+
+
+# ---- BatchNormalization in forms that all engines compute ------------------------------------------------------------
+
+
+_KEY = ("", "BatchNormalization")
+
+
+def give_two_axes(context: Context) -> None:
+    """Let inputs of one axis, which the standard allows and frameworks do not, be of one channel."""
+    expand(context, {_KEY: _add_channel}, _has_one_axis)
+
+
+def _has_one_axis(node: ir.Node) -> bool:
+    named = [output.name for output in node.outputs if output.name]
+    if len(named) > 1 and not node.attributes.get_int("training_mode", 0):
+        raise InvalidModelError(
+            f"the node `{node.name or named[0]}` (BatchNormalization) has statistics, but is not in training mode",
+            hint="set `training_mode`, or remove all outputs but the first",
+        )
+    x = node.inputs[0]
+    return x is not None and x.shape is not None and len(x.shape) == 1
+
+
+def _add_channel(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
+    x, *others = inputs
+    made = op.BatchNormalization(op.Unsqueeze(x, [1]), *others, outputs=outputs, **attributes)
+    y, *statistics = (made,) if outputs == 1 else made
+    return op.Squeeze(y, [1]), *statistics
+
+
+def write_out_unsafe(context: Context) -> None:
+    """Write in plain operators what ONNX Runtime gets wrong: unless both running statistics are outputs of the graph,
+    it writes them over those that it reads, also over constants and what callers own."""
+    expand(context, {_KEY: _write_out}, lambda node: _is_unsafe(node, context.graph))
+
+
+def _is_unsafe(node: ir.Node, graph: ir.Graph) -> bool:
+    if not node.attributes.get_int("training_mode", 0):
+        return False
+    returned = [output for output in node.outputs[1:] if output.is_graph_output()]
+    return (len(returned) < 2 or node.graph is not graph) and not all(map(_is_nobodys, node.inputs[3:]))
+
+
+def _is_nobodys(value: ir.Value | None) -> bool:
+    """Whether nobody is harmed if a value is overwritten."""
+    producer = value.producer() if value is not None else None
+    return producer is not None and producer.op_type != "Constant" and value is not None and len(value.uses()) == 1
+
+
+def _write_out(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
+    x, scale, bias, old_mean, old_variance = (value for value in inputs if value is not None)
+    wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    x3, *vectors = (
+        op.Cast(value, to=wide.value) for value in (op.Reshape(x, [0, 0, -1]), scale, bias, old_mean, old_variance)
+    )
+    mean = op.ReduceMean(x3, [0, 2], keepdims=1)
+    centred = x3 - mean
+    variance = op.ReduceMean(centred * centred, [0, 2], keepdims=1)
+    factor, offset = (op.Unsqueeze(vector, [1]) for vector in vectors[:2])
+    y = centred / op.Sqrt(variance + attributes["epsilon"]) * factor + offset
+    share = attributes["momentum"]
+    running = (
+        op.CastLike(old * share + op.Squeeze(new, [0, 2]) * (1 - share), like)
+        for old, new, like in zip(vectors[2:], (mean, variance), (old_mean, old_variance), strict=True)
+    )
+    return (op.CastLike(op.Reshape(y, op.Shape(x)), x), *running)[:outputs]

@@ -13,32 +13,44 @@ from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
+from onward.differentiate.sweep import Find
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
-from onward.kernels import DOMAIN as KERNELS
-from onward.kernels import can_use_kernels, find_rule, finish_with_kernels, use_kernels
-from onward.lowering.calls import write_calls
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
-from onward.lowering.expand import expand
-from onward.lowering.inference import has_training_operators, plain_inference
-from onward.lowering.normalization import give_two_axes, write_out_unsafe
-from onward.lowering.optimize import optimize
+from onward.lowering.optimize import optimize, write_calls
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.sharing import Share, is_all_reduce, share_step
-from onward.model import Model, Source, Step, load
+from onward.lowering.standard_operators import OPTIMIZERS, expand, give_two_axes, write_out_unsafe
+from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.checks import check_signatures
 from onward.model.core import as_input, tensor_of, tie, untie, values
 from onward.model.state import carried_state, states
+from onward.model.walk import nodes_of
 from onward.rules import RULES
 from onward.rules.registry import lookup
-from onward.standard import IR_VERSION, ML_DOMAIN, OLDEST_OPSET, STANDARD
+from onward.standard import IR_VERSION, KERNELS, ML_DOMAIN, OLDEST_OPSET, STANDARD
+from onward.transform.context import Context
 from onward.transform.inline import inline_calls
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding
-from onward.transform.training import remove_unused
+from onward.transform.training import drop_unused_definitions, remove_unused
 
 _STANDARD = (*STANDARD, ML_DOMAIN)
 """The domains of the standard that runtimes have."""
+_Types = dict[str, tuple[ir.TypeProtocol | None, ir.Shape | None]]
+
+
+class Passes(NamedTuple):
+    """What an engine adds to the lowering of a step, for kernels of its own."""
+
+    suit: Callable[[Model], bool]
+    """True if the passes can be used for the combined graph of a step."""
+    before: Callable[[Context], None]
+    """Change the forward pass before it is differentiated."""
+    find: Find
+    """Find the derivatives of what that adds, and of all else."""
+    after: Callable[[Context], None]
+    """Change the step when it is plain ONNX."""
 
 
 class Manner(NamedTuple):
@@ -49,8 +61,66 @@ class Manner(NamedTuple):
     """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
     share: Share = Share()
     """Which of several processes it is for."""
-    kernels: bool = False
-    """Whether native kernels may compute parts of it."""
+    passes: Passes | None = None
+    """The passes that an engine adds."""
+
+
+class Lowering:
+    """A training model whose parts are lowered: what they have in common is computed once.
+
+        lowering = Lowering(model)
+        step, evaluation = lowering.part("step"), lowering.part("evaluation")
+
+    The model is checked and brought to one operator set once, a round is put together once, and types that were
+    inferred for one part are those of the next.
+    """
+
+    def __init__(self, source: Source, steps: Steps = None, manner: Manner = Manner()):  # noqa: B008 (a constant)
+        self.model = check_signatures(load(source))
+        check_gradients_of(self.model)
+        self._steps, self._manner = steps, manner
+        self._of_one_opset: Model | None = None
+        self._rounds: dict[bool, tuple[OneStep, _Types]] = {}
+
+    def part(self, part: str | None = None) -> Model:
+        """Return a part, in the operator set that the model has; see `onward.lower` for what they are."""
+        part = part or default_part(self.model)
+        if part == "inference":
+            one, types = OneStep(self._plain_model(), 0), _Types()
+        else:
+            if part == "apply" and sum(times_of(self.model, self._steps).values()) > 1:
+                raise UnsupportedError(
+                    "in a round of several steps, gradients come from what earlier ones have made of the state",
+                    hint="lower the whole round, or one step of it by name",
+                )
+            one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
+        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._manner, types))
+        for node in made.graph.all_nodes():
+            node.device_configurations = ()  # they are the model's: a step is of one device
+        loss = one.loss if one.loss in contract.metrics else contract.loss
+        contract = dataclasses.replace(contract, part=part, loss=loss)
+        if part != "inference" and loss in contract.metrics and _minimizes_output(one.model.step(one.index)):
+            contract = _call_loss(made, contract)
+        made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
+        contract.write_to(made)
+        return made
+
+    def _plain_model(self) -> Model:
+        return self._trainable() if has_training_operators(self.model) else of_one_opset(self.model)
+
+    def _trainable(self) -> Model:
+        if self._of_one_opset is None:
+            self._of_one_opset = of_one_opset(self.model, OLDEST_OPSET)
+        return self._of_one_opset
+
+    def _one_step(self, together: bool) -> tuple[OneStep, _Types]:
+        if together not in self._rounds:
+            one = as_one_step(self._trainable(), self._steps, together=together)
+            types: _Types = {}
+            if (not together) in self._rounds and self._rounds[not together][0].model is one.model:
+                types = self._rounds[not together][1]  # of a single step, which is the same in both ways
+            self._rounds[together] = one, types
+        return self._rounds[together]
 
 
 def lower_for_engine(
@@ -63,33 +133,11 @@ def lower_for_engine(
     if part is not None and part not in _OF_ENGINES:
         known = (*PARTS, RUN)
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, known) or f"parts: {', '.join(known)}")
-    model = check_signatures(load(source))
-    check_gradients_of(model)
-    part = part or default_part(model)
-    as_it_is = part == "inference" and not has_training_operators(model)
-    model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET)
-    one = OneStep(model, 0)
-    if part == "apply" and sum(times_of(model, step).values()) > 1:
-        raise UnsupportedError(
-            "in a round of several steps, gradients come from what earlier ones have made of the state",
-            hint="lower the whole round, or one step of it by name",
-        )
-    if part != "inference":
-        one = as_one_step(model, step, together=part not in ("evaluation", "gradients", "forward"))
-    made, contract = _OF_ENGINES[part](one.model, one.index, manner)
-    for node in made.graph.all_nodes():
-        node.device_configurations = ()  # they are the model's: a step is of one device
-    loss = one.loss if one.loss in contract.metrics else contract.loss
-    contract = dataclasses.replace(contract, part=part, loss=loss)
-    if part != "inference" and loss in contract.metrics and _minimizes_output(one.model.step(one.index)):
-        contract = _call_loss(made, contract)
-    made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
-    contract.write_to(made)
-    return made
+    return Lowering(source, step, manner).part(part)
 
 
 def lower_for_framework(source: Source, step: Steps = None, part: str | None = None) -> Model:
-    """The same with training operators as they are, for a framework that has derivatives of its own."""
+    """A part with training operators as they are, for a framework that has derivatives of its own."""
     return lower_for_engine(source, step, part, Manner(differentiate=False))
 
 
@@ -100,48 +148,60 @@ def default_part(model: Model) -> str:
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
-Made = tuple[Model, Contract]
+
+class _Origin(NamedTuple):
+    """What a part is made of."""
+
+    model: Model
+    number: int
+    """Of the step, in the model."""
+    manner: Manner
+    types: _Types
+    """Types that were inferred for other parts, by name in the combined graph."""
 
 
-def _step(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index, manner)
-    share_step(flow, manner.share)
-    made, contract = _plain(manner, flow, flow.bindings, flow.metrics)
+_Part = tuple[Model, Contract]
+
+
+def _step(origin: _Origin) -> _Part:
+    flow = _open_step(origin)
+    share_step(flow, origin.manner.share)
+    made, contract = _plain(origin, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
-    unread = [state.name for state in states(model, index) if state.name not in read]
+    unread = [state.name for state in states(origin.model, origin.number) if state.name not in read]
     for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
     return made, dataclasses.replace(contract, state=[*contract.state, *unread])
 
 
-def _evaluation(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index, manner)
-    outputs = [value.name or "" for value in model.graph.outputs if tensor_of(value) is value]
+def _evaluation(origin: _Origin) -> _Part:
+    flow = _open_step(origin)
+    outputs = [value.name or "" for value in origin.model.graph.outputs if tensor_of(value) is value]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
     metrics = flow.of_evaluation()
-    share_step(flow, manner.share._replace(gradients=False))
-    made, contract = _plain(manner, flow, {}, metrics, outputs)
+    share_step(flow, origin.manner.share._replace(gradients=False))
+    made, contract = _plain(origin, flow, {}, metrics, outputs)
     return made, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
 
 
-def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index, manner)
+def _gradient_part(origin: _Origin) -> _Part:
+    flow = _open_step(origin)
     gradients = {output.name or "": x for x, output in flow.results()}
-    share_step(flow, manner.share)
-    made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
+    share_step(flow, origin.manner.share)
+    made, contract = _plain(origin, flow, *flow.of_forward(), list(gradients))
     return made, dataclasses.replace(contract, gradients=gradients)
 
 
-def _forward(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index, manner)
-    share_step(flow, manner.share._replace(gradients=False))
-    return _plain(manner, flow, *flow.of_forward())
+def _forward(origin: _Origin) -> _Part:
+    flow = _open_step(origin)
+    share_step(flow, origin.manner.share._replace(gradients=False))
+    return _plain(origin, flow, *flow.of_forward())
 
 
-def _apply(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index, manner)
+def _apply(origin: _Origin) -> _Part:
+    flow = _open_step(origin)
     forward, forward_metrics = flow.of_forward()
     parameters = {}
     flow.graph.outputs.clear()  # others are set later
@@ -154,7 +214,7 @@ def _apply(model: Model, index: int, manner: Manner) -> Made:
         parameters[given.name] = x
     bindings = {name: new for name, new in flow.bindings.items() if name not in forward}
     metrics = [name for name in flow.metrics if name not in forward_metrics]
-    made, contract = _plain(manner, flow, bindings, metrics)
+    made, contract = _plain(origin, flow, bindings, metrics)
     if strange := [name for name in contract.batch if name not in parameters]:
         raise UnsupportedError(
             f"the update reads `{strange[0]}`, not gradients and state alone", hint="run the whole step: part `step`"
@@ -162,8 +222,8 @@ def _apply(model: Model, index: int, manner: Manner) -> Made:
     return made, dataclasses.replace(contract, batch=[], gradients={name: parameters[name] for name in contract.batch})
 
 
-def _initialization(model: Model, index: int, manner: Manner) -> Made:
-    step = model.step(index)
+def _initialization(origin: _Origin) -> _Part:
+    model, step = origin.model, origin.model.step(origin.number)
     if step.initialization is None:
         raise UnsupportedError("the step has no initialization", hint="take the state of the file: part `state`")
     graph = step.initialization.clone()
@@ -185,14 +245,14 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
             value = op.Identity(value).like(value).value
         value.name = state
         graph.outputs.append(value)
-    _finish(made)
+    _finish(Context(made))
     return made, Contract(update={name: name for name in step.reset})
 
 
-def _state(model: Model, index: int, manner: Manner) -> Made:
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="state")
-    stored = carried_state(model, index)
-    op = Builder(graph, opset=model.opset, names=Names(state.name for state in stored))
+def _state(origin: _Origin) -> _Part:
+    opset, stored = origin.model.opset, carried_state(origin.model, origin.number)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="state")
+    op = Builder(graph, opset=opset, names=Names(state.name for state in stored))
     for state in stored:
         tensor = state.value.const_value
         assert tensor is not None
@@ -203,15 +263,39 @@ def _state(model: Model, index: int, manner: Manner) -> Made:
     return Model(ir.Model(graph, ir_version=IR_VERSION)), Contract(update={state.name: state.name for state in stored})
 
 
-def _inference(model: Model, index: int, manner: Manner) -> Made:
-    if model.is_training_model or index:
-        model.step(index)  # there must be such a step, though it is not what is computed
-    made = plain_inference(model, manner.differentiate, manner.recompute)
+def _inference(origin: _Origin) -> _Part:
+    """The main graph with no training operator and no function. Inputs, outputs and weights stay.
+
+    Training operators stay too where an engine has derivatives of its own.
+    """
+    made = origin.model.copy(steps=False)
+    write_padding(made)
+    if origin.manner.differentiate and has_training_operators(made):
+        context = Context(made)
+        made = lower_gradients(context, recompute=origin.manner.recompute)
+        expand(context, OPTIMIZERS)
+        write_calls(context)
+        inline_calls(made, names_in_use=context.names)
+        _shorten(context)
+        left = {f"`{node.domain}.{node.op_type}`" for node in made.graph.all_nodes() if node.domain == TRAINING_DOMAIN}
+        if left:
+            raise UnsupportedError(
+                f"there is no way to write {', '.join(sorted(left))} in plain operators",
+                hint="of this domain the standard has Gradient, Adagrad, Adam and Momentum",
+            )
+        drop_unused_definitions(made)
+    elif made.functions:
+        inline_calls(made)
     batch, outputs = ([value.name or "" for value in values] for values in (made.inputs, made.outputs))
     return made, Contract(batch=batch, outputs=outputs)
 
 
-PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
+def has_training_operators(model: Model) -> bool:
+    """True if the main graph or a function has a node that no runtime knows: a Gradient or an optimizer."""
+    return any(node.domain == TRAINING_DOMAIN for node in nodes_of(model))
+
+
+PARTS: dict[str, Callable[[_Origin], _Part]] = {
     "step": _step,
     "evaluation": _evaluation,
     "gradients": _gradient_part,
@@ -262,46 +346,52 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 # ---- what the parts share --------------------------------------------------------------------------------------------
 
 
-def _open_step(model: Model, index: int, manner: Manner) -> Flow:
+def _open_step(origin: _Origin) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
-    combined = Model(model.combined(index))
+    combined = Model(origin.model.combined(origin.number, share_functions=True))
+    graph = combined.graph
+    for value in values(graph) if origin.types else ():
+        value.type, value.shape = origin.types.get(value.name or "", (value.type, value.shape))
+    context = Context(combined)
     write_padding(combined)
-    if manner.share.size > 1:  # what is summed up over samples must be seen
+    if origin.manner.share.size > 1:  # what is summed up over samples must be seen
         inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
-    give_two_axes(combined.ir)
-    tie(combined.graph)
-    graph, state = combined.graph, carried_state(model, index)
+    give_two_axes(context)
+    tie(graph)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
+    state = carried_state(origin.model, origin.number)
     for name in (s.name for s in state):
         as_input(graph, name)
-    return Flow(combined, model.step(index), state)
+    return Flow(context, origin.model.step(origin.number), state)
 
 
 def _plain(
-    manner: Manner, flow: Flow, bindings: Mapping[str, str], metrics: Sequence[str], more: Sequence[str] = ()
-) -> Made:
+    origin: _Origin, flow: Flow, bindings: Mapping[str, str], metrics: Sequence[str], more: Sequence[str] = ()
+) -> _Part:
     """Keep what metrics, `more` outputs and new state need, and lower it."""
-    loss = flow.loss(metrics)
-    graph = flow.graph
+    manner, context, loss = origin.manner, flow.context, flow.loss(metrics)
+    graph = context.graph
     graph.outputs[:] = [flow.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     remove_unused(graph)
     untie(graph)
     if manner.differentiate:
-        with_kernels = manner.kernels and can_use_kernels(flow.combined)
-        if with_kernels:
-            use_kernels(flow.combined)
-        find = find_rule if with_kernels else lookup
-        made = lower_gradients(flow.combined, recompute=manner.recompute, find=find)
-        expand(made.ir)
-        write_calls(made)
+        _infer_once(origin, flow)
+        passes = manner.passes if manner.passes is not None and manner.passes.suit(context.model) else None
+        if passes is not None:
+            passes.before(context)
+        made = lower_gradients(context, recompute=manner.recompute, find=lookup if passes is None else passes.find)
+        expand(context)
+        write_calls(context)
         if made.functions:
-            inline_calls(made)
-        _finish(made)
-        if with_kernels:
-            finish_with_kernels(made)
+            inline_calls(made, names_in_use=context.names)
+        _finish(context)
+        if passes is not None:
+            passes.after(context)
     else:
-        made = flow.combined
-        inline_calls(made, _without_a_rule(made))
+        made = context.model
+        # StopGradient's derivative is not that of its body, and frameworks have their own.
+        plain = [f"{domain}.{name}" for domain, name, _ in made.functions if (domain, name) not in RULES]
+        inline_calls(made, plain, context.names)
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
@@ -314,15 +404,23 @@ def _plain(
     )
 
 
-def _finish(model: Model) -> None:
+def _infer_once(origin: _Origin, flow: Flow) -> None:
+    """Infer types before anything is rewritten; keep those of the combined graph for other parts."""
+    context, types = flow.context, origin.types
+    if types:
+        context.note_types(value for name, value in flow.opened.items() if name in types)
+    context.fill_in_types()
+    for name, value in flow.opened.items():
+        if name and value.type is not None and value.graph is context.graph:
+            types[name] = value.type, value.shape
+
+
+def _finish(context: Context) -> None:
     """Drop what nothing needs: nodes, inputs, initializers, imports; and shorten the rest."""
-    graph = model.graph
-    write_out_unsafe(model.ir)
-    optimize(model)
-    simplify(list(graph))
-    remove_unused(graph)
+    write_out_unsafe(context)
+    _shorten(context)
+    graph = context.graph
     _drop_unused_inputs(graph)
-    put_results_last(graph)
     used = {*STANDARD, *(node.domain for node in graph.all_nodes())}
     for domain in [domain for domain in graph.opset_imports if domain not in used]:
         graph.opset_imports.pop(domain)
@@ -338,9 +436,12 @@ def _finish(model: Model) -> None:
         )
 
 
-def _without_a_rule(model: Model) -> list[str]:
-    """The functions whose derivative is that of their body; StopGradient's is not, and frameworks have their own."""
-    return [f"{domain}.{name}" for domain, name, _ in model.functions if (domain, name) not in RULES]
+def _shorten(context: Context) -> None:
+    """Drop nodes that nothing needs, and shorten the rest."""
+    optimize(context)
+    simplify(list(context.graph))
+    remove_unused(context.graph)
+    put_results_last(context.graph)
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> None:

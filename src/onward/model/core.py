@@ -109,8 +109,11 @@ class Model:
             )
         return self.steps[index]
 
-    def combined(self, index: int = 0) -> ir.Model:
-        """The combined graph that step `index` executes, as a model of its own; only the tensors are shared."""
+    def combined(self, index: int = 0, *, share_functions: bool = False) -> ir.Model:
+        """The combined graph that step `index` executes, as a model of its own; only the tensors are shared.
+
+        With `share_functions` functions are, too: to change one, replace it by a copy first.
+        """
         step = self.step(index)
         graph, algorithm = self.graph, step.algorithm
         known = {value.name: value for value in (*values(graph), *values(algorithm))}
@@ -123,7 +126,7 @@ class Model:
             opset_imports=dict(self.ir.opset_imports),
             name=algorithm.name or graph.name,
         )
-        functions = [_clone(function) for function in self.functions.values()]
+        functions = [f if share_functions else _clone(f) for f in self.functions.values()]
         return ir.Model(_clone(view), ir_version=self.ir.ir_version, functions=functions)
 
     def initializers(self) -> Iterator[ir.Value]:
@@ -163,8 +166,8 @@ class Model:
         tensor.metadata_props.update(old.metadata_props)
         value.const_value = tensor
 
-    def copy(self) -> Model:
-        """An independent copy; tensors, which nobody changes in place, are shared."""
+    def copy(self, *, steps: bool = True) -> Model:
+        """An independent copy, on request without its steps; tensors, which nobody changes in place, are shared."""
         graph = _clone(self.graph)
         inference = ir.Model(
             graph,
@@ -179,9 +182,11 @@ class Model:
             device_configurations=self.ir.device_configurations,
         )
         inference.meta.update(self.ir.meta)
+        if not steps or not self.steps:
+            return Model(inference, path=self.path)
         moved = dict(zip(values(self.graph), values(graph), strict=True))
-        steps = [dataclasses.replace(step, **_copied_graphs(step, moved)) for step in self.steps]
-        return Model(inference, steps, self.path)
+        copies = [dataclasses.replace(step, **_copied_graphs(step, moved)) for step in self.steps]
+        return Model(inference, copies, self.path)
 
     def names(self) -> Names:
         """All names of values and nodes of the model, to find fresh ones beside them."""

@@ -29,6 +29,7 @@ from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
 from onward.standard import ML_DOMAIN, is_standard
+from onward.transform.context import Context
 from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import ORIGIN_KEY, PART_KEY
 
@@ -201,10 +202,10 @@ def open_linear(model: Model) -> None:
     Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip` makes them what
     they were.
     """
-    names = model.names()
+    context = Context(model)
     for node in [node for node in model.graph if node.domain == ML_DOMAIN and node.op_type in _OPENED]:
         results = [value.name for value in node.outputs]
-        replace_node(model, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]), names)
+        replace_node(context, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]))
         for value in [output for made in model.graph for output in made.outputs if output.name in results]:
             value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how all of them are made, what it raises as errors of ours, and small graphs computed."""
+"""Sessions of ONNX Runtime: how all are opened and run, errors that they raise, memory, devices, and limits."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
+from onnx import IR_VERSION, ModelProto, TensorProto, defs, helper
 
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model
 from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
 
 CPU = ("CPUExecutionProvider",)
-_LARGE = 2**20
+LARGE = 2**20
 
 
 def open_session(
@@ -125,8 +125,52 @@ def _map_from_one_folder(model: Model, options: Any) -> None:
 def _is_large(tensor: ir.TensorProtocol) -> bool:
     """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
     plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
-    return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
+    return plain and tensor.nbytes >= LARGE and not isinstance(tensor, ir.ExternalTensor)
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
+
+
+# ---- what the ONNX Runtime at hand loads -----------------------------------------------------------------------------
+
+NO_KERNEL = {
+    **dict.fromkeys(("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"), 22),
+    **dict.fromkeys(("Bernoulli", "Multinomial", "RoiAlign", "MaxRoiPool", "GlobalLpPool"), 22),
+    "ImageDecoder": 20,
+    "Swish": 25,
+}
+"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one:
+the list of its kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
+
+NO_ATTRIBUTES = {"left_window_size", "right_window_size"}
+"""Attributes (of Attention) that the standard has added to versions of operators that ONNX Runtime had before."""
+
+
+class Limits(NamedTuple):
+    opset: int
+    ir: int
+    runtime: str
+
+
+@functools.cache
+def onnxruntime_limits() -> Limits:
+    """The newest operator set and IR version that the installed ONNX Runtime loads: it is asked, with tiny models."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return Limits(26, 13, "ONNX Runtime 1.31")
+
+    def loads(opset: int, ir_version: int) -> bool:
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+        graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", values[:1], values[1:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+        try:
+            open_session(model)
+        except UnsupportedError:
+            return False
+        return True
+
+    opset = next((version for version in range(defs.onnx_opset_version(), 13, -1) if loads(version, 8)), 13)
+    ir_version = next((version for version in range(IR_VERSION, 8, -1) if loads(13, version)), 8)
+    return Limits(opset, ir_version, f"ONNX Runtime {onnxruntime.__version__}")

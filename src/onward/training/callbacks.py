@@ -264,8 +264,8 @@ class Saver(Callback):
             self._sharded = self._sharded or ShardedSaves(self._folder, engine)
             self._under_way = self._sharded.begin(parts, at), here
             return
-        unchanged = contextlib.nullcontext(engine.model.copy())  # whose tensors are in files
-        with engine.snapshot() if at.step else unchanged as model:
+        # What has not been trained yet has its tensors in files.
+        with engine.snapshot() if at.step else contextlib.nullcontext(engine.model.copy()) as model:
             if model is not None:
                 self._folder.save(model, at)
         self._saved_at = time.monotonic()

@@ -10,10 +10,11 @@ import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, defs, inliner
 
 from onward.arguments import checked
+from onward.build import Names
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, load
 from onward.model.checks import check_expansion
-from onward.model.core import tie, tie_function, untie, values
+from onward.model.core import all_names, tie, tie_function, untie, values
 from onward.model.protos import all_nodes
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import IR_VERSION, STANDARD, schema_domain
@@ -45,8 +46,8 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
 
 
-def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
-    """The same in place."""
+def inline_calls(model: Model, names: Iterable[str] = ("*",), names_in_use: Names | None = None) -> None:
+    """The same in place. `names_in_use` are the names of the model, where they are known."""
     check_expansion(model)
     patterns = list(names)
 
@@ -54,18 +55,17 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
         return any(_matches(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
 
     if any(map(wanted, model.functions.values())):
-        _inline(model, wanted)
+        _inline(model, wanted, names_in_use or model.names())
     drop_unused_definitions(model)
 
 
-def _inline(model: Model, wanted: Callable[[ir.Function], bool]) -> None:
+def _inline(model: Model, wanted: Callable[[ir.Function], bool], names_in_use: Names) -> None:
     from onnx_ir.passes.common import InlinePass  # slow to import, and seldom needed
 
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = [function.clone() for function in model.functions.values()]
     for function in functions:
         tie_function(function)
-    names_in_use = model.names()
     for graph in graphs:
         tie(graph, () if graph is model.graph else (model.graph,))
         before = set(values(graph))
@@ -79,6 +79,7 @@ def _inline(model: Model, wanted: Callable[[ir.Function], bool]) -> None:
         for value in values(graph):  # fresh in their own graph so far; the combined graph needs them fresh in both
             if value not in before and not value.is_graph_output():
                 value.name = names_in_use.fresh(value.name or "value")
+        names_in_use.take(all_names(graph))  # those within nested graphs
         untie(graph)
     for function in functions:
         if wanted(function):

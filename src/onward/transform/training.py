@@ -37,11 +37,7 @@ def strip(model: Source) -> Model:
 
 def without_steps(source: Source) -> Model:
     """The same in the form in which it is trained."""
-    model = load(source).copy()
-    for node in [node for step in model.steps for node in step.algorithm.all_nodes()]:
-        for i in range(len(node.inputs)):
-            node.replace_input_with(i, None)  # what training has read, nothing reads any more
-    model.steps = []
+    model = load(source).copy(steps=False)
     for key in [key for key in model.metadata if key.startswith("train.")]:
         del model.metadata[key]
     drop_unused_definitions(model)

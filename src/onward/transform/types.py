@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,8 @@ from onward.model.protos import all_nodes
 from onward.model.serde import to_proto, without_data
 from onward.model.walk import ancestors, nested_graphs, read_by
 from onward.runtime.sessions import open_session
-from onward.standard import IR_VERSION, domain_of
+from onward.shapes import dims
+from onward.standard import IR_VERSION, KERNELS, domain_of
 
 _HINT = "`onward check` says more"
 
@@ -51,10 +52,26 @@ def _infer_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     return types
 
 
-def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
-    """Give those of `values` whose type or shape is not known in full what follows from the graph, in place."""
+def is_static(value: ir.Value) -> bool:
+    """True if the type and all sizes of a value are known."""
+    return value.type is not None and value.shape is not None and value.shape.is_static()
+
+
+def is_symbolic(value: ir.Value, symbols: Container[str | None] | None = None) -> bool:
+    """True if a value is typed up to symbols (default: any symbols), or onnx has no inference for its operator."""
+    node = value.producer()
+    if node is not None and node.domain == KERNELS:
+        return True
+    sizes = dims(value)
+    if value.type is None or sizes is None:
+        return False
+    return symbols is None or all(isinstance(size, int) or size.value in symbols for size in sizes)
+
+
+def fill_in_types(model: Model, values: Iterable[ir.Value], is_known: Callable[[ir.Value], bool] = is_static) -> None:
+    """Infer the types and shapes of those of `values` that are not known, in place; nested graphs are left out."""
     values = list(values)
-    untyped = [value for value in values if value.graph is model.graph and not _is_known(value)]
+    untyped = [value for value in values if value.graph is model.graph and not is_known(value)]
     if untyped:
         _infer(model, untyped)
     for value in values:
@@ -88,10 +105,6 @@ def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
     fill_in_types(model, read.union(*(node.outputs for node in nodes)))
 
 
-def _is_known(value: ir.Value) -> bool:
-    return value.type is not None and value.shape is not None and value.shape.is_static()
-
-
 def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
     """What the types of these values follow from: the nodes that compute them, back to where all is known.
 
@@ -122,7 +135,7 @@ def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
 
 def _is_border(value: ir.Value) -> bool:
     """Whether nothing before a value matters: its type is known in full, and it is nothing to compute shapes with."""
-    if not _is_known(value):
+    if not is_static(value):
         return False
     node, shape = value.producer(), value.shape
     is_list = value.dtype is not None and value.dtype.is_integer() and shape is not None and len(shape) < 2

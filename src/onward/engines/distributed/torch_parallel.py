@@ -40,10 +40,15 @@ from onward.engines.torch import Torch
 from onward.engines.torch.layers import batch_normalization_at_once
 from onward.errors import ArgumentError, UnsupportedError
 from onward.lowering.contract import contract_of
-from onward.lowering.overlap import leave_last_sums, split_off_first_sums
 from onward.lowering.rounds import Steps
-from onward.lowering.shards import split_update
-from onward.lowering.sharing import Share, is_all_reduce, reads_statistics
+from onward.lowering.sharing import (
+    Share,
+    is_all_reduce,
+    leave_last_sums,
+    reads_statistics,
+    split_off_first_sums,
+    split_update,
+)
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state

@@ -27,9 +27,9 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
-from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches, extract
+from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches
 from onward.lowering.rounds import Steps
-from onward.lowering.sharing import Share
+from onward.lowering.sharing import Share, extract
 from onward.lowering.step import Manner
 from onward.model import Model
 from onward.model.walk import ancestors

@@ -29,7 +29,7 @@ from onward.frameworks.randomness import no_chance
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
 from onward.frameworks.torch.translations import TRANSLATIONS, define_functions
-from onward.lowering.widen import widen_node
+from onward.lowering.runtime import widen_node
 from onward.model import Model
 
 

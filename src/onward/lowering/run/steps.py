@@ -1,8 +1,8 @@
-"""The steps of an epoch within a graph: a Loop whose body is the lowered step, on batches of data that are inputs."""
+"""The steps of an epoch, and an evaluation, within a graph: Loops over batches of data that are inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ from onward.build import Builder, Expr
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import input_of_run
-from onward.lowering.run.columns import Columns, scalar
-from onward.lowering.run.embed import Embedding
-from onward.lowering.run.shuffle import loop_inputs, shuffled_rows
+from onward.lowering.run.data import Columns, Embedding, loop_inputs, scalar, shuffled_rows
+from onward.lowering.run.metrics import graph_metrics, perplexity
 from onward.model import Model
 from onward.options import WholeRunOptions
+from onward.recipe.metrics import OF_LOSS, Measures
 
 _INT, _DOUBLE, _BOOL = ir.DataType.INT64, ir.DataType.DOUBLE, ir.DataType.BOOL
 
@@ -123,3 +123,142 @@ class StepLoop:
                     found[wanted] = value.like(self._wanted[wanted])
             samples = samples + op.Size(rows)
         return found, samples
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+#
+# It is what training/feed.py does, batch by batch and sum by sum. A model for one size of batch gets copies of
+# the last sample in the place of those that are missing; one more batch of them alone tells what these add to the loss.
+
+
+_INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
+
+
+class Validation:
+    """What is measured after every epoch, and how it is judged."""
+
+    def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str]):
+        self._model, self._said = evaluation, contract_of(evaluation)
+        self._measures = measures
+        self._metrics = graph_metrics(measures, {v.name or "": v for v in evaluation.graph.outputs})
+        self._averages = averages
+        if self._said.loss is None:
+            raise UnsupportedError(
+                "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
+                hint="lower it without validation data",
+            )
+        inputs = {value.name or "": value for value in evaluation.graph.inputs}
+        self._wanted = {name: inputs[name] for name in self._said.batch}
+        self.inputs = {name: inputs[name] for name in self._said.state}
+        """The state that a model has for those who use it."""
+
+    def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int, *, is_fixed: bool) -> None:
+        """Add inputs for the data, which come in batches of a size; that may be the only one that there can be."""
+        self._is_fixed = is_fixed
+        self.data = Columns(graph, op, self._wanted, noise, size, "validation/")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is measured."""
+        return ("loss", *self._measures.names)
+
+    @property
+    def monitor(self) -> str:
+        return self._measures.monitor
+
+    def worst(self, op: Builder) -> Expr:
+        """What anything is better than."""
+        worst = -np.inf if self._measures.higher_is_better else np.inf
+        return op.constant(np.float64(worst))
+
+    def is_better(self, op: Builder, value: Expr, best: Expr, is_first: Expr) -> Expr:
+        finite = op.Not(op.Or(op.IsNaN(value), op.IsInf(value)))
+        is_ahead = value > best if self._measures.higher_is_better else value < best
+        result: Expr = op.And(finite, op.Or(is_first, is_ahead))
+        return result
+
+    def measure(
+        self, op: Builder, embed: Embedding, is_wanted: Expr, state: Mapping[str, Expr]
+    ) -> tuple[dict[str, Expr], dict[str, Expr]]:
+        """The state as it is evaluated, with averages where training keeps such, and the results if they are wanted."""
+        seen = {name: self._averaged(op, name, state) for name in self.inputs}
+        rows = self.data.rows(op)
+        batches = self.data.batches(op)
+        trips = batches
+        if self._is_fixed:
+            trips = trips + op.Cast(op.Not(op.Equal(batches * self.data.size, rows)), to=_INT)
+        trips = op.Where(is_wanted, trips, op.scalar(0, trips))
+
+        def add(op: Builder, number: Expr, goes_on: Expr, total: Expr, latest: Expr, *sums: Expr) -> list[Expr]:
+            batch, samples = self._batch(op, rows, batches, number)
+            known = {name: value.like(self._wanted[name]) for name, value in batch.items()} | seen
+            results = embed(op, self._model, "evaluation", known)
+            mean = op.Reshape(results[self._said.loss or ""], op.constant(np.array([], np.int64)))
+            loss = op.Cast(mean, to=_DOUBLE)
+            return [goes_on, *self._sums(op, loss, total, latest, rows, batches, number, samples),
+                    *self._count(op, results, batch, samples, sums)]  # fmt: skip
+
+        zero = np.zeros(())
+        start = [zero, zero, *(each for metric in self._metrics.values() for each in metric.start())]
+        carried = [ir.Value(name="sum", type=_type(each), shape=ir.Shape(each.shape)) for each in start]
+        body = op.subgraph(add, [*loop_inputs(), *carried], "evaluation")
+        total, latest, *sums = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(start))
+        loss = (total + latest) / op.Cast(rows, to=_DOUBLE)
+        rest = iter(sums)
+        found = {"loss": loss} | {
+            name: metric.result(op, *(next(rest) for _ in metric.start())) for name, metric in self._metrics.items()
+        }
+        if OF_LOSS in self.names:
+            found[OF_LOSS] = perplexity(op, loss)
+        return seen, {name: found[name] for name in self.names}
+
+    def _averaged(self, op: Builder, name: str, state: Mapping[str, Expr]) -> Expr:
+        value = state[name]
+        if name not in self._averages:
+            return value
+        return op.Cast(state[self._averages[name]], to=value.dtype).like(value.value)
+
+    def _batch(self, op: Builder, rows: Expr, batches: Expr, number: Expr) -> tuple[dict[str, Expr], Expr]:
+        """A batch, and how many of its samples count."""
+        begin, end = number * self.data.size, (number + 1) * self.data.size
+        samples = op.Max(op.Min(op.Sub(rows, begin), np.int64(self.data.size)), np.int64(0))
+        if not self._is_fixed:
+            taken = op.Range(begin, op.Min(end, rows), 1)
+        else:
+            taken = op.Min(op.Range(begin, end, 1), op.Sub(rows, 1))
+        at = op.Min(number, op.Sub(batches, 1))
+        return self.data.take(op, taken, at, taken - at * self.data.size), samples
+
+    def _sums(
+        self, op: Builder, loss: Expr, total: Expr, latest: Expr, rows: Expr, batches: Expr, number: Expr, samples: Expr
+    ) -> tuple[Expr, Expr]:
+        """The sum of the losses but for the latest batch, and that of the latest."""
+        if not self._is_fixed:
+            return total + latest, loss * op.Cast(samples, to=_DOUBLE)
+        of_copies = op.Not(number < batches)
+        missing = op.Cast(op.Mul(batches, self.data.size) - rows, to=_DOUBLE)
+        without = latest - loss * missing
+        return op.Where(of_copies, total, total + latest), op.Where(of_copies, without, loss * float(self.data.size))
+
+    def _count(
+        self, op: Builder, results: Mapping[str, Expr], batch: Mapping[str, Expr], samples: Expr, sums: tuple[Expr, ...]
+    ) -> list[Expr]:
+        if not self._metrics:
+            return []
+        output, target = self._measures.output, self._measures.target
+        assert output is not None and target is not None
+        if target not in batch:
+            raise UnsupportedError(f"`{target}` is no input of the evaluation, so that nothing can be compared with it")
+        predictions, targets = results[output], batch[target]
+        if self._is_fixed:
+            end = op.Unsqueeze(samples, [0])
+            shapes = [value.value.shape for value in (predictions, targets)]
+            predictions, targets = (op.Slice(value, [0], end, [0]) for value in (predictions, targets))
+            for value, shape in zip((predictions, targets), shapes, strict=True):
+                value.value.shape = None if shape is None else ir.Shape([None, *list(shape)[1:]])
+        added = [part for metric in self._metrics.values() for part in metric.parts(op, predictions, targets)]
+        return [old + new for old, new in zip(sums, added, strict=True)]
+
+
+def _type(array: np.ndarray) -> ir.TensorType:
+    return ir.TensorType(ir.DataType.from_numpy(array.dtype))

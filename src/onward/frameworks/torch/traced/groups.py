@@ -33,6 +33,7 @@ from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
 from onward.run_state.state import Group
+from onward.transform.context import Context
 
 
 class Side(NamedTuple):
@@ -120,7 +121,7 @@ def _clean(model: Model) -> None:
         node.metadata_props.clear()  # which says where on somebody's disk the code is
         if node.op_type == "Identity" and not node.outputs[0].is_graph_output() and node.inputs[0] is not None:
             node.outputs[0].replace_all_uses_with(node.inputs[0])
-    optimize(model)
+    optimize(Context(model))
 
 
 class _Making:
@@ -168,7 +169,7 @@ class _Making:
         rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self._rates[i] for i in indices])
         graph.outputs[:] = [results[place] for place in own if place in results]
         graph.inputs[:] = [rate, *(inputs[place] for place in own)]
-        optimize(model)
+        optimize(Context(model))
         name_inputs(model, [RATE, *(self._named(place, len(indices) == 1) for place in own)])
         places = {inputs[place].name or "": place for place in self._found.state if place in own}
         initial = {name: to_array(self._found.state[place]).copy() for name, place in places.items()}

@@ -1,26 +1,52 @@
-"""What looks like a session of ONNX Runtime, and is several, between which processes exchange what they have."""
+"""Objects with the interface of a session of ONNX Runtime that consist of several sessions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnxruntime as ort
 
-from onward.engines.distributed import ProcessGroup
-from onward.lowering.segments import Exchange, cut
 from onward.model import Model
+from onward.runtime.sessions import open_session
+
+
+class Exchange(NamedTuple):
+    """A value that processes add up between two segments: its name before and after."""
+
+    local: str
+    common: str
+    mean: bool
+
+
+class Processes(Protocol):
+    """The processes that exchange values."""
+
+    size: int
+    copies: int
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+
+
+class _Named(NamedTuple):
+    """An input or output."""
+
+    name: str
 
 
 class SegmentedSession:
-    """A graph with AllReduces, which ONNX Runtime itself does not have. As far as it goes, it is used as a session."""
+    """The segments of a graph with AllReduces, which ONNX Runtime itself does not have, and the sums between them."""
 
-    def __init__(self, model: Model, open_session: Callable[[Model], ort.InferenceSession], group: ProcessGroup):
-        inputs, outputs = ([value.name or "" for value in values] for values in (model.inputs, model.outputs))
-        segments = cut(model)
-        self.group = group
-        self.exchanged = [segment.exchanged for segment in segments]
-        self.sessions = [open_session(s.model) if s.model.graph.outputs else None for s in segments]
+    def __init__(
+        self,
+        sessions: Sequence[ort.InferenceSession | None],
+        exchanged: Sequence[Sequence[Exchange]],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        group: Processes,
+    ):
+        self.group, self.sessions, self.exchanged = group, sessions, exchanged
         self._inputs, self._outputs = [_Named(name) for name in inputs], [_Named(name) for name in outputs]
 
     def get_inputs(self) -> list[_Named]:
@@ -29,10 +55,10 @@ class SegmentedSession:
     def get_outputs(self) -> list[_Named]:
         return self._outputs
 
-    def io_binding(self) -> _Binding:
-        return _Binding(self)
+    def io_binding(self) -> _SegmentedBinding:
+        return _SegmentedBinding(self)
 
-    def run_with_iobinding(self, binding: _Binding, options: ort.RunOptions | None = None) -> None:
+    def run_with_iobinding(self, binding: _SegmentedBinding, options: ort.RunOptions | None = None) -> None:
         binding.run(options)
 
     def run_with_ort_values(
@@ -47,14 +73,7 @@ class SegmentedSession:
         return binding.get_outputs()
 
 
-class _Named:
-    """An input or output."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-
-class _Binding:
+class _SegmentedBinding:
     """Where all segments find their inputs and leave their outputs."""
 
     def __init__(self, session: SegmentedSession):
@@ -129,3 +148,61 @@ class _Segment:
                 self._binding.bind_ortvalue_output(name, value)
         self._session.run_with_iobinding(self._binding, options)
         return dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
+
+
+class TextSession:
+    """Two sessions: text goes to the first, which makes numbers of it.
+
+    Text cannot be bound to memory beside the state, as the rest of a step is. So it is handed to a session of its own,
+    and what comes out of that is bound like any other input.
+    """
+
+    def __init__(self, first: Model, rest: Model, open_rest: Callable[[Model], Any]):
+        self._texts = [value.name or "" for value in first.inputs]
+        self._made = [value.name or "" for value in first.outputs]
+        self._first, self._rest = open_session(first, threads=1), open_rest(rest)
+
+    def get_inputs(self) -> list[Any]:
+        return [*self._first.get_inputs(), *(one for one in self._rest.get_inputs() if one.name not in self._made)]
+
+    def get_outputs(self) -> list[Any]:
+        outputs: list[Any] = self._rest.get_outputs()
+        return outputs
+
+    def io_binding(self) -> _TextBinding:
+        return _TextBinding(self._rest.io_binding(), self._texts)
+
+    def run_with_iobinding(self, binding: _TextBinding, options: ort.RunOptions | None = None) -> None:
+        for name, array in self._numbers(binding.texts, options).items():
+            binding.bind_cpu_input(name, array)
+        self._rest.run_with_iobinding(binding.rest, options)
+
+    def run_with_ort_values(
+        self, outputs: Sequence[str], feeds: Mapping[str, Any], options: ort.RunOptions | None = None
+    ) -> list[ort.OrtValue]:
+        numbers = self._numbers({name: feeds[name] for name in self._texts}, options)
+        given = {name: value for name, value in feeds.items() if name not in self._texts}
+        made = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in numbers.items()}
+        results: list[ort.OrtValue] = self._rest.run_with_ort_values(outputs, given | made, options)
+        return results
+
+    def _numbers(self, texts: Mapping[str, np.ndarray], options: ort.RunOptions | None) -> dict[str, np.ndarray]:
+        given = {name: array.astype(object) for name, array in texts.items()}
+        return dict(zip(self._made, self._first.run(self._made, given, options), strict=True))
+
+
+class _TextBinding:
+    """Where the rest finds its inputs and leaves its outputs, and the texts for the next run."""
+
+    def __init__(self, rest: Any, names: Sequence[str]):
+        self.rest, self.texts = rest, dict[str, np.ndarray]()
+        self._names = names
+
+    def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
+        if name in self._names:
+            self.texts[name] = array
+        else:
+            self.rest.bind_cpu_input(name, array)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rest, name)

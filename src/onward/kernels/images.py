@@ -1,20 +1,22 @@
-"""Images in other sizes, as tables: of which lines and columns each new one is mixed, and to what parts."""
+"""Images in other sizes, as tables (of which lines and columns each new one is mixed, and to what parts); windows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_ints, constant_tensor
-from onward.kernels.known import Known
-from onward.kernels.rewriting import Rewriting, made_by
-from onward.model import Model
+from onward.kernels.patterns import Known, made_by
+from onward.model.core import values
 from onward.model.walk import attributes
-from onward.shapes import dims
+from onward.shapes import Dims, dims
 from onward.standard import is_standard
+from onward.transform.context import Context
+from onward.transform.padding import same_padding
+from onward.transform.types import fill_in_types
 
 
 class Table(NamedTuple):
@@ -24,15 +26,18 @@ class Table(NamedTuple):
     parts: np.ndarray
 
 
-def write_out_scales(model: Model) -> None:
+def write_out_scales(context: Context) -> None:
     """Make constants of scales that an exporter has put together of some: sizes that follow are inferred from them."""
-    rewriting = Rewriting(model)
-    for node in model.graph:
+    replaced = False
+    for node in context.graph:
         scales = node.inputs[2] if node.op_type == "Resize" and is_standard(node) and len(node.inputs) > 2 else None
         known = Known().array(scales)
         if known is not None and constant_tensor(scales) is None:
-            with rewriting.before(node) as op:
+            with context.before(node) as op:
                 node.replace_input_with(2, op.constant(known).value)
+            replaced = True
+    if replaced:
+        fill_in_types(context.model, values(context.graph))
 
 
 def tables_of(node: ir.Node, opset: int) -> list[Table] | None:
@@ -125,3 +130,46 @@ _PLACES: dict[str, Callable[[np.ndarray, np.float32, np.float32, np.float32], np
     "align_corners": lambda x, scale, old, new: x * (old - 1) / (new - 1) if new > 1 else 0 * x,
 }
 """Where places of the new image are in the old one."""
+
+
+# ---- windows that slide over images ----------------------------------------------------------------------------------
+#
+# Kernels take them along two axes, with pads that are numbers. A signal, [N, C, W], is an image of one line.
+
+
+T = TypeVar("T")
+
+
+def window_of(given: Mapping[str, Any], kernel: Sequence[int], sizes: Dims) -> dict[str, list[int]] | None:
+    """The window that attributes describe, on an image of these sizes; None if its pads are known only when it runs."""
+    strides, dilations = (list(given.get(name) or [1] * len(kernel)) for name in ("strides", "dilations"))
+    pads = _pads(given, kernel, strides, dilations, sizes[2:])
+    if pads is None:
+        return None
+    before, after = pads[: len(kernel)], pads[len(kernel) :]
+    return {
+        "kernel_shape": of_two_axes(kernel, 1),
+        "strides": of_two_axes(strides, 1),
+        "dilations": of_two_axes(dilations, 1),
+        "pads": [*of_two_axes(before, 0), *of_two_axes(after, 0)],
+    }
+
+
+def of_two_axes(each: Sequence[T], usual: T) -> list[T]:
+    """What there is of each spatial axis, with something for the height of a signal."""
+    return [*[usual] * (2 - len(each)), *each]
+
+
+def _pads(
+    given: Mapping[str, Any], kernel: Sequence[int], strides: list[int], dilations: list[int], sizes: Dims
+) -> list[int] | None:
+    if given["auto_pad"] == "NOTSET":
+        return list(given["pads"] or [0] * 2 * len(kernel))
+    if given["auto_pad"] == "VALID":
+        return [0] * 2 * len(kernel)
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes):
+        return None
+    numbers = zip(known, kernel, strides, dilations, strict=True)
+    pads = [same_padding(size, (n - 1) * gap + 1, stride, given["auto_pad"]) for size, n, stride, gap in numbers]
+    return [n for side in zip(*pads, strict=True) for n in side]

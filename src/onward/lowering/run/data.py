@@ -1,0 +1,234 @@
+"""Data within a graph: batches that are inputs of it, the order of their samples, and lowered models as parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.model import Model
+from onward.model.core import values
+from onward.model.walk import graphs_in
+
+
+def scalar(name: str, dtype: ir.DataType) -> ir.Value:
+    """A single number, as an input."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]))
+
+
+class Columns:
+    """Data as inputs of a graph: of each input of a batch all samples, or noise for each of the batches.
+
+    They are called as the inputs of a batch are, after a `scope` if there is one.
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        op: Builder,
+        wanted: Mapping[str, ir.Value],
+        noise: Collection[str],
+        size: int,
+        scope: str,
+    ):
+        self.size = size
+        self.inputs: dict[str, str] = {}
+        """Input of a batch -> the input of the graph that it is taken from."""
+        self._columns: dict[str, ir.Value] = {}
+        self._noise: dict[str, ir.Value] = {}
+        for name, value in wanted.items():
+            given = ir.Value(name=op.names.fresh(scope + name) if scope else name, type=value.type)
+            kept = _sample_shape(value)
+            if name in noise:
+                given.shape = None if kept is None else ir.Shape([f"{scope}batches", size, *kept])
+                self._noise[name] = given
+            else:
+                given.shape = None if kept is None else ir.Shape([f"{scope}rows", *kept])
+                self._columns[name] = given
+            graph.inputs.append(given)
+            self.inputs[name] = given.name or ""
+        if not self._columns:
+            raise UnsupportedError("no input of the step takes data, so that there are no rows to go through")
+
+    @property
+    def noise(self) -> list[str]:
+        return [value.name or "" for value in self._noise.values()]
+
+    def rows(self, op: Builder) -> Expr:
+        """How many samples there are."""
+        first = next(iter(self._columns.values()))
+        result: Expr = op.Squeeze(op.Shape(first, start=0, end=1), [0])
+        return result
+
+    def batches(self, op: Builder, *, drop: bool = False) -> Expr:
+        """How many batches they make."""
+        rows = self.rows(op)
+        return rows / self.size if drop else (rows + (self.size - 1)) / self.size
+
+    def take(self, op: Builder, rows: Expr, number: Expr, within: Expr) -> dict[str, Expr]:
+        """A batch: these rows, and `within` the noise of batch `number` the same ones of that."""
+        taken = {name: op.Gather(value, rows, axis=0) for name, value in self._columns.items()}
+        for name, value in self._noise.items():
+            taken[name] = op.Gather(op.Gather(value, number, axis=0), within, axis=0)
+        return taken
+
+
+def check_noise(noise: Collection[str], inputs: Collection[str]) -> None:
+    for name in noise:
+        if name not in inputs:
+            raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
+
+
+def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:
+    if value.shape is None:
+        return None
+    if not len(value.shape):
+        raise UnsupportedError(
+            f"the input `{value.name}` is a single number, and no row of it is a sample",
+            hint="make it a constant of the model",
+        )
+    return list(value.shape)[1:]
+
+
+# ---- the order of samples --------------------------------------------------------------------------------------------
+#
+# The one in which `onward train` takes them, to the last row: `Order` of training/data/views.py in operators of the
+# standard. It is a Feistel network, whose keys are drawn from the seed and the epoch. Products and sums are of int64,
+# which wraps around as uint64 does, since not all runtimes have those of uint64; remainders and shifts are of uint64,
+# where the two differ.
+
+_KEYS = 10
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of SplitMix64."""
+
+
+def shuffled_rows(op: Builder, count: Expr, seed: Expr, epoch: Expr) -> Expr:
+    """The rows 0 to `count` - 1 in the order that they have in an epoch; `seed` and `epoch` are tensors of one."""
+    rows = op.Range(0, count, 1)
+    low = op.Max(op.Cast(op.Floor(op.Sqrt(op.Cast(count, to=ir.DataType.DOUBLE))), to=ir.DataType.INT64), 1)
+    high = (count + low - 1) / low
+    keys = _draw_keys(op, seed, epoch)
+
+    def walk(op: Builder, _: Expr, __: Expr, rows: Expr, waiting: Expr) -> list[Expr]:
+        """Follow those that are outside once more; at first all are."""
+        moved = _permute(op, op.Gather(rows, waiting), low, high, keys)
+        waiting_now = op.Compress(waiting, moved >= count, axis=0)
+        goes_on = op.Size(waiting_now) > 0
+        return [goes_on, op.ScatterElements(rows, waiting, moved), waiting_now]
+
+    body = op.subgraph(walk, [*loop_inputs(), row_numbers("rows"), row_numbers("waiting")], "walk")
+    walked, _ = op.Loop(None, count > 0, rows, rows, body=body, outputs=2)
+    walked.value.type, walked.value.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([None])
+    return Expr(op, walked.value)
+
+
+def row_numbers(name: str) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([None]))
+
+
+def loop_inputs() -> list[ir.Value]:
+    """What each iteration of a Loop is told: its number, and that it goes on."""
+    kinds = {"iteration": ir.DataType.INT64, "goes_on": ir.DataType.BOOL}
+    return [ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape([])) for name, kind in kinds.items()]
+
+
+def _draw_keys(op: Builder, seed: Expr, epoch: Expr) -> Expr:
+    """The keys of all rounds, one in each row."""
+
+    def draw(op: Builder, _: Expr, goes_on: Expr, key: Expr) -> list[Expr]:
+        following = _mix(op, key)
+        return [goes_on, following, following]
+
+    first = _mix(op, op.BitwiseXor(_mix(op, seed), epoch))
+    given = ir.Value(name="key", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+    body = op.subgraph(draw, [*loop_inputs(), given], "draw")
+    _, keys = op.Loop(np.int64(_KEYS), op.constant(True), first, body=body, outputs=2)
+    return Expr(op, keys.value)
+
+
+def _permute(op: Builder, positions: Expr, low: Expr, high: Expr, keys: Expr) -> Expr:
+    """Where positions on the grid are sent."""
+
+    def shift(op: Builder, number: Expr, goes_on: Expr, above: Expr, below: Expr) -> list[Expr]:
+        above = _shifted(op, above, op.BitwiseXor(below, op.Gather(keys, number * 2)), high)
+        below = _shifted(op, below, op.BitwiseXor(above, op.Gather(keys, number * 2 + 1)), low)
+        return [goes_on, above, below]
+
+    body = op.subgraph(shift, [*loop_inputs(), row_numbers("above"), row_numbers("below")], "shift")
+    start = (positions / low, op.Mod(positions, low))
+    above, below = op.Loop(np.int64(_KEYS // 2), op.constant(True), *start, body=body, outputs=2)
+    result: Expr = op.Add(op.Mul(above, low), below)
+    return result
+
+
+def _shifted(op: Builder, coordinate: Expr, hashed: Expr, size: Expr) -> Expr:
+    unsigned = [op.Cast(value, to=ir.DataType.UINT64) for value in (_hash(op, hashed), size)]
+    result: Expr = op.Mod(coordinate + op.Cast(op.Mod(*unsigned), to=ir.DataType.INT64), size)
+    return result
+
+
+def _mix(op: Builder, number: Expr) -> Expr:
+    return _hash(op, number + _signed(_GOLDEN))
+
+
+def _hash(op: Builder, number: Expr) -> Expr:
+    number = op.BitwiseXor(number, _right(op, number, 30)) * _signed(_FIRST)
+    number = op.BitwiseXor(number, _right(op, number, 27)) * _signed(_SECOND)
+    result: Expr = op.BitwiseXor(number, _right(op, number, 31))
+    return result
+
+
+def _right(op: Builder, number: Expr, bits: int) -> Expr:
+    """Shifted to the right, with zeros from the left."""
+    unsigned = op.Cast(number, to=ir.DataType.UINT64)
+    result: Expr = op.Cast(op.BitShift(unsigned, np.uint64(bits), direction="RIGHT"), to=ir.DataType.INT64)
+    return result
+
+
+def _signed(number: int) -> np.ndarray:
+    return np.array([number], np.uint64).view(np.int64)
+
+
+# ---- a lowered model as a part of a larger graph ---------------------------------------------------------------------
+
+
+class Embedding:
+    """Puts lowered models into graphs that are nested in one. Their constants go to the outermost one, each once."""
+
+    def __init__(self, outermost: ir.Graph):
+        self._outermost = outermost
+        self._kept: dict[int, ir.Value] = {}
+        """By tensor, the constant that holds it."""
+
+    def __call__(self, op: Builder, model: Model, scope: str, inputs: Mapping[str, Expr]) -> dict[str, Expr]:
+        """Append what a model computes, and is then without; its outputs by name."""
+        graph = model.graph
+        names = [value.name or "" for value in graph.outputs]
+        for value in graph.inputs:
+            value.replace_all_uses_with(inputs[value.name or ""].value, replace_graph_outputs=True)
+        self._keep_constants(op, graph, scope)
+        outputs = dict(zip(names, graph.outputs, strict=True))
+        graph.outputs.clear()
+        for inner in graphs_in(graph):
+            for value in values(inner):
+                value.name = op.names.fresh(f"{scope}/{value.name}") if value.name else value.name
+            for node in inner:
+                node.name = op.names.fresh(f"{scope}/{node.name or node.op_type}")
+        nodes = list(graph)
+        graph.remove(nodes)
+        op.graph.extend(nodes)
+        return {name: op(value) for name, value in outputs.items()}
+
+    def _keep_constants(self, op: Builder, graph: ir.Graph, scope: str) -> None:
+        for value in list(graph.initializers.values()):
+            tensor = value.const_value
+            known = self._kept.setdefault(id(tensor), value)
+            graph.initializers.pop(value.name or "")
+            if known is value:
+                value.name = op.names.fresh(f"{scope}/{value.name}")
+                self._outermost.register_initializer(value)
+            else:
+                value.replace_all_uses_with(known, replace_graph_outputs=True)
