@@ -33,9 +33,9 @@ from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import write_pickle
 from onward.checkpoint.source_checkpoint import FACT
-from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app
 from onward.recipe.spec import parse
+from onward.run_state.tensors import ArrayTensor
 
 RECORDED = Path(__file__).parent / "checkpoints"
 

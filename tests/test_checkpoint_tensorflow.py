@@ -16,12 +16,12 @@ import onward
 from conftest import needs
 from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
 from onward.checkpoint.formats import bundle
-from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
 from onward.checkpoint.tf.table import make_table, read_table
 from onward.checkpoint.tf.tracked import meaning_of
 from onward.model.storage.crc import crc32c, mask
 from onward.model.storage.protobuf_wire import field, varint
+from onward.run_state.tensors import ArrayTensor
 
 RECORDED = Path(__file__).parent / "checkpoints"
 MANAGED, PIECES = RECORDED / "tensorflow", RECORDED / "tensorflow_pieces"

@@ -5,7 +5,7 @@ from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomSt
 from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.importing import from_checkpoint
 from onward.checkpoint.opening import is_checkpoint, open_checkpoint
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 __all__ = [
     "Checkpoint",

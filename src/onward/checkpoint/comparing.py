@@ -15,9 +15,9 @@ from onward.checkpoint.facts import Fact, facts
 from onward.checkpoint.matching import by_name
 from onward.checkpoint.naming import TRAINER, with_names, with_own_names
 from onward.checkpoint.opening import open_either
-from onward.checkpoint.tensors import Tensor, as_tensor, transpose
 from onward.errors import UnsupportedError
 from onward.model import Model
+from onward.run_state.tensors import Tensor, as_tensor, transpose
 
 _COUNTERS = "num_batches_tracked"
 _Tolerance = Annotated[float, Range(least=0)]

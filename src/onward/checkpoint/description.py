@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.tensors import Tensor, count_of, is_number
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import Tensor, count_of, is_number
 
 MASTER = "master"
 """The slot that holds a parameter in float32 where the model has it in a narrower type."""

@@ -22,7 +22,6 @@ from onward.checkpoint.pytorch.states import advance_counter
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of
-from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.errors import UnknownNameError, UnsupportedError, advising, near, warn
 from onward.inspect import describe
 from onward.model import Model
@@ -32,6 +31,7 @@ from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState, from_training_model, step_of
+from onward.run_state.tensors import ModelTensor, Tensor, convert_dtype, transpose
 
 
 @checked()

@@ -11,10 +11,10 @@ import numpy as np
 from onward.checkpoint.description import Checkpoint, Group, Schedule
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import base_rate
-from onward.checkpoint.tensors import Tensor
 from onward.inspect.formatting import quantity
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import Tensor
 
 _ONE_PART_IN = 1e-6
 """How far numbers may be apart: a training model has most of them in float32."""

@@ -19,9 +19,9 @@ import numpy as np
 from onward.arguments import fitting
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
-from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import ArrayTensor, Tensor
 
 _MOST = 2_000_000
 """Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""

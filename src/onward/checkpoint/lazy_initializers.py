@@ -9,8 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.checkpoint.tensors import ArrayTensor, ModelTensor, StoredTensor, Tensor
 from onward.model.storage.open_files import HeldTensor, hold_open
+from onward.run_state.tensors import ArrayTensor, ModelTensor, StoredTensor, Tensor
 
 
 def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.tensors import Tensor
 from onward.errors import list_names
 from onward.inspect import describe
 from onward.model import Model
 from onward.run_state.problems import Problems
+from onward.run_state.tensors import Tensor
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 """Names that wrappers of modules add somewhere."""

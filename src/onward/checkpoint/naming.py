@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Optimizer
-from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError, list_names
+from onward.run_state.tensors import Tensor
 
 _WITHOUT_DECAY = [
     re.compile(pattern)

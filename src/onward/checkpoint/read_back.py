@@ -11,8 +11,8 @@ import numpy as np
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.matching import by_name
-from onward.checkpoint.tensors import Tensor, as_tensor
 from onward.errors import Error, UnsupportedError, list_names
+from onward.run_state.tensors import Tensor, as_tensor
 
 _MOST_TENSORS, _MOST_BYTES = 64, 16 << 20
 """Tensors whose elements are compared, and bytes of each. Names and shapes are compared for all."""

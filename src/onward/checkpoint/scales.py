@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.tensors import ArrayTensor
+from onward.run_state.tensors import ArrayTensor
 
 
 class Scaling(NamedTuple):

@@ -16,11 +16,11 @@ from onward.checkpoint.description import MASTER, Checkpoint
 from onward.checkpoint.json_trees import TooLarge, decode, encode
 from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, convert_dtype, transpose
 from onward.errors import InvalidModelError, advising, warn
 from onward.model import Model
 from onward.model.state import KEPT, with_tags
 from onward.model.storage.files import SENSELESS, blame_file
+from onward.run_state.tensors import ModelTensor, StoredTensor, Tensor, convert_dtype, transpose
 
 FACT = "train.checkpoint"
 _FOLDER = "checkpoint/"

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
 

@@ -16,9 +16,9 @@ from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.schedules import state_of
 from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 from onward.errors import UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
+from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 
 FOLDER = "zero"
 COMMON = Path(FOLDER) / "optimizer_state.pt"

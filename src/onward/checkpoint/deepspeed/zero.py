@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from onward.checkpoint.description import COUNT, MASTER
 from onward.checkpoint.pytorch.optimizers import is_optimizer_state
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides, count_of
+from onward.run_state.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides, count_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 Slots = dict[Any, dict[str, Any]]

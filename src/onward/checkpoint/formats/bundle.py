@@ -10,12 +10,12 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.format import Format
-from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.vocabulary.keras import KINDS, WORDS, shortest_decimal, snake_case
 
 _STATE = "checkpoint"

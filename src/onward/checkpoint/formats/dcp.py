@@ -20,9 +20,9 @@ from onward.checkpoint.pytorch.pickling import write_pickle
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
 from onward.checkpoint.pytree.pytrees import nest
-from onward.checkpoint.tensors import ScatteredTensor, Tensor
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular
+from onward.run_state.tensors import ScatteredTensor, Tensor
 
 METADATA = ".metadata"
 

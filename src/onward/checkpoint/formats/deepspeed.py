@@ -29,10 +29,10 @@ from onward.checkpoint.pytorch.objects import Attributed, Object
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.states import without_copies
 from onward.checkpoint.pytorch.trees import mapping, progress_of
-from onward.checkpoint.tensors import Tensor, convert_dtype
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import Tensor, convert_dtype
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
 _PART = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<slice>\d+)_optim_states\.pt")

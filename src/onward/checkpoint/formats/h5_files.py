@@ -14,13 +14,13 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, Format, missing_package
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import StoredTensor
 from onward.checkpoint.tf.fitted import Fitted
 from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file, regular
 from onward.model.storage.hdf5 import HDF5
 from onward.model.storage.zip_members import BAD_ZIP, members_of, stored_range
+from onward.run_state.tensors import StoredTensor
 
 _CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
 _BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"

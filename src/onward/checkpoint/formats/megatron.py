@@ -21,10 +21,10 @@ from onward.checkpoint.pytorch.optimizers import optimizer_of, spec_of
 from onward.checkpoint.pytorch.states import refuse_unknown_class, settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON, _BACKEND = "common.pt", "metadata.json"

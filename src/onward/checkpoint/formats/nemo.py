@@ -15,10 +15,10 @@ from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_
 from onward.checkpoint.pytorch.contents import executed_names
 from onward.checkpoint.pytorch.states import module_state
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import StoredTensor, Tensor
 from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.tensors import StoredTensor, Tensor
 
 _CONFIGURATION, _WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _MOST = 10_000

@@ -21,11 +21,11 @@ from onward.checkpoint.ort.graphs import (
     model_of,
     optimizer_of,
 )
-from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import ComputedTensor, Tensor
 
 NAME = "checkpoint"
 _GROUP = "group0"

@@ -17,8 +17,8 @@ from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tre
 from onward.checkpoint.pytree.tree_writing import tree_of
 from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_tree
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import Tensor
 
 JSON = "metadata"
 _KEY = "jax_random_key"

@@ -23,7 +23,6 @@ from onward.checkpoint.matching import Match, match
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.scales import scaling_of
 from onward.checkpoint.source_checkpoint import keep
-from onward.checkpoint.tensors import Tensor
 from onward.errors import ArgumentError, UnsupportedError, warn
 from onward.model import Model, load
 from onward.options import UntoldOptions, taking
@@ -32,6 +31,7 @@ from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group as RunGroup
 from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.tensors import Tensor
 from onward.transform.training import without_steps
 
 

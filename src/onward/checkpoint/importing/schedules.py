@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Checkpoint, Schedule
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import is_number, number_of
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
 from onward.run_state.state import Group as RunGroup
 from onward.run_state.state import RunState
+from onward.run_state.tensors import is_number, number_of
 from onward.vocabulary.rate_formulas import Factor, complete
 
 

@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import Tensor, as_tensor, count_of, transpose
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group as RunGroup
+from onward.run_state.tensors import Tensor, as_tensor, count_of, transpose
 
 _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 

@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from onward.checkpoint.format import Captured
 from onward.checkpoint.ort.losses import loss_of
-from onward.checkpoint.tensors import StoredTensor
 from onward.constants import constant_tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model import Model, load
@@ -22,6 +21,7 @@ from onward.model.core import values
 from onward.model.walk import ancestors
 from onward.recipe.forward import SWITCHED
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import StoredTensor
 from onward.transform import extract
 
 EVALUATION, TRAINING, OPTIMIZER = "eval_model", "training_model", "optimizer_model"

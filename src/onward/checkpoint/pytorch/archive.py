@@ -16,10 +16,10 @@ import numpy as np
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import MOST_BYTES, Maker, read_pickle
 from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 from onward.model.storage.zip_members import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, read_stored, stored_range
+from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 _LONGEST_START = 1 << 10
 _MOST_REPEATED = 16 << 20

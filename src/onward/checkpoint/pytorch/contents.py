@@ -12,8 +12,8 @@ from onward.checkpoint.description import RandomState
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.optimizers import is_optimizer_state
 from onward.checkpoint.pytorch.schedules import is_schedule_state
-from onward.checkpoint.tensors import Tensor
 from onward.errors import InvalidModelError
+from onward.run_state.tensors import Tensor
 
 _MOST_NODES = 5_000_000
 """Of a tree. A small pickle can describe one without end, by naming the same part again and again."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
-from onward.checkpoint.tensors import ArrayTensor, number_of
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import ArrayTensor, number_of
 from onward.vocabulary.torch import NATIVE, SETTINGS, settings_in, words_of
 
 # ---- which it is -----------------------------------------------------------------------------------------------------

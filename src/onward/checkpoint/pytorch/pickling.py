@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
-from onward.checkpoint.tensors import Tensor
+from onward.run_state.tensors import Tensor
 
 _Pure: Any = pickle._Pickler  # the one written in C looks names up
 

@@ -11,8 +11,8 @@ from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Opti
 from onward.checkpoint.pytorch.objects import Attributed
 from onward.checkpoint.pytorch.optimizers import FLAGS, is_optimizer_state, settings_of, with_step
 from onward.checkpoint.pytorch.schedules import is_schedule_state
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 
 def module_state(checkpoint: Checkpoint) -> Attributed:

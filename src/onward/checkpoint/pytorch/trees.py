@@ -10,7 +10,7 @@ from onward.checkpoint.description import Checkpoint, Optimizer
 from onward.checkpoint.pytorch.contents import AVERAGED, contents_of, executed_names
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
-from onward.checkpoint.tensors import Tensor, count_of, is_number
+from onward.run_state.tensors import Tensor, count_of, is_number
 
 UPDATES = ("global_step", "global_steps", "step", "iteration")
 """What frameworks call the number of updates."""

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from onward.checkpoint.pytree.messages import ARRAY, COMPLEX, PIECES, SCALAR
-from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import Tensor
 
 LARGEST_PIECE = 2**30
 """Bytes. Flax cuts larger arrays into pieces."""

@@ -16,10 +16,10 @@ import numpy as np
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.pytree.optax_trees import reshape, with_sign
 from onward.checkpoint.pytree.pytrees import nest_names
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.vocabulary.optax import ELSE, EPSILON, FIELDS, difference_from_optax
 
 Settings = SimpleNamespace

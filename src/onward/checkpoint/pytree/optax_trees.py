@@ -15,8 +15,8 @@ import numpy as np
 from onward.checkpoint.description import Optimizer
 from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
-from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError
+from onward.run_state.tensors import ComputedTensor, Tensor
 from onward.vocabulary.optax import FIELDS
 
 _STATES: dict[frozenset[str], str] = {

@@ -12,8 +12,8 @@ import numpy as np
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
-from onward.checkpoint.tensors import Tensor
 from onward.errors import list_names
+from onward.run_state.tensors import Tensor
 
 _PARAMETERS = ("params", "parameters", "model_params")
 _MODEL = ("model", "weights")

@@ -12,8 +12,8 @@ from onward.checkpoint.pytree.optax_states import optimizer_state
 from onward.checkpoint.pytree.optax_trees import LARGEST, SECOND, with_sign
 from onward.checkpoint.pytree.pytrees import Way, leaves, map_leaves, nest_names
 from onward.checkpoint.pytree.train_states import INFORMATION, OPTIMIZER, find, meaning_of, number, updates_made
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 
 _TREES: dict[str, Any] = {"orbax": None, "flax": {}}
 """Formats of trees, and what they store a state of optax as that keeps nothing."""

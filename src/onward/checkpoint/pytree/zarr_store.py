@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from onward.checkpoint.tensors import Tensor
 from onward.errors import ExternalDataError, InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 from onward.model.storage.stream import advance
+from onward.run_state.tensors import Tensor
 
 _CHUNK = 32 << 20
 """Bytes that are written as one chunk, unless a row has more."""

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous_strides
 from onward.checkpoint.tf.table import make_table, read_table
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.crc import Summed, crc32c, mask
 from onward.model.storage.files import blame_file, regular
 from onward.model.storage.protobuf_wire import as_signed, field, fixed_field, numbers, read_varint, texts
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous_strides
 
 INDEX = ".index"
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"

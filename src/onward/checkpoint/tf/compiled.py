@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
+from onward.run_state.tensors import Tensor
 from onward.vocabulary.keras import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
 
 ITERATIONS, RATE, AVERAGE, GATHERED = "iterations", "learning_rate", "average", "gradient_accumulator"

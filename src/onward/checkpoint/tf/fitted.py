@@ -9,7 +9,6 @@ import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.checkpoint.tf.compiled import (
     AVERAGE,
     GATHERED,
@@ -29,6 +28,7 @@ from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"

@@ -11,11 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import BFLOAT16, DAMAGED, read_hdf5
 from onward.model.storage.headers import Stored
+from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
 
 _LARGE = 1 << 16
 """Bytes of an array from which on it is written a part at a time."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.h5 import Groups
+from onward.run_state.tensors import Tensor
 from onward.vocabulary.keras import is_named_after, snake_case
 
 _AFFINE, _CELL = ("kernel", "bias"), ("kernel", "recurrent_kernel", "bias")
