@@ -16,7 +16,7 @@ from conftest import needs
 from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
 from onward.engines import start
 from onward.errors import UnsupportedError
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")

@@ -16,7 +16,8 @@ from onward.engines import start
 from onward.errors import MismatchError, RecipeError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
 from representatives import chosen
 

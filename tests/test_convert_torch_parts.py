@@ -18,7 +18,8 @@ from conftest import needs
 from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
 

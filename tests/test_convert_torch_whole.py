@@ -11,7 +11,7 @@ import models
 import onward
 from conftest import needs
 from onward.engines import start
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 torch = pytest.importorskip("torch")
 from onward.frameworks.torch.schedules import updates_per_step  # noqa: E402

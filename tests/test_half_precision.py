@@ -31,7 +31,8 @@ from onward.frameworks.torch import capture_module, files, from_torch, to_torch 
 from onward.frameworks.torch.clipping import Clip  # noqa: E402
 from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
-from onward.run_state.state import Group, RunState, to_training_model  # noqa: E402
+from onward.run_state.state import Group, RunState  # noqa: E402
+from onward.run_state.training_models import to_training_model  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 

@@ -30,8 +30,9 @@ from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState, from_training_model, step_of
+from onward.run_state.state import RunState
 from onward.run_state.tensors import ModelTensor, Tensor, convert_dtype, transpose
+from onward.run_state.training_models import from_training_model, step_of
 
 
 @checked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from onward.inspect.summary_fields import Amount, Shape
+from onward.inspect.summary import Amount, Shape
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -11,10 +11,8 @@ import onnx_ir as ir
 from onward.constants import constant_tensor
 from onward.errors import list_names
 from onward.inspect.formatting import quantity
-from onward.inspect.optimizer import is_statistics, trained_parameters
-from onward.inspect.summary_fields import Role, Weight
-from onward.inspect.training import differentiated_values
-from onward.inspect.values import dtype_name, number, texts
+from onward.inspect.summary import Role, Weight
+from onward.inspect.values import dtype_name
 from onward.model import Model
 from onward.model.walk import read_by
 from onward.recipe.exporter_notes import (
@@ -29,6 +27,7 @@ from onward.recipe.exporter_notes import (
 )
 from onward.recipe.roles import is_norm
 from onward.recipe.trainable import judge
+from onward.run_state.reading import differentiated_values, is_statistics, number, texts, trained_parameters
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from onward.inspect.formatting import amount, clean, list_names, shape, shorten, size
 from onward.inspect.rows import Row, model_rows, step_rows
-from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import Amount, Weight
+from onward.inspect.summary import Amount, Summary, Weight
 
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"

@@ -20,19 +20,19 @@ from onward.inspect.formatting import (
     shorten,
     size,
 )
-from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import (
+from onward.inspect.summary import (
     Amount,
-    Group,
+    GroupSummary,
     Loss,
-    LossTerm,
     Port,
     Progress,
     Quantization,
     Role,
+    Summary,
     Training,
 )
 from onward.recipe.optimizers import OPTIMIZERS
+from onward.run_state.reading import LossTerm
 
 Row = tuple[str, str | Sequence[str]]
 """A label, and a text; or items of which none is broken between lines."""
@@ -201,7 +201,7 @@ def _optimizer(step: Training) -> Iterator[Row]:
         yield "", f"and {quantity(len(step.groups) - _MOST_GROUPS, 'more group')}"
 
 
-def _group(group: Group) -> list[str]:
+def _group(group: GroupSummary) -> list[str]:
     if group.optimizer is None:
         return [
             f"unknown: plain operators, the last one {shorten(group.operators[0])}" if group.operators else "unknown"
@@ -212,7 +212,7 @@ def _group(group: Group) -> list[str]:
     return _name_settings(group.optimizer, values)
 
 
-def _unusual_options(group: Group) -> dict[str, Any]:
+def _unusual_options(group: GroupSummary) -> dict[str, Any]:
     """The options that are not as they are by default."""
     kind = OPTIMIZERS.get(group.optimizer or "")
     choices = kind.choices if kind is not None else {}

@@ -16,15 +16,13 @@ from onward.arguments import Range, checked
 from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, Error, RecipeError, list_names
-from onward.inspect.optimizer import rate_now
-from onward.inspect.summary import blame_model
-from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
 from onward.options import Parallel, TrainOptions, UntoldOptions, taking
 from onward.recipe import quantize
 from onward.recipe.folded_layers import folding_remarks
 from onward.recipe.measures import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
+from onward.run_state.reading import blame_model, last_update, rate_now, read_training
 from onward.training.calibration import calibrate_on
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders
@@ -232,18 +230,16 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -
     if per_epoch is None or len(training.steps) > 1:  # then nobody knows how many updates a step makes
         return []
     with contextlib.suppress(Error), blame_model():
-        step = describe_step(training, 0, [])
-        end, lr = step.progress.steps, step.groups[0].hyper.get("lr") if step.groups else None
+        state = read_training(training, 0)
+        end, lr = last_update(state.schedule), state.groups[0].settings.get("lr") if state.groups else None
         if end is None or not isinstance(lr, int | float):
             return []
-        batches = step.accumulation.batches if step.accumulation is not None else 1
+        batches = 1 if state.accumulate is None else state.accumulate
         left = (config.epochs - place.epoch) * per_epoch - place.batch
-        updates = (step.progress.step or 0) + left // (
-            int(batches) if isinstance(batches, int | float) and batches >= 1 else 1
-        )
-        rate = rate_now(step.schedule, float(lr), end)
+        updates = state.step + left // (int(batches) if isinstance(batches, int | float) and batches >= 1 else 1)
+        rate = rate_now(state.schedule, float(lr), end)
         if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
-            section = step.schedule[-1].numbers
+            section = state.schedule[-1].options
             length, every = section.get("steps"), section.get("every", 1)
             if not isinstance(length, int | float) or not isinstance(every, int | float):
                 return []

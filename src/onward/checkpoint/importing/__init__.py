@@ -30,8 +30,9 @@ from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
 from onward.run_state.tensors import Tensor
+from onward.run_state.training_models import from_training_model, to_training_model
 from onward.transform.training import without_steps
 
 

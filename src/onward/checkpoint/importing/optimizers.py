@@ -57,7 +57,7 @@ def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup
 
 def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> Checkpoint:
     """The checkpoint with names of slots that only the class of an optimizer tells."""
-    ours = {name for group in groups if group.optimizer.name == "adamax" for name in group.parameters}
+    ours = {name for group in groups if group.optimizer_name == "adamax" for name in group.parameters}
     theirs = {name for name, other in matched.names.items() if other in ours}
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 

@@ -120,7 +120,7 @@ def settled_options(
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
     if base and tells_optimizers(checkpoint) and said.optimizer is None:
-        names, others = ({each.optimizer.name for each in side} for side in (groups, base.groups))
+        names, others = ({each.optimizer_name for each in side} for side in (groups, base.groups))
         if names != others:
             notes.append(
                 f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"

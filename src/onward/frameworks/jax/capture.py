@@ -29,7 +29,8 @@ from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import Parts
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.state import Group, RunState
+from onward.run_state.training_models import to_training_model
 from onward.runtime.sessions import evaluate
 from onward.transform import rename
 

@@ -25,7 +25,8 @@ from onward.model.state import STEP, State, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState, from_training_model, step_of
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.unused import keep_only

@@ -17,7 +17,8 @@ from onward.frameworks.keras.trial import try_steps
 from onward.frameworks.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.model import Model
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.state import Group, RunState
+from onward.run_state.training_models import to_training_model
 from onward.vocabulary.keras import Rate, Refused
 
 

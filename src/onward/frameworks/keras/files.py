@@ -17,7 +17,7 @@ from onward.frameworks.program.names import program_beside
 from onward.model import Model
 from onward.model.storage.replacement import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.state import step_of
+from onward.run_state.training_models import step_of
 from onward.transform.declare import require_shapes
 
 

@@ -9,7 +9,7 @@ from onward.frameworks.keras.native import native_losses, native_optimizer
 from onward.frameworks.keras.ops import no_gradient_inside
 from onward.model import Source, load
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import from_training_model, is_plain, only_step_of
+from onward.run_state.training_models import from_training_model, is_plain, only_step_of
 from onward.transform.opset import of_one_opset
 
 

@@ -17,7 +17,8 @@ from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.losses import Term
 from onward.frameworks.keras.optimizers import array_of, twin_of
 from onward.frameworks.keras.walk import Walk, functional_of
-from onward.run_state.state import RunState, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import to_training_model
 
 _STEPS = 3
 

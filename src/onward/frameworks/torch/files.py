@@ -26,7 +26,7 @@ from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.replacement import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 
 def write(model: Model, path: Path) -> list[Path]:

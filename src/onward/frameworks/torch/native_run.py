@@ -29,13 +29,14 @@ from onward.frameworks.torch.placeholder_parameters import hollow_copy
 from onward.frameworks.torch.randomness import NothingDropped
 from onward.frameworks.torch.targets import drawn_targets
 from onward.inspect import describe
-from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe import objective
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.reading import LossTerm
+from onward.run_state.state import Group, RunState
+from onward.run_state.training_models import to_training_model
 
 _STEPS = 3
 _RATE = 1e-3

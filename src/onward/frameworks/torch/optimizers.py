@@ -237,7 +237,7 @@ def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optim
         if isinstance(group.optimizer, FunctionOptimizer):
             made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
         else:
-            by_class.setdefault(counterpart(configure(group.optimizer)), []).append(group)
+            by_class.setdefault(counterpart(configure(group.spec)), []).append(group)
     for kind, groups in by_class.items():
         settings = [_arguments(kind, configure(group.spec)) for group in groups]
         chosen = [[parameters[name] for name in group.parameters] for group in groups]

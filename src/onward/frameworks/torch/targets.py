@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onward.inspect.summary_fields import LossTerm
+from onward.run_state.reading import LossTerm
 
 _LABELS = 2
 """How many a sequence has, for CTC."""

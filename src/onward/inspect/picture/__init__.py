@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from onward.inspect.description import describe
 from onward.inspect.picture.blocks import Picture
 from onward.inspect.picture.svg import write_svg
-from onward.inspect.summary import blame_model, describe
 from onward.model import Source, load
+from onward.run_state.reading import blame_model
 
 
 def draw(source: Source, step: int = 0) -> str:

@@ -11,13 +11,13 @@ import onnx_ir as ir
 from onward.constants import constant_tensor
 from onward.inspect.formatting import list_names, quantity, setting, settings, shape
 from onward.inspect.picture.folding import Algorithm, fold
-from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import Amount, Training, Weight
-from onward.inspect.training import differentiated_values
-from onward.inspect.values import port, text_attribute
+from onward.inspect.summary import Amount, Summary, Training, Weight
+from onward.inspect.values import port
 from onward.model import Model
+from onward.model.core import string
 from onward.model.state import State, states
 from onward.model.walk import read_by
+from onward.run_state.reading import differentiated_values
 from onward.standard import operator_name
 
 _MOST_ROWS, _MOST_NODES_NAMED, _MOST_READERS = 6, 30, 8
@@ -94,7 +94,7 @@ class Picture:
             added = self._add(_part_block(purpose, group, training, nodes), nodes)
             if purpose == "gradient":  # which names the loss, but does not read it
                 for node in nodes:
-                    self._connect_to(added, targets.get(text_attribute(node, "y") or ""))
+                    self._connect_to(added, targets.get(string(node, "y")))
         bound = set(step.update.values())
         self._add_outputs("metric", [value for value in step.algorithm.outputs if value.name not in bound])
         known = {state.name: state for state in states(model, index)}

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from onward.build import DOMAIN
-from onward.inspect.summary_fields import Training
-from onward.inspect.training import differentiated_values
+from onward.inspect.summary import Training
 from onward.model import Model
 from onward.model.core import is_gradient
 from onward.model.state import State, states
 from onward.model.walk import ancestors, nested_graphs, read_by
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax, squared_norm
+from onward.run_state.reading import differentiated_values
 
 MOST = 24
 """Blocks of a graph. One that has no more nodes is drawn node by node."""

@@ -24,7 +24,7 @@ from onward.frameworks.torch.source import child
 from onward.frameworks.torch.source.program import LIVE
 from onward.inspect import describe
 from onward.model import Model
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 
 def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
