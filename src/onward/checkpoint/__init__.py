@@ -1,8 +1,8 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
 from onward.checkpoint.comparing import Comparison, diff
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.exporting import to_checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.importing import from_checkpoint
 from onward.checkpoint.opening import is_checkpoint, open_checkpoint
 from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
@@ -10,11 +10,7 @@ from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 __all__ = [
     "Checkpoint",
     "Comparison",
-    "Group",
-    "Optimizer",
-    "RandomState",
     "ScatteredTensor",
-    "Schedule",
     "StoredTensor",
     "Tensor",
     "diff",

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured, missing_package
+from onward.checkpoint.format import Captured, Checkpoint, missing_package
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.naming import TRAINER
 from onward.checkpoint.pytorch.objects import Object

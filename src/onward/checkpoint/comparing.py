@@ -9,14 +9,15 @@ from typing import Annotated
 
 from onward.agreement.elements import Distance, compare_elements
 from onward.arguments import Range, checked
-from onward.checkpoint.description import COUNT, Checkpoint
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.facts import Fact, facts
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import by_name
 from onward.checkpoint.naming import TRAINER, with_names, with_own_names
 from onward.checkpoint.opening import open_either
 from onward.errors import UnsupportedError
 from onward.model import Model
+from onward.run_state.state import COUNT
 from onward.run_state.tensors import Tensor, as_tensor, transpose
 
 _COUNTERS = "num_batches_tracked"

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from onward.arguments import checked
-from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, writable
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
@@ -30,7 +29,7 @@ from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState
+from onward.run_state.state import COUNT, Group, Optimizer, RunState, Schedule
 from onward.run_state.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.run_state.training_models import from_training_model, step_of
 
@@ -123,48 +122,45 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
     model = adopt(model)
     run = from_training_model(model, step_of(model))
-    rates = [group.lr_now for group in describe(model).steps[0].groups]
+    # Checkpoints have no words for an optimizer that is a function.
+    named = [dataclasses.replace(each, optimizer=None) if each.is_function else each for each in run.groups]
     origin = source_of(model)
     if origin is None:
         order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
-        groups = [
-            Group({}, tuple(sorted(group.parameters, key=order.__getitem__)), _spec(group.optimizer), rate)
-            for group, rate in zip(run.groups, rates, strict=True)
-        ]
-        families = tuple(dict.fromkeys(group.optimizer.name for group in groups if group.optimizer))
-        return Checkpoint(
-            model.path or Path("model.onnx"),
-            "onnx",
-            "ONNX training model",
-            _weights(model),
-            keeps_order=True,
-            optimizers=(Optimizer(families, tuple(groups), _slots(model, run.step, None)),),
-            schedules=_schedules(run, rates, ()),
-            step=run.step,
-            progress={"step": run.step},
-            clip=run.clip or {},
-            accumulate=int(run.recipe.get("accumulate", 1)),
-            waiting=_waiting(model),
-            averages=_averages(model, None),
-            average_decay=run.recipe.get("ema"),
+        groups = tuple(
+            dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=order.__getitem__)))
+            for group in named
         )
-    before, matched = origin
-    before = dataclasses.replace(before, files=_still_there(before))
-    slots = _slots(model, run.step, matched)
-    since = run.step - (before.step or 0)
+        families = tuple(dict.fromkeys(group.optimizer_name for group in groups if group.optimizer))
+        found = dataclasses.replace(
+            weights_of(model),
+            title="ONNX training model",
+            optimizers=(Optimizer(families, groups, _slots(model, run.step, None)),),
+            schedules=_schedules(run, ()),
+            progress={"step": run.step},
+            averages=_averages(model, None),
+        )
+    else:
+        before, matched = origin
+        slots = _slots(model, run.step, matched)
+        since = run.step - (before.step or 0)
+        found = dataclasses.replace(
+            before,
+            files=_still_there(before),
+            optimizers=tuple(_continue_optimizer(each, named, slots, matched) for each in before.optimizers),
+            schedules=_schedules(run, before.schedules),
+            tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
+            averages=before.averages or _averages(model, matched),
+            since=since,
+            progress=_progress(before.progress, before.step, run.step),
+        )
     return dataclasses.replace(
-        before,
-        optimizers=tuple(_continue_optimizer(each, run, rates, slots, matched) for each in before.optimizers),
-        schedules=_schedules(run, rates, before.schedules),
-        tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
-        clip=run.clip or {},
-        accumulate=int(run.recipe.get("accumulate", 1)),
-        waiting=_waiting(model),
-        averages=before.averages or _averages(model, matched),
-        average_decay=run.recipe.get("ema"),
+        found,
         step=run.step,
-        since=since,
-        progress=_progress(before.progress, before.step, run.step),
+        clip=run.clip or {},
+        accumulate=run.accumulate,
+        waiting=run.waiting,
+        average_decay=run.average_decay,
     )
 
 
@@ -177,11 +173,6 @@ def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     there = format.read(checkpoint.path).files
     return tuple(name for name in checkpoint.files if name in there)
-
-
-def _waiting(model: Model) -> int:
-    """Return the batches since the last update."""
-    return next((int(model.array(state.name)) for state in states(model) if state.name == "micro_step"), 0)
 
 
 def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:
@@ -197,7 +188,13 @@ def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:
 
 def weights_of(model: Model) -> Checkpoint:
     """What a model holds that is not trained."""
-    return Checkpoint(model.path or Path("model.onnx"), "onnx", "ONNX model", _weights(model), keeps_order=True)
+    return Checkpoint(
+        path=model.path or Path("model.onnx"),
+        format="onnx",
+        title="ONNX model",
+        tensors=_weights(model),
+        keeps_order=True,
+    )
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
@@ -230,33 +227,24 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
 
 def _continue_optimizer(
     before: Optimizer,
-    run: RunState,
-    rates: Sequence[float | None],
+    groups_now: Sequence[Group],
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
 ) -> Optimizer:
     """An optimizer of the checkpoint as it is now."""
-    now = {
-        name: (_spec(group.optimizer), rate)
-        for group, rate in zip(run.groups, rates, strict=True)
-        for name in group.parameters
-    }
+    now = {name: group for group in groups_now for name in group.parameters}
     groups = []
     for group in before.groups:
         own = (matched.names.get(str(name), "") for name in group.parameters)
         ours = next((name for name in own if name in now), "")  # others are frozen
-        spec, rate = now.get(ours, (group.optimizer, group.rate))
-        groups.append(dataclasses.replace(group, optimizer=spec, rate=rate))
+        current = now.get(ours, group)
+        groups.append(dataclasses.replace(group, optimizer=current.optimizer, rate=current.rate))
     parameters = {name for group in before.groups for name in group.parameters}
-    current = {name: {**before.slots.get(name, {}), **kept} for name, kept in slots.items() if name in parameters}
-    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **current})
+    kept = {name: {**before.slots.get(name, {}), **each} for name, each in slots.items() if name in parameters}
+    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **kept})
 
 
-def _spec(optimizer: Any) -> Spec | None:
-    return optimizer if isinstance(optimizer, Spec) else None
-
-
-def _schedules(run: RunState, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...]:
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()
@@ -264,7 +252,7 @@ def _schedules(run: RunState, rates: Sequence[float | None], before: Sequence[Sc
     position = run.step // every
     words = tuple(Spec(spec.name, _in_scheduler_steps(spec.options, every)) for spec in run.schedule)
     bases = [group.lr for group in run.groups]
-    present = [base if rate is None else rate for base, rate in zip(bases, rates, strict=True)]
+    present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     if not before:
         return (Schedule(state_of(words, bases, present, position), words, position, every),)
     found = []

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import base_rate
 from onward.inspect.formatting import quantity
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.state import Group, Schedule
 from onward.run_state.tensors import Tensor
 
 _ONE_PART_IN = 1e-6
@@ -131,7 +132,7 @@ def _words(group: Group) -> dict[str, Any]:
     if group.optimizer is None:
         rate = {"lr": base_rate(group.settings)} if "lr" in group.settings else {}
         return {**group.settings, **rate}
-    configured = configure(group.optimizer)
+    configured = configure(group.spec)
     return {**configured.values, **configured.options}
 
 

@@ -8,7 +8,6 @@ written once, with a number, and named by it elsewhere.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,17 +16,34 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from onward.arguments import fitting
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.run_state.state import Group, Optimizer, RandomState, Schedule
 from onward.run_state.tensors import ArrayTensor, Tensor
 
 _MOST = 2_000_000
 """Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
 _LARGEST_KEY = 1 << 60
 """From here on, Python gives several integers the same hash, and a dict of them takes the square of its size."""
-_RECORDS = {kind.__name__: kind for kind in (Checkpoint, Group, Optimizer, RandomState, Schedule, Spec)}
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "Checkpoint": (
+        Checkpoint,
+        (
+            "path", "format", "title", "tensors", "optimizers", "schedules", "step", "since", "progress", "randomness",
+            "data", "scaler", "averages", "average_decay", "average_updates", "clip", "accumulate", "waiting", "loss",
+            "tied", "keeps_order", "configuration", "arguments", "layout", "files", "trees", "executes", "remarks",
+        ),
+    ),
+    "Group": (Group, ("settings", "parameters", "optimizer", "rate", "numbers")),
+    "Optimizer": (Optimizer, ("families", "groups", "slots", "variant")),
+    "RandomState": (RandomState, ("kind", "state", "rank")),
+    "Schedule": (Schedule, ("state", "words", "position", "every")),
+    "Spec": (Spec, ("name", "options")),
+}  # fmt: skip
+"""What has a JSON form: the name in files, and the fields that are written, in their order."""
+_NAMES = {kind: name for name, (kind, _) in RECORDS.items()}
 
 NameOf = Callable[[Tensor], Any]
 TensorOf = Callable[[Any], Tensor]
@@ -100,9 +116,8 @@ class _Encoder:
             number = self._objects[id(tree)] = len(self._objects)
             parts = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
             return {"$object": [*map(self.encode, parts), number]}
-        if type(tree).__name__ in _RECORDS and dataclasses.is_dataclass(tree):
-            fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-            return {f"${type(tree).__name__}": {name: self.encode(value) for name, value in fields.items()}}
+        if (name := _NAMES.get(type(tree))) is not None:
+            return {f"${name}": {field: self.encode(getattr(tree, field)) for field in RECORDS[name][1]}}
         if isinstance(tree, Path):
             return {"$path": str(tree)}
         raise TypeError(f"a {type(tree).__name__} cannot be kept")
@@ -180,11 +195,14 @@ class _Decoder:
             return simple[kind](form)
         if kind in ("ordered", "defaultdict"):
             return self._decode_attributed(kind, form)
+        record, names = RECORDS[kind]
         fields = {name: self.decode(value) for name, value in form.items()}
-        for name, hint in get_type_hints(_RECORDS[kind]).items():
+        for name, hint in get_type_hints(record).items():
             if name in fields:
                 fitting(f"`{name}`", fields[name], hint)
-        return _RECORDS[kind](**fields)
+        if not fields.keys() <= {*names} or any(not isinstance(x, str | int) for x in fields.get("parameters", ())):
+            raise ValueError(f"it holds no {kind}")
+        return record(**fields)
 
     def _entries(self, form: Any) -> dict[Any, Any]:
         found: dict[Any, Any] = {}

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Optimizer
+from onward.checkpoint.format import Checkpoint, Order
 from onward.errors import UnsupportedError, list_names
+from onward.run_state.state import Optimizer
 from onward.run_state.tensors import Tensor
 
 _WITHOUT_DECAY = [
@@ -26,8 +27,6 @@ TRAINER = "hf"
 """The format of the Trainer of transformers."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-Order = Sequence[Sequence[str]]
-"""Parameters in the order in which an optimizer was given them: in one part, or group by group."""
 
 
 def with_names(

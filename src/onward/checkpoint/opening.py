@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onward.arguments import checked
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickles import Named, note_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import parse
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.matching import by_name
 from onward.errors import Error, UnsupportedError, list_names
+from onward.run_state.state import COUNT, MASTER
 from onward.run_state.tensors import Tensor, as_tensor
 
 _MOST_TENSORS, _MOST_BYTES = 64, 16 << 20

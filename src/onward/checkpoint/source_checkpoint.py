@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.description import MASTER, Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.json_trees import TooLarge, decode, encode
 from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match
@@ -20,6 +20,7 @@ from onward.errors import InvalidModelError, advising, warn
 from onward.model import Model
 from onward.model.state import KEPT, with_tags
 from onward.model.storage.files import SENSELESS, blame_file
+from onward.run_state.state import MASTER
 from onward.run_state.tensors import ModelTensor, StoredTensor, Tensor, convert_dtype, transpose
 
 FACT = "train.checkpoint"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.json_trees import RECORDS
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
+from onward.run_state.state import Group, Optimizer, RandomState, Schedule
 from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
@@ -66,7 +67,7 @@ def tensor_lines(checkpoint: Checkpoint) -> list[str]:
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that it says, but for what is kept only to be written again."""
-    said = {field.name: plain(getattr(checkpoint, field.name)) for field in dataclasses.fields(checkpoint)}
+    said = {name: plain(getattr(checkpoint, name)) for name in RECORDS["Checkpoint"][1]}
     return {**said, "path": str(checkpoint.path), "trees": list(checkpoint.trees), "missing": list(checkpoint.missing)}
 
 
@@ -126,7 +127,7 @@ def plain(tree: Any, depth: int = 12) -> Any:
     if isinstance(tree, Tensor):
         return _tensor(tree)
     if isinstance(tree, Optimizer | Group | Schedule):
-        return {field.name: plain(getattr(tree, field.name), depth - 1) for field in dataclasses.fields(tree)}
+        return {name: plain(getattr(tree, name), depth - 1) for name in RECORDS[type(tree).__name__][1]}
     if isinstance(tree, RandomState):
         return {"kind": tree.kind, "rank": tree.rank}
     if depth and isinstance(tree, Mapping):

@@ -198,6 +198,9 @@ def _read_run_state(model: Model, index: int) -> RunState:
         clip=run.clip,
         statistics=recipe.get("variance", "population"),
         recipe={key: recipe[key] for key in _KEPT if key in recipe},
+        accumulate=int(recipe.get("accumulate", 1)),
+        waiting=run.waiting if isinstance(run.waiting, int) else 0,
+        average_decay=recipe.get("ema"),
     )
 
 

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.checkpoint.description import Schedule
 from onward.checkpoint.pytorch.schedules import is_schedule_state, schedule_of
 from onward.recipe.spec import Spec
+from onward.run_state.state import Schedule
 
 
 class Found(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.deepspeed.zero import Kept, Line, Shapes, Slots, join_pieces, named_groups, with_count
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.schedules import state_of
@@ -18,6 +18,7 @@ from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
 from onward.errors import UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
+from onward.run_state.state import COUNT, MASTER, Group, Schedule
 from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 
 FOLDER = "zero"
@@ -189,7 +190,7 @@ def _scheduler(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> 
     """The state of a scheduler: what those of DeepSpeed count, and what those of PyTorch keep."""
     schedule = next(iter(checkpoint.schedules), Schedule({}, ()))
     position = step if schedule.position is None else schedule.position
-    bases = [group.optimizer.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]
+    bases = [group.spec.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]
     rates = [settings_now(group).get("lr", base) for group, base in zip(groups, bases, strict=True)]
     of_torch = dict(schedule.state) or state_of(schedule.words or (), bases, rates, position)
     return {**of_torch, "last_batch_iteration": position - 1}

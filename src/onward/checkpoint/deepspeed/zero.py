@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.checkpoint.description import COUNT, MASTER
 from onward.checkpoint.pytorch.optimizers import is_optimizer_state
 from onward.checkpoint.pytorch.trees import mapping
+from onward.run_state.state import COUNT, MASTER
 from onward.run_state.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides, count_of
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.state import COUNT, MASTER, Group, Optimizer, RandomState, Schedule
 from onward.run_state.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.vocabulary.keras import KINDS, WORDS, shortest_decimal, snake_case
 
@@ -76,10 +76,10 @@ def read(path: Path) -> Checkpoint:
     steps += [progress[name] for name in ("step", "global_step") if name in progress]
     averages = {name: tree[key] for keys in meaning.optimizers for name, key in keys.averages.items()}
     return Checkpoint(
-        path,
-        FORMAT.name,
-        FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
-        {name: tree[key] for name, key in meaning.parameters.items()},
+        path=path,
+        format=FORMAT.name,
+        title=FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
+        tensors={name: tree[key] for name, key in meaning.parameters.items()},
         optimizers=optimizers,
         schedules=tuple(map(_schedule, optimizers)),
         step=int(max(steps)) if steps else None,
@@ -104,7 +104,7 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
     if "learning_rate" in settings:
         settings["lr"] = shortest_decimal(settings.pop("learning_rate"))
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
-    group = Group(settings, tuple(keys.parameters), numbers=numbers)
+    group = Group(None, tuple(keys.parameters), settings, numbers=numbers)
     return Optimizer(keys.families, (group,), slots, variant="keras")
 
 

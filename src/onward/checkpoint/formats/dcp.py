@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.pytorch.objects import Name, Object

@@ -20,8 +20,7 @@ from onward.checkpoint.deepspeed.zero import (
     partitioned_parameters,
     read_unpartitioned,
 )
-from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import trainer
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
@@ -32,6 +31,7 @@ from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
+from onward.run_state.state import MASTER, Group, Optimizer
 from onward.run_state.tensors import Tensor, convert_dtype
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
@@ -130,10 +130,10 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
     done = model.get("global_steps")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"DeepSpeed {model.get('ds_version') or ''}".strip() + (", universal" if saved.is_universal else ""),
-        tensors,
+        path=path,
+        format=FORMAT.name,
+        title=f"DeepSpeed {model.get('ds_version') or ''}".strip() + (", universal" if saved.is_universal else ""),
+        tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(scheduler.schedule,),
         step=done - counters.get("skipped_steps", 0) if isinstance(done, int) else None,
@@ -282,7 +282,7 @@ def _with_rate(group: Group, base: float | None, is_known: bool) -> Group:
     if not is_known or group.optimizer is None or group.settings.get("bias_correction", True) is not True:
         return dataclasses.replace(group, optimizer=None)
     rate = {} if base is None else {"lr": base}
-    return dataclasses.replace(group, optimizer=Spec(group.optimizer.name, {**group.optimizer.options, **rate}))
+    return dataclasses.replace(group, optimizer=Spec(group.spec.name, {**group.spec.options, **rate}))
 
 
 _PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")

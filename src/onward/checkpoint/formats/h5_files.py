@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured, Format, missing_package
+from onward.checkpoint.format import Captured, Checkpoint, Format, missing_package
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tf.fitted import Fitted
@@ -58,7 +57,7 @@ def read(path: Path) -> Checkpoint:
             hint='load it with Keras, and save it again: `model.save("model.keras")`',
         )
     facts = Fitted(groups, None).facts()
-    return Checkpoint(path, FORMAT.name, "Keras, weights", trees={path.name: groups}, **facts)
+    return Checkpoint(path=path, format=FORMAT.name, title="Keras, weights", trees={path.name: groups}, **facts)
 
 
 def _read_backup(folder: Path) -> Checkpoint:
@@ -67,7 +66,7 @@ def _read_backup(folder: Path) -> Checkpoint:
     facts = Fitted(groups, None).facts()
     facts["progress"] = {**facts.get("progress", {}), **done}
     trees = {_BACKUP: groups, **({_PROGRESS: done} if done else {})}
-    return Checkpoint(folder, FORMAT.name, "Keras, backup of a run", trees=trees, data=done, **facts)
+    return Checkpoint(path=folder, format=FORMAT.name, title="Keras, backup of a run", trees=trees, data=done, **facts)
 
 
 def _read_archive(path: Path) -> Checkpoint:
@@ -84,9 +83,9 @@ def _read_archive(path: Path) -> Checkpoint:
             trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
     facts = Fitted(groups, config).facts()
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"Keras {metadata.get('keras_version', '')}".strip(),
+        path=path,
+        format=FORMAT.name,
+        title=f"Keras {metadata.get('keras_version', '')}".strip(),
         configuration={key: value for key, value in config.items() if key != "compile_config"},
         trees=trees,
         executes=tuple(dict.fromkeys(_code(config))),

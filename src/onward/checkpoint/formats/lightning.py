@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onward.checkpoint.configurations import plain
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date

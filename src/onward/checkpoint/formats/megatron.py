@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.deepspeed.zero import numbered_slots
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
 from onward.checkpoint.megatron.schedules import advance_state, scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
@@ -24,6 +23,7 @@ from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.run_state.state import COUNT, MASTER, Group, Optimizer, RandomState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -155,10 +155,10 @@ def _checkpoint(
     outer = mapping(common.get("optimizer"))
     samples = arguments.get("consumed_train_samples")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        FORMAT.title,
-        tensors,
+        path=path,
+        format=FORMAT.name,
+        title=FORMAT.title,
+        tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(schedule,),
         step=done if isinstance(done, int) else None,
@@ -221,7 +221,7 @@ def _optimizer(
         return optimizer_of({"state": kept, "param_groups": groups}), remarks
     is_known = arguments.get("optimizer", "adam") == "adam"
     adams = tuple(
-        Group(_settings(group), tuple(names), _spec(group, common) if is_known else None)
+        Group(_spec(group, common) if is_known else None, tuple(names), _settings(group))
         for group, names in zip(stored, members, strict=True)
         if names
     )
@@ -300,8 +300,8 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 def _refuse_coupled_decay(optimizer: Optimizer) -> None:
     """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
-    for spec in (group.optimizer for group in optimizer.groups):
-        if spec is not None and spec.name == "adam" and spec.options.get("weight_decay"):
+    for group in optimizer.groups:
+        if group.optimizer_name == "adam" and group.spec.options.get("weight_decay"):
             raise UnsupportedError(
                 "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
                 hint="write it with `--to dcp`",

@@ -9,8 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
 from onward.checkpoint.pytorch.contents import executed_names
 from onward.checkpoint.pytorch.states import module_state
@@ -79,10 +78,10 @@ def read(path: Path) -> Checkpoint:
     tree = mapping(read_torch_file(path, (weights.offset_data, weights.size)))
     version = configuration.get("nemo_version")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"{FORMAT.title} {version}" if version else FORMAT.title,
-        {str(name): tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)},
+        path=path,
+        format=FORMAT.name,
+        title=f"{FORMAT.title} {version}" if version else FORMAT.title,
+        tensors={str(name): tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)},
         keeps_order=True,
         configuration=configuration,
         arguments=mapping(configuration.get("optim")),

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import pytorch
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.pytorch.folders import has, torch_files, write_again

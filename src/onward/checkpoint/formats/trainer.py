@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Schedule
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.folders import has, hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.objects import Object
@@ -19,6 +18,7 @@ from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
+from onward.run_state.state import Schedule
 from onward.vocabulary.rate_formulas import Factor, complete, in_words
 from onward.vocabulary.transformers import READERS
 

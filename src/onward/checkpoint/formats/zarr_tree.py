@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.optimizer_json import with_words, words_of
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.pytree.pytrees import leaves, with_lists

@@ -11,8 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.checkpoint.architecture import capture_model
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured
+from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
 from onward.checkpoint.importing.optimizers import run_groups, with_slot_names
 from onward.checkpoint.importing.recipes import check_smoothing, settled_options, trained_groups
@@ -29,8 +28,7 @@ from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import Group, RunState
 from onward.run_state.tensors import Tensor
 from onward.run_state.training_models import from_training_model, to_training_model
 from onward.transform.training import without_steps
@@ -218,12 +216,12 @@ def _loss(checkpoint: Checkpoint, base: RunState | None, said: Any) -> Any:
     )
 
 
-def _computes_in_float16(model: Model, groups: Sequence[RunGroup]) -> bool:
+def _computes_in_float16(model: Model, groups: Sequence[Group]) -> bool:
     """Whether a scale of the loss makes a difference: with more exponents it does not."""
     return any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
 
 
-def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> bool:
+def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[Group]) -> bool:
     """True if BatchNormalization keeps the variance of samples, whatever the training model `like` keeps."""
     specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
     variants = {spec.options.get("variant") for spec in specs}  # Lion of PyTorch users is that of optax

@@ -8,16 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Checkpoint, Order
 from onward.checkpoint.matching import Match
-from onward.checkpoint.naming import NOT_PROVEN, TRAINER, Order, Shapes, stored_shapes, with_names
+from onward.checkpoint.naming import NOT_PROVEN, TRAINER, Shapes, stored_shapes, with_names
 from onward.errors import list_names
 from onward.inspect import describe
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import Group, Optimizer, RunState
 
 
 def with_optimizer_names(
@@ -78,7 +77,7 @@ def _by_group(names: Sequence[str], optimizer: Optimizer) -> Order:
     return [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[RunGroup, list[str]]], shapes: Shapes) -> Order:
+def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[Group, list[str]]], shapes: Shapes) -> Order:
     """Return parts in the order of the groups of an optimizer, or none where that is not certain.
 
     A group has the size and the shapes of its part. Where several do, the settings in which groups differ tell: all of
@@ -86,19 +85,19 @@ def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[RunGroup, list[str]]
     """
     stored = stored_shapes(optimizer)
     settings = [
-        group.optimizer.options if group.optimizer else {"lr": group.settings.get("lr"), **group.numbers}
+        group.spec.options if group.optimizer else {"lr": group.settings.get("lr"), **group.numbers}
         for group in optimizer.groups
     ]
     varying = {key for each in settings for key in each if any(each[key] != other.get(key) for other in settings)}
 
-    def fits(group: Group, settings: Mapping[str, Any], part: tuple[RunGroup, list[str]], keys: set[str]) -> bool:
+    def fits(group: Group, settings: Mapping[str, Any], part: tuple[Group, list[str]], keys: set[str]) -> bool:
         run_group, names = part
         if len(names) != len(group.parameters):
             return False
         pairs = zip(group.parameters, names, strict=True)
         if any(stored.get(number, shapes[name]) != shapes[name] for number, name in pairs):
             return False
-        ours = run_group.optimizer.options if isinstance(run_group.optimizer, Spec) else {}
+        ours = run_group.spec.options if isinstance(run_group.optimizer, Spec) else {}
         return all(_is_close(settings.get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
 
     for keys in (varying, varying - {"lr"}, set[str]()):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.checkpoint.pytorch.optimizers import spec_of
 from onward.checkpoint.pytree.optax_trees import of_adamax
@@ -14,8 +14,7 @@ from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import Group, Optimizer, RunState
 
 
 def tells_optimizers(checkpoint: Checkpoint) -> bool:
@@ -23,7 +22,7 @@ def tells_optimizers(checkpoint: Checkpoint) -> bool:
     return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
 
 
-def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: RunState | None) -> list[RunGroup]:
+def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: RunState | None) -> list[Group]:
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
@@ -36,11 +35,11 @@ def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: 
             if own and base and said is None and not tells_optimizers(checkpoint):
                 found += _groups_of(base, own, optimizer, group)
             elif own:
-                found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
+                found.append(Group(_spec(optimizer, group, said), list(dict.fromkeys(own))))
     return found
 
 
-def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> set[str]:
+def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]) -> set[str]:
     """Return the parameters of groups without those that an optimizer has no state of, where it has some of others.
 
     Optimizers of PyTorch are often given all parameters, and those that are frozen never get any state.
@@ -55,14 +54,14 @@ def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup
     return found
 
 
-def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> Checkpoint:
+def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]) -> Checkpoint:
     """The checkpoint with names of slots that only the class of an optimizer tells."""
     ours = {name for group in groups if group.optimizer_name == "adamax" for name in group.parameters}
     theirs = {name for name, other in matched.names.items() if other in ours}
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
-def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[RunGroup]:
+def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[Group]:
     """Return the optimizers that a training model has for parameters, with what the checkpoint tells of them."""
     found = []
     for each in base.groups:
@@ -73,19 +72,20 @@ def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: 
                 stored = spec_of(spec.name, group.settings)
                 numbers = stored.options if stored is not None else numbers
             spec = Spec(spec.name, {key: numbers.get(key, value) for key, value in spec.options.items()})
-        found.append(RunGroup(spec, [name for name in own if name in each.parameters]))
+        found.append(Group(spec, [name for name in own if name in each.parameters]))
     return [group for group in found if group.parameters]
 
 
 def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
     if said is None and group.optimizer is not None:
-        return group.optimizer
+        return group.spec
     if said is None:
         raise UnsupportedError(
             f"the checkpoint does not tell which optimizer it is: {optimizer.title}",
             hint=f"say it: `--optimizer {(optimizer.families or ('adamw',))[0]}`, or `optimizer=...`",
         )
-    stored, known = group.optimizer, known_optimizer(said.name)
+    stored = None if group.optimizer is None else group.spec
+    known = known_optimizer(said.name)
     if stored is None or stored.name != said.name:
         is_torch = optimizer.variant == "torch"
         numbers = {key: value for key, value in group.numbers.items() if key in known.hyper}

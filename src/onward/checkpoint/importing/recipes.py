@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import TRAINER
@@ -21,20 +21,19 @@ from onward.options import UntoldOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import Group, RunState
 from onward.transform.training import without_steps
 
 
 def trained_groups(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[RunGroup],
+    groups: Sequence[Group],
     given: Model,
     base: RunState | None,
     loss: Any,
     said: UntoldOptions,
-) -> tuple[list[RunGroup], dict[str, bool]]:
+) -> tuple[list[Group], dict[str, bool]]:
     """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
     Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
@@ -42,7 +41,7 @@ def trained_groups(
     """
     notes: dict[str, bool] = {}
 
-    def keep(groups: Sequence[RunGroup], names: set[str], why: str, is_assumed: bool = False) -> list[RunGroup]:
+    def keep(groups: Sequence[Group], names: set[str], why: str, is_assumed: bool = False) -> list[Group]:
         kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
         if frozen := [name for each in groups for name in each.parameters if name not in names]:
             notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
@@ -69,7 +68,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[RunGroup], said: UntoldOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[Group], said: UntoldOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 

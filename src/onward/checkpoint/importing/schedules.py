@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.checkpoint.description import Checkpoint, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import Group, RunState, Schedule
 from onward.run_state.tensors import is_number, number_of
 from onward.vocabulary.rate_formulas import Factor, complete
 
@@ -27,7 +26,7 @@ class Scheduled:
     """By updates; none where the rate stays."""
     step: int
     """Updates made."""
-    groups: Sequence[RunGroup]
+    groups: Sequence[Group]
     """With the rates that the schedule multiplies."""
     notes: Mapping[str, bool]
     """True for an assumption that changes numbers where it is wrong."""
@@ -36,7 +35,7 @@ class Scheduled:
 def schedule_by_updates(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[RunGroup],
+    groups: Sequence[Group],
     base: RunState | None,
     step: int | None,
     said: UntoldOptions,
@@ -170,7 +169,7 @@ class _Rate(NamedTuple):
     """Whether `now` may be the rate of the last update, as what `inject_hyperparams` of optax keeps is."""
 
 
-def _rate_of(checkpoint: Checkpoint, matched: Match, group: RunGroup) -> _Rate:
+def _rate_of(checkpoint: Checkpoint, matched: Match, group: Group) -> _Rate:
     theirs = {ours: name for name, ours in matched.names.items()}
     own = theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
@@ -188,20 +187,20 @@ def _number(stored: Any) -> float | None:
     return float(number_of(stored)) if stored is not None and is_number(stored) else None
 
 
-def _first_rate(base: RunState, group: RunGroup, rate: _Rate) -> float | None:
+def _first_rate(base: RunState, group: Group, rate: _Rate) -> float | None:
     """Return the rate that the schedule of a model multiplies: the stored one before any schedule, or the model's."""
     own = (each.lr for each in base.groups if group.parameters[0] in each.parameters)
     return next(own, None) if rate.first is None else rate.first
 
 
-def _with_rate(group: RunGroup, rate: float | None) -> RunGroup:
+def _with_rate(group: Group, rate: float | None) -> Group:
     spec = group.optimizer
     if rate is None or not isinstance(spec, Spec) or spec.options.get("lr") == rate:
         return group
     return dataclasses.replace(group, optimizer=Spec(spec.name, {**spec.options, "lr": rate}))
 
 
-def _notes_on_constant(groups: Sequence[RunGroup], rates: Sequence[_Rate]) -> Iterator[str]:
+def _notes_on_constant(groups: Sequence[Group], rates: Sequence[_Rate]) -> Iterator[str]:
     for group, rate in zip(groups, rates, strict=True):
         if None not in (rate.now, rate.first) and not math.isclose(rate.now or 0, rate.first or 0):
             yield f"without a schedule the learning rate stays at {group.lr:g}; it was {rate.first:g} at first"
@@ -209,7 +208,7 @@ def _notes_on_constant(groups: Sequence[RunGroup], rates: Sequence[_Rate]) -> It
 
 
 def _check_rates(
-    words: Sequence[Spec], step: int, groups: Sequence[RunGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
+    words: Sequence[Spec], step: int, groups: Sequence[Group], rates: Sequence[_Rate], checkpoint: Checkpoint
 ) -> None:
     """Refuse a schedule that does not give the rates that are stored."""
     parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in words])

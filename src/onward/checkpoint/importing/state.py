@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group as RunGroup
+from onward.run_state.state import COUNT, MASTER, Group
 from onward.run_state.tensors import Tensor, as_tensor, count_of, transpose
 
 _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 
 def weights_and_slots(
-    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[RunGroup]
+    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[Group]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
     """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
     weights = {
@@ -60,7 +60,7 @@ def _transpose_if(tensor: Tensor, is_turned: bool) -> Tensor:
     return transpose(tensor) if is_turned and len(tensor.shape) == 2 else tensor
 
 
-def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], said: int | None) -> int | None:
+def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group], said: int | None) -> int | None:
     """Return the updates made, as the optimizer, `said` or the checkpoint counts them; None where nothing does.
 
     Raises:
@@ -88,7 +88,7 @@ def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGro
     return most
 
 
-def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], step: int) -> dict[str, Tensor]:
+def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group], step: int) -> dict[str, Tensor]:
     """Return averages of trainable parameters, as state of the training model; none if the checkpoint has none.
 
     Raises:

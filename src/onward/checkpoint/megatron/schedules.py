@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.description import Schedule
 from onward.recipe.spec import Spec
+from onward.run_state.state import Schedule
 
 _NUMBERS = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import RandomState
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.optimizers import is_optimizer_state
 from onward.checkpoint.pytorch.schedules import is_schedule_state
 from onward.errors import InvalidModelError
+from onward.run_state.state import RandomState
 from onward.run_state.tensors import Tensor
 
 _MOST_NODES = 5_000_000

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.states import up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of

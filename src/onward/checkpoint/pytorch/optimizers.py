@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.state import COUNT, MASTER, Group, Optimizer
 from onward.run_state.tensors import ArrayTensor, number_of
 from onward.vocabulary.torch import NATIVE, SETTINGS, settings_in, words_of
 
@@ -82,7 +82,7 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
         named = known if isinstance(known, list) and len(known) == len(numbers) else numbers
         names |= dict(zip(numbers, named, strict=True))
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(Group(settings, tuple(named)))
+        groups.append(Group(None, tuple(named), settings))
     slots = {
         names.get(key, key): {slot: value for slot, value in kept.items() if value is not None}
         for key, kept in tree["state"].items()

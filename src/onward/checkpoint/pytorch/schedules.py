@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Schedule
 from onward.checkpoint.pytorch.objects import Name, Object
 from onward.recipe.spec import Spec
+from onward.run_state.state import Schedule
 from onward.vocabulary.rate_formulas import FOREVER, Pieces, complete, in_words
 from onward.vocabulary.torch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restart_position
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.objects import Attributed
 from onward.checkpoint.pytorch.optimizers import FLAGS, is_optimizer_state, settings_of, with_step
 from onward.checkpoint.pytorch.schedules import is_schedule_state
 from onward.errors import UnsupportedError
+from onward.run_state.state import COUNT, MASTER, Group, Optimizer
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 
@@ -31,7 +32,7 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
     for group in optimizer.groups:
         for name in group.parameters:
             numbers[name] = name if by_name else len(numbers)
-    specs = {name: group.optimizer for group in optimizer.groups for name in group.parameters}
+    specs = {name: group.spec if group.optimizer else None for group in optimizer.groups for name in group.parameters}
     state = {}
     for name, slots in optimizer.slots.items():
         spec = specs.get(name)
@@ -82,19 +83,19 @@ def settings_now(group: Group) -> dict[str, Any]:
     """The settings of a group: those that were stored, with numbers as they are now."""
     if group.optimizer is None:
         return dict(group.settings)
-    rate = group.rate if group.rate is not None else group.settings.get("lr", group.optimizer.options["lr"])
+    rate = group.rate if group.rate is not None else group.settings.get("lr", group.spec.options["lr"])
     if _OF_PYTORCH.isdisjoint(group.settings):
-        base = float(group.optimizer.options["lr"])
-        return {**settings_of(group.optimizer, rate), **({"initial_lr": base} if rate != base else {})}
+        base = float(group.spec.options["lr"])
+        return {**settings_of(group.spec, rate), **({"initial_lr": base} if rate != base else {})}
     if group.rate is None:
         return dict(group.settings)
-    fresh = settings_of(group.optimizer, rate)
+    fresh = settings_of(group.spec, rate)
     changed = {
         key: value
         for key, value in fresh.items()
         if key in group.settings and key not in FLAGS and value != group.settings[key]
     }
-    base = float(group.optimizer.options["lr"])
+    base = float(group.spec.options["lr"])
     is_stored = base == group.settings.get("lr")  # which stays where the checkpoint has no schedule
     if "initial_lr" in group.settings and "max_lr" not in group.settings and not is_stored:
         changed["initial_lr"] = base

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Optimizer
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.contents import AVERAGED, contents_of, executed_names
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
+from onward.run_state.state import Optimizer
 from onward.run_state.tensors import Tensor, count_of, is_number
 
 UPDATES = ("global_step", "global_steps", "step", "iteration")
@@ -44,7 +45,7 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     if step is None:
         step = step_of(known.get("progress", {}), known["optimizers"])
     kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
+    return Checkpoint(path=path, format=format, title=title, tensors=kept, step=step, remarks=remarks, **known)
 
 
 def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree.optax_trees import reshape, with_sign
 from onward.checkpoint.pytree.pytrees import nest_names
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
+from onward.run_state.state import Group, Optimizer
 from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.vocabulary.optax import ELSE, EPSILON, FIELDS, difference_from_optax
 
@@ -71,7 +72,7 @@ class _Maker:
                 "the checkpoint does not say which optimizer it is of, and states of optax differ",
                 hint="say which when it is read: `optimizer=...`",
             )
-        spec = group.optimizer
+        spec = group.spec
         configured = optimizer(spec.name).configure(**spec.options)
         made = [self._stage(stage, group, configured) for stage in stages(spec, configured)]
         _warn_of_epsilon(configured, self._step)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.description import Optimizer
 from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.errors import InvalidModelError
+from onward.run_state.state import Optimizer
 from onward.run_state.tensors import ComputedTensor, Tensor
 from onward.vocabulary.optax import FIELDS
 

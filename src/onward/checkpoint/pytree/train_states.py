@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
 from onward.errors import list_names
+from onward.run_state.state import COUNT, Group, Optimizer, RandomState, Schedule
 from onward.run_state.tensors import Tensor
 
 _PARAMETERS = ("params", "parameters", "model_params")
@@ -142,7 +143,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
             0 if meaning.states.waiting else None
         )  # `MultiSteps` does not store its `every_k_schedule`
         known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
-    return Checkpoint(path, format, title, tensors, **known)
+    return Checkpoint(path=path, format=format, title=title, tensors=tensors, **known)
 
 
 def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
@@ -180,7 +181,7 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         numbers = {WORDS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)}
         if states.schedules:
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
-        groups += [Group(settings, tuple(names), numbers=numbers)] if names else []
+        groups += [Group(None, tuple(names), settings, numbers=numbers)] if names else []
     return tuple(groups)
 
 

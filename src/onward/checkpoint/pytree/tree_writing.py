@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import MASTER, Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree.optax_states import optimizer_state
 from onward.checkpoint.pytree.optax_trees import LARGEST, SECOND, with_sign
 from onward.checkpoint.pytree.pytrees import Way, leaves, map_leaves, nest_names
 from onward.checkpoint.pytree.train_states import INFORMATION, OPTIMIZER, find, meaning_of, number, updates_made
 from onward.errors import UnsupportedError
+from onward.run_state.state import MASTER
 from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 
 _TREES: dict[str, Any] = {"orbax": None, "flax": {}}

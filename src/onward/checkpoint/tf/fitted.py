@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tf.compiled import (
     AVERAGE,
@@ -28,6 +28,7 @@ from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import UnsupportedError
+from onward.run_state.state import Group, Optimizer, Schedule
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
 
@@ -84,7 +85,7 @@ class Fitted:
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
         slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
         spec = spec_of(known, lr) if has_words else None
-        group = Group(known.given, tuple(self._parameters), spec, numbers={} if constant is None else {"lr": lr})
+        group = Group(spec, tuple(self._parameters), known.given, numbers={} if constant is None else {"lr": lr})
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
@@ -103,7 +104,7 @@ class Fitted:
 
     def _unknown(self) -> tuple[Optimizer, ...]:
         given = self._compiled.get("optimizer")
-        return (Optimizer((), (Group(mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
+        return (Optimizer((), (Group(settings=mapping(given)),), {}, variant="keras"),) if self._arrays else ()
 
     def _roles_of(self, at: int) -> list[Role]:
         return [role for role in self._roles if role.parameter == at]
