@@ -16,7 +16,7 @@ import pytest
 
 import onward
 from checkpoint_runs import close, data, exported, net, steps_of_onward
-from onward.checkpoint.importing.recipes import settled_options
+from onward.importing.recipes import settled_options
 from onward.options import UntoldOptions
 
 torch = pytest.importorskip("torch")

@@ -25,12 +25,12 @@ from optimizer_tables import TORCH, torch_arguments
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
 from onward.frameworks.torch import capture_module, files, from_torch, to_torch  # noqa: E402
 from onward.frameworks.torch.clipping import Clip  # noqa: E402
 from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
+from onward.importing.scales import scaling_of  # noqa: E402
 from onward.run_state.state import Group, RunState  # noqa: E402
 from onward.run_state.training_models import to_training_model  # noqa: E402
 

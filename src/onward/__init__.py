@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward import backend as backend, engines as engines, rules as rules, transform as transform
     from onward.agreement import verify as verify
     from onward.checker import Finding as Finding, check as check
-    from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
+    from onward.checkpoint import diff as diff
     from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
-    from onward.checkpoint.torch_lightning import LightningCallback as LightningCallback
-    from onward.checkpoint.torch_trainer import TrainerCallback as TrainerCallback
+    from onward.importing.torch_lightning import LightningCallback as LightningCallback
+    from onward.importing.torch_trainer import TrainerCallback as TrainerCallback
     from onward.frameworks.jax import from_jax as from_jax, to_jax as to_jax
     from onward.frameworks.keras import from_keras as from_keras, to_keras as to_keras
     from onward.frameworks.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.engines.initialization import reset as reset
     from onward.errors import Error as Error
     from onward.agreement.gradcheck import check_gradients as check_gradients
+    from onward.importing import from_checkpoint as from_checkpoint
     from onward.inspect import describe as describe
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
@@ -56,9 +57,9 @@ _NAMES = {
     "": ("backend", "engines", "rules", "transform"),
     "agreement": ("verify",),
     "checker": ("Finding", "check"),
-    "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
-    "checkpoint.torch_lightning": ("LightningCallback",),
-    "checkpoint.torch_trainer": ("TrainerCallback",),
+    "checkpoint": ("diff", "open_checkpoint", "to_checkpoint"),
+    "importing.torch_lightning": ("LightningCallback",),
+    "importing.torch_trainer": ("TrainerCallback",),
     "frameworks.jax": ("from_jax", "to_jax"),
     "frameworks.keras": ("from_keras", "to_keras"),
     "frameworks.tensorflow": ("from_tensorflow", "to_tensorflow"),
@@ -67,6 +68,7 @@ _NAMES = {
     "engines.initialization": ("reset",),
     "errors": ("Error",),
     "agreement.gradcheck": ("check_gradients",),
+    "importing": ("from_checkpoint",),
     "inspect": ("describe",),
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
@@ -109,7 +111,7 @@ def __dir__() -> list[str]:
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     """What to say of a name that needs a framework which is not there."""
     home = _HOME[name]
-    if not home.startswith(("frameworks.", "checkpoint.")) or str(error.name).startswith("onward"):
+    if not home.startswith(("frameworks.", "importing.")) or str(error.name).startswith("onward"):
         return error
     from onward.errors import UnsupportedError
 

@@ -3,7 +3,6 @@
 from onward.checkpoint.comparing import Comparison, diff
 from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.importing import from_checkpoint
 from onward.checkpoint.opening import is_checkpoint, open_checkpoint
 from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
@@ -14,7 +13,6 @@ __all__ = [
     "StoredTensor",
     "Tensor",
     "diff",
-    "from_checkpoint",
     "is_checkpoint",
     "open_checkpoint",
     "to_checkpoint",

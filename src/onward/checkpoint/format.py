@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.run_state.state import Group, RunState
 
@@ -76,20 +75,6 @@ class Captured(NamedTuple):
     """Compares the model, with its weights, under a loss with the module that it was captured of."""
 
 
-def missing_package(error: ModuleNotFoundError) -> Exception:
-    """What to say where the model of a checkpoint cannot be made without a package."""
-    if str(error.name).startswith("onward"):
-        return error
-    package, _, part = str(error.name).partition(".")
-    if part:
-        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
-    package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
-    return UnsupportedError(
-        f"to make its model needs `{error.name}`, which is not installed",
-        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
-    )
-
-
 class Format(NamedTuple):
     name: str
     """What users call it: `--to deepspeed`."""
@@ -105,7 +90,7 @@ class Format(NamedTuple):
     ending: str = ""
     """Of a file."""
     graph: Callable[[Path], Captured] | None = None
-    """The model of a checkpoint, where it has one."""
+    """The model of a checkpoint, if that is an ONNX graph."""
     needs_names: bool = True
     """Whether what optimizers keep has names when it is written."""
     also: tuple[str, ...] = ()

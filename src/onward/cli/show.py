@@ -155,13 +155,11 @@ def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
 
 def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """How to go on from there, if there is an optimizer to go on with."""
-    from onward.checkpoint.opening import format_of
+    from onward.importing.capture import has_model
 
     if not checkpoint.optimizers:
         return []
-    format = format_of(path)
-    has_graph = format is not None and format.graph is not None
-    like = "" if has_graph or checkpoint.configuration.get("architectures") else " --like model.onnx"
+    like = "" if has_model(checkpoint) else " --like model.onnx"
     return [("go on", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
 
 

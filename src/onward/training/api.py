@@ -271,10 +271,11 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
         raise RecipeError(
             f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
         )
-    from onward.checkpoint.importing import apply_plan, plan
+    from onward.importing import plan_import
+    from onward.importing.plans import apply_plan
 
     counts = {name: getattr(wanted, name) for name in _OF_CHECKPOINTS}
-    planned = plan(wanted.checkpoint, wanted.model, UntoldOptions(**counts, **wanted.recipe))
+    planned = plan_import(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)
     return apply_plan(planned), list(planned.notes)
 
 

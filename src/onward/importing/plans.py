@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from onward.checkpoint.architecture import capture_model
 from onward.checkpoint.format import Captured, Checkpoint
-from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
-from onward.checkpoint.importing.optimizers import run_groups, with_slot_names
-from onward.checkpoint.importing.recipes import check_smoothing, settled_options, trained_groups
-from onward.checkpoint.importing.schedules import schedule_by_updates
-from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
 from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match, match
-from onward.checkpoint.opening import open_checkpoint
-from onward.checkpoint.scales import scaling_of
 from onward.checkpoint.source_checkpoint import keep
-from onward.errors import ArgumentError, UnsupportedError, warn
-from onward.model import Model, load
-from onward.options import UntoldOptions, taking
-from onward.recipe.exporter_notes import restore
+from onward.checkpoint.summary import plain, settings
+from onward.errors import UnsupportedError, list_names
+from onward.importing.names import own_constants, refuse_unmatched, with_optimizer_names
+from onward.importing.optimizers import run_groups, with_slot_names
+from onward.importing.recipes import check_smoothing, settled_options, trained_groups
+from onward.importing.scales import scaling_of
+from onward.importing.schedules import schedule_by_updates
+from onward.importing.state import averages_of, type_of, updates_made, weights_and_slots
+from onward.model import Model
+from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group, RunState
@@ -55,69 +52,12 @@ class Plan:
     """Compares the graph, with these weights, with the module that it was captured of."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arguments(UntoldOptions):
-    path: str | os.PathLike[str] | Checkpoint
-    like: Model | str | os.PathLike[str] | None = None
-    _: dataclasses.KW_ONLY
-    module: Any = None
-    example_inputs: Any = None
-    probe: bool = True
-
-
-@taking(_Arguments)
-def from_checkpoint(
-    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **given: Any
-) -> Model:
-    """Make a training model that continues where a checkpoint of another framework is. Nothing in it is executed.
-
-        training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy", clip=1.0)
-
-    What a checkpoint does not tell is given here, or taken from `like` if that is a training model. What it does tell
-    must agree with that. A warning names each assumption, such as no gradient clipping where nothing tells of it.
-
-    - `path`: the file or folder, or what `open_checkpoint` returned
-    - `like`: the ONNX model that computes what the checkpoint's model does. Not needed where the checkpoint has its
-      graph, or a configuration of transformers, or `module` is given
-    - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
-      the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
-    - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
-    - `probe`: make a step with `module` and the graph of it, and compare loss and gradients (default: yes). It needs
-      memory for the weights several times
-    """
-    others = {name: given.pop(name) for name in ("module", "example_inputs", "probe") if name in given}
-    planned = plan(path, like, UntoldOptions(**given), **others)
-    made = apply_plan(planned)
-    for assumption in planned.assumptions:
-        warn(assumption)
-    return made
-
-
-def plan(
-    path: str | os.PathLike[str] | Checkpoint,
-    like: Model | str | os.PathLike[str] | None,
-    said: UntoldOptions,
-    *,
-    module: Any = None,
-    example_inputs: Any = None,
-    probe: bool = True,
-    captured: Captured | None = None,
-) -> Plan:
-    """Return what an import would do, without doing it. `captured` is what the checkpoint computes, if known."""
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    if like is not None and module is not None:
-        raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
-    if captured is None and like is not None:
-        captured = Captured(load(like), None)
-    elif captured is None:
-        captured = capture_model(checkpoint, module, example_inputs, said.loss)
+def plan(checkpoint: Checkpoint, captured: Captured, said: UntoldOptions) -> Plan:
+    """Return what an import would do, without doing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
     base = from_training_model(given) if given.steps else None
     model = without_steps(given)
-    if base is None and like is not None:
-        given = model = model.copy()
-        restore(model, unfold=True)
     known = said.names if isinstance(said.names, Mapping) else None
     matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
     listed_names = None if isinstance(said.names, Mapping) else said.names
@@ -159,7 +99,7 @@ def plan(
     notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
     said_notes = (*matched.rules, *notes)
     assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
-    return Plan(checkpoint, matched, run, slots, weights, said_notes, assumptions, captured.probe if probe else None)
+    return Plan(checkpoint, matched, run, slots, weights, said_notes, assumptions, captured.probe)
 
 
 def apply_plan(plan: Plan) -> Model:
@@ -226,3 +166,74 @@ def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[Group]) -> bool:
     specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
     variants = {spec.options.get("variant") for spec in specs}  # Lion of PyTorch users is that of optax
     return all(each.variant == "torch" for each in checkpoint.optimizers) and variants <= {"torch", "optax"}
+
+
+# ---- a preview -------------------------------------------------------------------------------------------------------
+
+_MOST = 6
+
+
+def plan_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Return what an import would do, as labels and texts."""
+    checkpoint, matched, run = plan.checkpoint, plan.match, plan.run
+    rows = [
+        ("checkpoint", f"{checkpoint.path}, {checkpoint.title}"),
+        ("names", f"{len(matched.names)} of {len(checkpoint.tensors)} tensors have their place in the model"),
+        *(("", rule) for rule in matched.rules),
+        (
+            "left out",
+            list_names(matched.left, _MOST) and f"{list_names(matched.left, _MOST)}: the model has no place for them",
+        ),
+        *(("optimizer", f"{group.optimizer}") for group in run.groups[:1]),
+        *(("", f"{group.optimizer}") for group in run.groups[1:]),
+        ("", f"keeps {len(plan.slots)} tensors of {len(run.parameters)} parameters"),
+        ("schedule", ", then ".join(map(str, run.schedule)) or "the rate stays"),
+        ("step", f"{run.step}"),
+        ("loss", _loss_text(run.loss)),
+        ("clipping", settings(run.clip or {})),
+        ("further", settings(run.recipe)),
+        ("kept", "; ".join(_kept_lines(plan))),
+        *(("note", note) for note in plan.notes[len(matched.rules) :]),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    matched, run = plan.match, plan.run
+    return {
+        "checkpoint": str(plan.checkpoint.path),
+        "format": plan.checkpoint.format,
+        "names": dict(matched.names),
+        "turned": sorted(matched.turned),
+        "rules": list(matched.rules),
+        "left": list(matched.left),
+        "groups": [{"optimizer": str(each.optimizer), "parameters": list(each.parameters)} for each in run.groups],
+        "slots": sorted(plan.slots),
+        "schedule": [str(spec) for spec in run.schedule],
+        "step": run.step,
+        "loss": _loss_text(run.loss),
+        "clip": plain(run.clip),
+        "recipe": plain(run.recipe),
+        "kept": _kept_lines(plan),
+        "notes": list(plan.notes[len(matched.rules) :]),
+    }
+
+
+def _loss_text(loss: Any) -> str:
+    if isinstance(loss, Mapping):
+        return " + ".join(f"{output}={_loss_text(each)}" for output, each in loss.items())
+    return " + ".join(map(_loss_text, loss)) if isinstance(loss, list | tuple) else str(loss)
+
+
+def _kept_lines(plan: Plan) -> list[str]:
+    """Return what a training model has no use for, and keeps for a checkpoint of it."""
+    checkpoint = plan.checkpoint
+    parts = {
+        "states of random numbers": checkpoint.randomness,
+        "where in its data it is": checkpoint.data,
+        "the scale of the loss": checkpoint.scaler and "loss_scale" not in plan.run.recipe,
+        "averages": checkpoint.averages,
+        "the configuration": checkpoint.configuration,
+        "arguments": checkpoint.arguments,
+    }
+    return [what for what, is_there in parts.items() if is_there]
