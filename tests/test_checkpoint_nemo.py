@@ -18,7 +18,7 @@ import pytest
 import onward
 from checkpoint_runs import same_tree
 from conftest import needs
-from onward.checkpoint.configurations import plain
+from onward.checkpoint.formats.lightning import plain
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.objects import Name, Object
 from onward.configuration import parse_yaml

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.json_trees import RECORDS
+from onward.checkpoint.source_checkpoint import RECORDS
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
 from onward.run_state.state import Group, Optimizer, RandomState, Schedule

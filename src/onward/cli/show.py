@@ -19,8 +19,7 @@ from onward.errors import WriteError
 if TYPE_CHECKING:
     from onward.analysis.blocks import Part
     from onward.checkpoint import Checkpoint, Comparison
-    from onward.checkpoint.comparing import Pair
-    from onward.checkpoint.facts import Fact
+    from onward.checkpoint.comparing import Fact, Pair
 
 
 @command(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import FORMATS, h5_files
-from onward.checkpoint.naming import TRAINER
+from onward.checkpoint.matching import TRAINER
 from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 

@@ -10,23 +10,20 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.checkpoint.format import Captured, Checkpoint
-from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match, match
 from onward.checkpoint.source_checkpoint import keep
 from onward.checkpoint.summary import plain, settings
 from onward.errors import UnsupportedError, list_names
-from onward.importing.names import own_constants, refuse_unmatched, with_optimizer_names
-from onward.importing.optimizers import run_groups, with_slot_names
+from onward.importing.names import own_constants, refuse_unmatched, run_groups, with_optimizer_names, with_slot_names
 from onward.importing.recipes import check_smoothing, settled_options, trained_groups
-from onward.importing.scales import scaling_of
 from onward.importing.schedules import schedule_by_updates
-from onward.importing.state import averages_of, type_of, updates_made, weights_and_slots
+from onward.importing.state import averages_of, scaling_of, type_of, updates_made, weights_and_slots
 from onward.model import Model
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
 from onward.run_state.state import Group, RunState
-from onward.run_state.tensors import Tensor
+from onward.run_state.tensors import Tensor, as_initializer
 from onward.run_state.training_models import from_training_model, to_training_model
 from onward.transform.training import without_steps
 

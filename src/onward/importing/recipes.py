@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.matching import Match
-from onward.checkpoint.naming import TRAINER
+from onward.checkpoint.matching import TRAINER, Match
 from onward.errors import ArgumentError, UnsupportedError, list_names
-from onward.importing.optimizers import tells_optimizers, with_state
-from onward.importing.scales import scaling_of
+from onward.importing.names import tells_optimizers, with_state
+from onward.importing.state import scaling_of
 from onward.inspect import describe
 from onward.inspect.formatting import quantity
 from onward.model import Model

@@ -31,8 +31,9 @@ from onward.inspect.summary import (
     Summary,
     Training,
     Weight,
+    dtype_name,
+    port,
 )
-from onward.inspect.values import dtype_name, port
 from onward.model import Model, Source, Step, load
 from onward.model.serde import places_of
 from onward.model.state import hyperparameters, states

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from onward.constants import constant_tensor
 from onward.errors import list_names
 from onward.inspect.formatting import quantity
-from onward.inspect.summary import Role, Weight
-from onward.inspect.values import dtype_name
+from onward.inspect.summary import Role, Weight, dtype_name
 from onward.model import Model
 from onward.model.walk import read_by
 from onward.recipe.exporter_notes import (

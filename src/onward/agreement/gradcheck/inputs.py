@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.agreement.gradcheck.subject import Subject
 from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.inspect.formatting import shape as shown_shape
-from onward.inspect.values import port
+from onward.inspect.summary import port
 from onward.model import Model
 from onward.model.core import values
 from onward.model.storage.files import reason

@@ -9,7 +9,7 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import pytorch
-from onward.checkpoint.naming import with_own_names
+from onward.checkpoint.matching import with_own_names
 from onward.checkpoint.pytorch.folders import has, torch_files, write_again
 from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
 from onward.checkpoint.safetensors_files import read_json, write_json

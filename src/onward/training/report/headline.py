@@ -13,7 +13,7 @@ from typing import Any
 from onward.errors import first_line
 from onward.inspect import Summary, describe
 from onward.inspect.formatting import amount, quantity, setting
-from onward.inspect.rows import step_rows
+from onward.inspect.render import step_rows
 from onward.training.progress import duration, short
 from onward.training.report.history import History, Series
 
