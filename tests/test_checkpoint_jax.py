@@ -19,7 +19,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.checkpoint import StoredTensor, Tensor
-from onward.checkpoint.formats import zarr_tree
+from onward.checkpoint.formats import orbax as zarr_tree
 from onward.checkpoint.pytree import message_writer, messages
 from onward.recipe.spec import parse
 

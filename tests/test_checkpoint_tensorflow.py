@@ -15,7 +15,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
-from onward.checkpoint.formats import bundle
+from onward.checkpoint.formats import tensorflow as bundle
 from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
 from onward.checkpoint.tf.table import make_table, read_table
 from onward.checkpoint.tf.tracked import meaning_of

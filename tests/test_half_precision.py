@@ -30,7 +30,7 @@ from onward.frameworks.torch import capture_module, files, from_torch, to_torch 
 from onward.frameworks.torch.clipping import Clip  # noqa: E402
 from onward.frameworks.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.frameworks.torch.optimizers import read_optimizer  # noqa: E402
-from onward.importing.state import scaling_of  # noqa: E402
+from onward.importing.recipes import scaling_of  # noqa: E402
 from onward.run_state.state import Group, RunState  # noqa: E402
 from onward.run_state.training_models import to_training_model  # noqa: E402
 

@@ -3,7 +3,7 @@
 from onward.checkpoint.comparing import Comparison, diff
 from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.opening import is_checkpoint, open_checkpoint
+from onward.checkpoint.formats import is_checkpoint, open_checkpoint
 from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 __all__ = [

@@ -14,8 +14,8 @@ from onward.agreement.elements import Distance, compare_elements
 from onward.arguments import Range, checked
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.formats import open_either
 from onward.checkpoint.matching import TRAINER, by_name, with_names, with_own_names
-from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import base_rate
 from onward.errors import UnsupportedError

@@ -12,9 +12,8 @@ import numpy as np
 
 from onward.arguments import checked
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.formats import FORMATS, writable
+from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.matching import Match, by_name, with_own_names
-from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.schedules import advance_state, state_of
 from onward.checkpoint.pytorch.states import advance_counter
 from onward.checkpoint.pytorch.trees import UPDATES

@@ -228,8 +228,7 @@ def _import(
     data: Where,
     force: bool,
 ) -> list[Path]:
-    from onward.importing import plan_import
-    from onward.importing.plans import apply_plan, plan_json, plan_lines
+    from onward.importing import apply_plan, plan_import, plan_json, plan_lines
 
     place = target(source, output, "training", data=data, force=force or dry_run)
     with working(f"reading {source}"):

@@ -124,7 +124,7 @@ def _held(block: Part) -> str:
 
 
 def _show_code(path: Path, as_json: bool) -> None:
-    from onward.checkpoint.opening import list_code
+    from onward.checkpoint.formats import list_code
 
     code, wrong = list_code(path)
     if as_json:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.format import Captured, Checkpoint
-from onward.checkpoint.formats import FORMATS, h5_files
+from onward.checkpoint.formats import FORMATS, keras
 from onward.checkpoint.matching import TRAINER
 from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
@@ -42,7 +42,7 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
     graph = _graph_of(checkpoint)
     if graph is not None:
         return graph(checkpoint.path)
-    if checkpoint.format == h5_files.FORMAT.name:
+    if checkpoint.format == keras.FORMAT.name:
         return _of_layers(checkpoint)
     if checkpoint.configuration.get("architectures"):
         return _of_configuration(checkpoint, example_inputs, loss)
@@ -54,7 +54,7 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
 
 def has_model(checkpoint: Checkpoint) -> bool:
     """True if a checkpoint says what it computes."""
-    is_keras = checkpoint.format == h5_files.FORMAT.name
+    is_keras = checkpoint.format == keras.FORMAT.name
     return is_keras or _graph_of(checkpoint) is not None or bool(checkpoint.configuration.get("architectures"))
 
 
@@ -64,7 +64,7 @@ def _graph_of(checkpoint: Checkpoint) -> Callable[[Path], Captured] | None:
 
 def _of_layers(checkpoint: Checkpoint) -> Captured:
     """Return the layers of a `.keras` file, made by Keras of its own classes."""
-    config = checkpoint.trees.get(h5_files.CONFIG)
+    config = checkpoint.trees.get(keras.CONFIG)
     if config is None or checkpoint.executes:
         what = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights, and no layers"
         raise UnsupportedError(

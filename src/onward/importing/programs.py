@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.formats.h5_files import read_zipped_json
+from onward.checkpoint.formats.keras import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.bundles import read_bundle
 from onward.frameworks.files import Framework

@@ -271,8 +271,7 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
         raise RecipeError(
             f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
         )
-    from onward.importing import plan_import
-    from onward.importing.plans import apply_plan
+    from onward.importing import apply_plan, plan_import
 
     counts = {name: getattr(wanted, name) for name in _OF_CHECKPOINTS}
     planned = plan_import(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)

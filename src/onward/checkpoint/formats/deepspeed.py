@@ -21,7 +21,7 @@ from onward.checkpoint.deepspeed.zero import (
     read_unpartitioned,
 )
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.formats import trainer
+from onward.checkpoint.formats import transformers_trainer as trainer
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.objects import Attributed, Object
