@@ -61,7 +61,9 @@ def to_checkpoint(
         checkpoint = _in_order_of_tensors(checkpoint)
     target = Path(path)
     assert chosen.write is not None
-    announce(_size(checkpoint, chosen))
+    has_slots = "optimizers" in chosen.keeps or not chosen.keeps
+    slots = [tensor for each in checkpoint.optimizers if has_slots for tensor in each.tensors]
+    announce(sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *slots)))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
         written = folder if chosen.is_folder else folder / target.name
@@ -97,13 +99,6 @@ def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
         for optimizer in checkpoint.optimizers
     )
     return dataclasses.replace(checkpoint, optimizers=optimizers)
-
-
-def _size(checkpoint: Checkpoint, format: Format) -> int:
-    """The bytes of tensors that will be written."""
-    slots = [tensor for optimizer in checkpoint.optimizers for tensor in optimizer.tensors]
-    kept = slots if "optimizers" in format.keeps or not format.keeps else []
-    return sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *kept))
 
 
 def format_named(name: str) -> Format:
@@ -245,9 +240,18 @@ def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()
-    every = _updates_per_step(run.schedule)
+    units = {int(spec.options.get("every", 1)) for spec in run.schedule}
+    every = units.pop() if len(units) == 1 else 1
     position = run.step // every
-    words = tuple(Spec(spec.name, _in_scheduler_steps(spec.options, every)) for spec in run.schedule)
+    words = tuple(run.schedule)
+    if every != 1:  # by steps of the scheduler, where they were by updates
+        words = tuple(spec.without("every") for spec in words)
+        words = tuple(
+            Spec(spec.name, {**spec.options, "until": spec.options["until"] / every})
+            if "until" in spec.options
+            else spec
+            for spec in words
+        )
     bases = [group.lr for group in run.groups]
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     if not before:
@@ -260,19 +264,6 @@ def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...
         )
         found.append(Schedule(state, schedule.words if is_told else words, position, every))
     return tuple(found)
-
-
-def _updates_per_step(schedule: Sequence[Spec]) -> int:
-    units = {int(spec.options.get("every", 1)) for spec in schedule}
-    return units.pop() if len(units) == 1 else 1
-
-
-def _in_scheduler_steps(options: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Options by steps of a scheduler, where they were by updates."""
-    if every == 1:
-        return dict(options)
-    counted = {key: value for key, value in options.items() if key != "every"}
-    return {**counted, **({"until": counted["until"] / every} if "until" in counted else {})}
 
 
 def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:

@@ -98,12 +98,9 @@ def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[st
     if wrappers:
         rules.append(f"left out of names: {list_names(sorted(wrappers), 4)}")
     if old != new:
-        rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else _describe_rule(old, new))
+        change = f"names lose `{old}` at their beginning" if old else f"names get `{new}` at their beginning"
+        rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else change)
     return found
-
-
-def _describe_rule(old: str, new: str) -> str:
-    return f"names lose `{old}` at their beginning" if old else f"names get `{new}` at their beginning"
 
 
 def _unwrap_name(name: str) -> str:
@@ -197,7 +194,7 @@ def _transposed_matrices(
         tensor = graph[ours].const_value
         assert tensor is not None
         here, there = tuple(tensor.shape.numpy()), tensors[theirs].shape
-        multiplied = _is_factor(graph[ours])
+        multiplied = any(use.node.op_type == "MatMul" and use.idx == 1 for use in graph[ours].uses())
         if here == there:
             if multiplied and len(here) == 2:
                 (squares if here[0] == here[1] else straight).append(theirs)
@@ -220,10 +217,6 @@ def _transposed_matrices(
     if turned:
         rules.append(f"{len(turned)} matrices are turned: {list_names(turned, 3)}")
     return turned
-
-
-def _is_factor(value: ir.Value) -> bool:
-    return any(use.node.op_type == "MatMul" and use.idx == 1 for use in value.uses())
 
 
 def _equal(tensor: Tensor, value: ir.Value) -> bool:

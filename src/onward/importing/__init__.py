@@ -177,7 +177,13 @@ def plan(checkpoint: Checkpoint, captured: Captured, said: UntoldOptions) -> Pla
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
     groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
-    loss = _loss(checkpoint, base, captured.loss if said.loss is None else said.loss)
+    losses = (said.loss, captured.loss, base.loss if base else None, checkpoint.loss)
+    loss = next((known for known in losses if known is not None), None)
+    if loss is None:
+        raise UnsupportedError(
+            f"neither `{checkpoint.path}` nor the model says which loss was trained",
+            hint="say it: `--loss cross_entropy`, or `loss=...`; or give a training model",
+        )
     check_smoothing(checkpoint, loss)
     groups, frozen = trained_groups(checkpoint, matched, groups, given, base, loss, said)
     if checkpoint.waiting:
@@ -193,7 +199,8 @@ def plan(checkpoint: Checkpoint, captured: Captured, said: UntoldOptions) -> Pla
     if has_masters is not None:
         recipe["master_weights"] = has_masters
     scaling = scaling_of(checkpoint.scaler)
-    if scaling is not None and ("loss_scale" in recipe or _computes_in_float16(model, groups)):
+    is_float16 = any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
+    if scaling is not None and ("loss_scale" in recipe or is_float16):  # other types have exponents enough
         recipe["loss_scale"] = scaling.words
         slots |= scaling.state
     slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
@@ -228,16 +235,10 @@ def apply_plan(plan: Plan) -> Model:
         _fill(made, name, tensor, problems)
     problems.refuse()
     keep(made, plan.checkpoint, plan.match)
-    _note_progress(made, plan)
-    return made
-
-
-def _note_progress(model: Model, plan: Plan) -> None:
-    """Write down how far the run is, as whoever trains on will."""
-    metadata = model.step().algorithm.metadata_props
-    epoch = plan.checkpoint.progress.get("epoch")
+    metadata, epoch = made.step().algorithm.metadata_props, plan.checkpoint.progress.get("epoch")
     progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
     metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})
+    return made
 
 
 def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
@@ -256,21 +257,6 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
         model.set(name, tensor.array())
     else:
         problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
-
-
-def _loss(checkpoint: Checkpoint, base: RunState | None, said: Any) -> Any:
-    for known in (said, base.loss if base else None, checkpoint.loss):
-        if known is not None:
-            return known
-    raise UnsupportedError(
-        f"neither `{checkpoint.path}` nor the model says which loss was trained",
-        hint="say it: `--loss cross_entropy`, or `loss=...`; or give a training model",
-    )
-
-
-def _computes_in_float16(model: Model, groups: Sequence[Group]) -> bool:
-    """Whether a scale of the loss makes a difference: with more exponents it does not."""
-    return any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
 
 
 def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[Group]) -> bool:

@@ -64,9 +64,13 @@ def schedule_by_updates(
     elif base and base.schedule:
         words, origin = list(base.schedule), "that of the model"
         if not says_rate:
-            groups = [
-                _with_rate(group, _first_rate(base, group, rate)) for group, rate in zip(groups, rates, strict=True)
+            # What a schedule multiplies is the stored rate before any schedule, or else that of the model.
+            own = {name: each.lr for each in base.groups for name in each.parameters}
+            firsts = [
+                own.get(group.parameters[0]) if rate.first is None else rate.first
+                for group, rate in zip(groups, rates, strict=True)
             ]
+            groups = [_with_rate(group, first) for group, first in zip(groups, firsts, strict=True)]
     elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not tell the shape of its schedule",
@@ -86,7 +90,8 @@ def schedule_by_updates(
     if not origin:
         assert stored is not None
         if stored.every is None and every is None:
-            every = _every_of(base)
+            units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
+            every = units.pop() if len(units) == 1 else None
         step, every = _updates(checkpoint, stored, step, every)
         words = [_by_updates(spec, every) for spec in words]
     if step is None:
@@ -143,12 +148,6 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
     )
 
 
-def _every_of(base: RunState | None) -> int | None:
-    """Return the updates for each step of the schedule of a model."""
-    units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
-    return units.pop() if len(units) == 1 else None
-
-
 def _by_updates(spec: Spec, every: int) -> Spec:
     if every == 1:
         return spec
@@ -185,12 +184,6 @@ def _rate_of(checkpoint: Checkpoint, matched: Match, group: Group) -> _Rate:
 
 def _number(stored: Any) -> float | None:
     return float(number_of(stored)) if stored is not None and is_number(stored) else None
-
-
-def _first_rate(base: RunState, group: Group, rate: _Rate) -> float | None:
-    """Return the rate that the schedule of a model multiplies: the stored one before any schedule, or the model's."""
-    own = (each.lr for each in base.groups if group.parameters[0] in each.parameters)
-    return next(own, None) if rate.first is None else rate.first
 
 
 def _with_rate(group: Group, rate: float | None) -> Group:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.build import DOMAIN
 from onward.constants import constant_tensor
 from onward.inspect.formatting import list_names, quantity, setting, settings, shape
-from onward.inspect.summary import Amount, Summary, Training, Weight, port
+from onward.inspect.summary import Amount, Summary, Training, port
 from onward.model import Model
 from onward.model.core import is_gradient, string
 from onward.model.state import State, states
@@ -75,9 +75,13 @@ class Picture:
             notes = _node_notes(part) + [f"{weight.role} {weight.name} {shape(weight.shape)}" for weight in weights]
             shown = [weight for weight in weights if weight.role != "constant"]
             if len(part) == 1:
-                self._add(Block(kind, part[0].op_type, _weight_rows(shown), notes), part)
+                listed = [(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in shown]
+                self._add(Block(kind, part[0].op_type, _shorten(listed), notes), part)
             else:
-                rows = [("", _contents(part)), *_weight_counts(shown)]
+                rows = [("", _contents(part))]
+                for role in dict.fromkeys(weight.role for weight in shown):
+                    of = Amount.of(weight for weight in shown if weight.role == role)
+                    rows.append((role, f"{quantity(of.tensors, 'tensor')}, {of.numbers:,} numbers"))
                 self._add(Block(kind, name or quantity(len(part), "node"), rows, notes), part)
 
     def _add_step(self, model: Model, training: Training, index: int) -> None:
@@ -161,15 +165,6 @@ def _node_notes(nodes: Sequence[ir.Node]) -> list[str]:
 def _contents(nodes: Sequence[ir.Node]) -> str:
     kinds = Counter(node.op_type for node in nodes).most_common(2)
     return f"{quantity(len(nodes), 'node')}: {', '.join(op if n == 1 else f'{op} ×{n:,}' for op, n in kinds)}"
-
-
-def _weight_rows(weights: Sequence[Weight]) -> list[tuple[str, str]]:
-    return _shorten([(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in weights])
-
-
-def _weight_counts(weights: Sequence[Weight]) -> list[tuple[str, str]]:
-    amounts = {role: Amount.of(w for w in weights if w.role == role) for role in dict.fromkeys(w.role for w in weights)}
-    return [(role, f"{quantity(of.tensors, 'tensor')}, {of.numbers:,} numbers") for role, of in amounts.items()]
 
 
 def _shorten(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
