@@ -266,7 +266,7 @@ class Fact(NamedTuple):
 def facts(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
     """What two say about the training. `names` are those of the first, and what they are called in the second."""
     yield _fact("step", a.step, b.step)
-    yield _families(a, b)
+    yield _fact("optimizer", *("; ".join(each.title for each in side.optimizers) or None for side in (a, b)))
     yield from _groups(a, b, names)
     yield from _schedules(a, b)
     yield _fact("clipping", dict(a.clip or {}), dict(b.clip or {}))
@@ -277,11 +277,8 @@ def facts(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fa
 
 
 def _fact(name: str, a: Any, b: Any) -> Fact:
-    return Fact(name, _none(a), _none(b), same(a, b))
-
-
-def _none(value: Any) -> Any:
-    return None if isinstance(value, Mapping) and not value else value
+    one, other = (None if isinstance(value, Mapping) and not value else value for value in (a, b))
+    return Fact(name, one, other, same(a, b))
 
 
 def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
@@ -305,12 +302,15 @@ def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(same(x, y, seen) for x, y in zip(a, b, strict=True))
     if isinstance(a, float) or isinstance(b, float):
-        return isinstance(a, int | float) and isinstance(b, int | float) and _close(a, b)
+        if not (isinstance(a, int | float) and isinstance(b, int | float)):
+            return False
+        is_close = math.isclose(a, b, rel_tol=_ONE_PART_IN, abs_tol=1e-30)
+        return is_close or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
 
 
 def _same_arrays(a: Any, b: Any) -> bool:
-    one, other = _array(a), _array(b)
+    one, other = (value.array() if isinstance(value, Tensor) else value for value in (a, b))
     if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
         return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -318,20 +318,7 @@ def _same_arrays(a: Any, b: Any) -> bool:
     return bool(np.array_equal(one, other)) if one.dtype.hasobject else one.tobytes() == other.tobytes()
 
 
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_ONE_PART_IN, abs_tol=1e-30) or (math.isnan(a) and math.isnan(b))
-
-
-def _array(value: Any) -> Any:
-    return value.array() if isinstance(value, Tensor) else value
-
-
 # ---- optimizers ------------------------------------------------------------------------------------------------------
-
-
-def _families(a: Checkpoint, b: Checkpoint) -> Fact:
-    one, other = ("; ".join(each.title for each in checkpoint.optimizers) for checkpoint in (a, b))
-    return Fact("optimizer", one or None, other or None, one == other)
 
 
 def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
@@ -343,20 +330,15 @@ def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[
             both.setdefault((id(group), id(other)), (group, other, []))[2].append(name)
     for one, other, parameters in both.values():
         where = "" if len(both) == 1 else f" of {len(parameters)} parameters, {parameters[0]} first"
-        yield from (_fact(f"{key}{where}", *values) for key, values in _numbers(one, other))
+        words, others = _words(one), _words(other)
+        yield from (_fact(f"{key}{where}", words.get(key), others.get(key)) for key in {**words, **others})
+        rates = _rate(one), _rate(other)
+        if None not in rates:
+            yield _fact(f"learning rate now{where}", *rates)
 
 
 def _by_parameter(checkpoint: Checkpoint) -> dict[Any, Group]:
     return {name: group for each in checkpoint.optimizers for group in each.groups for name in group.parameters}
-
-
-def _numbers(a: Group, b: Group) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    one, other = _words(a), _words(b)
-    for key in {**one, **other}:
-        yield key, (one.get(key), other.get(key))
-    rates = _rate(a), _rate(b)
-    if None not in rates:
-        yield "learning rate now", rates
 
 
 def _words(group: Group) -> dict[str, Any]:

@@ -245,12 +245,9 @@ def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...
     position = run.step // every
     words = tuple(run.schedule)
     if every != 1:  # by steps of the scheduler, where they were by updates
-        words = tuple(spec.without("every") for spec in words)
+        ends = [{"until": spec.options["until"] / every} if "until" in spec.options else {} for spec in words]
         words = tuple(
-            Spec(spec.name, {**spec.options, "until": spec.options["until"] / every})
-            if "until" in spec.options
-            else spec
-            for spec in words
+            Spec(spec.name, {**spec.without("every").options, **end}) for spec, end in zip(words, ends, strict=True)
         )
     bases = [group.lr for group in run.groups]
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]

@@ -160,23 +160,23 @@ _MOST = 2_000_000
 """Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
 _LARGEST_KEY = 1 << 60
 """From here on, Python gives several integers the same hash, and a dict of them takes the square of its size."""
-RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "Checkpoint": (
-        Checkpoint,
+RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
+    Checkpoint: (
+        "Checkpoint",
         (
             "path", "format", "title", "tensors", "optimizers", "schedules", "step", "since", "progress", "randomness",
             "data", "scaler", "averages", "average_decay", "average_updates", "clip", "accumulate", "waiting", "loss",
             "tied", "keeps_order", "configuration", "arguments", "layout", "files", "trees", "executes", "remarks",
         ),
     ),
-    "Group": (Group, ("settings", "parameters", "optimizer", "rate", "numbers")),
-    "Optimizer": (Optimizer, ("families", "groups", "slots", "variant")),
-    "RandomState": (RandomState, ("kind", "state", "rank")),
-    "Schedule": (Schedule, ("state", "words", "position", "every")),
-    "Spec": (Spec, ("name", "options")),
+    Group: ("Group", ("settings", "parameters", "optimizer", "rate", "numbers")),
+    Optimizer: ("Optimizer", ("families", "groups", "slots", "variant")),
+    RandomState: ("RandomState", ("kind", "state", "rank")),
+    Schedule: ("Schedule", ("state", "words", "position", "every")),
+    Spec: ("Spec", ("name", "options")),
 }  # fmt: skip
 """What has a JSON form: the name in files, and the fields that are written, in their order."""
-_NAMES = {kind: name for name, (kind, _) in RECORDS.items()}
+_KINDS = {name: (kind, fields) for kind, (name, fields) in RECORDS.items()}
 
 NameOf = Callable[[Tensor], Any]
 TensorOf = Callable[[Any], Tensor]
@@ -249,8 +249,9 @@ class _Encoder:
             number = self._objects[id(tree)] = len(self._objects)
             parts = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
             return {"$object": [*map(self.encode, parts), number]}
-        if (name := _NAMES.get(type(tree))) is not None:
-            return {f"${name}": {field: self.encode(getattr(tree, field)) for field in RECORDS[name][1]}}
+        if type(tree) in RECORDS:
+            name, fields = RECORDS[type(tree)]
+            return {f"${name}": {field: self.encode(getattr(tree, field)) for field in fields}}
         if isinstance(tree, Path):
             return {"$path": str(tree)}
         raise TypeError(f"a {type(tree).__name__} cannot be kept")
@@ -328,7 +329,7 @@ class _Decoder:
             return simple[kind](form)
         if kind in ("ordered", "defaultdict"):
             return self._decode_attributed(kind, form)
-        record, names = RECORDS[kind]
+        record, names = _KINDS[kind]
         fields = {name: self.decode(value) for name, value in form.items()}
         for name, hint in get_type_hints(record).items():
             if name in fields:

@@ -67,7 +67,7 @@ def tensor_lines(checkpoint: Checkpoint) -> list[str]:
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that it says, but for what is kept only to be written again."""
-    said = {name: plain(getattr(checkpoint, name)) for name in RECORDS["Checkpoint"][1]}
+    said = {name: plain(getattr(checkpoint, name)) for name in RECORDS[Checkpoint][1]}
     return {**said, "path": str(checkpoint.path), "trees": list(checkpoint.trees), "missing": list(checkpoint.missing)}
 
 
@@ -127,7 +127,7 @@ def plain(tree: Any, depth: int = 12) -> Any:
     if isinstance(tree, Tensor):
         return _tensor(tree)
     if isinstance(tree, Optimizer | Group | Schedule):
-        return {name: plain(getattr(tree, name), depth - 1) for name in RECORDS[type(tree).__name__][1]}
+        return {name: plain(getattr(tree, name), depth - 1) for name in RECORDS[type(tree)][1]}
     if isinstance(tree, RandomState):
         return {"kind": tree.kind, "rank": tree.rank}
     if depth and isinstance(tree, Mapping):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onward.checkpoint.comparing import same
 from onward.checkpoint.format import Checkpoint, Order
 from onward.checkpoint.matching import NOT_PROVEN, TRAINER, Match, Shapes, stored_shapes, with_names
 from onward.checkpoint.pytorch.optimizers import spec_of
@@ -101,7 +101,7 @@ def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[Group, list[str]]], 
         if any(stored.get(number, shapes[name]) != shapes[name] for number, name in pairs):
             return False
         ours = run_group.spec.options if isinstance(run_group.optimizer, Spec) else {}
-        return all(_is_close(settings.get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
+        return all(same(settings.get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
 
     for keys in (varying, varying - {"lr"}, set[str]()):
         chosen = [
@@ -111,12 +111,6 @@ def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[Group, list[str]]], 
         if all(len(each) == 1 for each in chosen) and len({each[0] for each in chosen}) == len(parts):
             return [parts[i][1] for (i,) in chosen]
     return [parts[0][1]] if len(parts) == 1 else []
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    """True if two settings are the same, one of which may have been a float32."""
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one == other)
 
 
 def own_constants(matched: Match, model: Model, base: RunState | None) -> set[str]:

@@ -20,10 +20,8 @@ def framework_of(path: Path) -> Framework | None:
     if path.is_dir():
         if (path / "saved_model.pb").is_file():
             variables = path / "variables" / "variables"
-            is_there = variables.with_suffix(".index").is_file()
-            return (
-                "tensorflow" if is_there and any(key.startswith("state/") for key in read_bundle(variables)) else None
-            )
+            known = read_bundle(variables) if variables.with_suffix(".index").is_file() else {}
+            return "tensorflow" if any(key.startswith("state/") for key in known) else None
         return "jax" if (path / "run.py").is_file() and (path / "state.safetensors").is_file() else None
     if path.suffix == ".keras":
         return "keras" if _has_own_classes(path) else None
