@@ -461,13 +461,13 @@ def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
     import optax
 
     from onward.frameworks.jax.trial import try_updates
-    from onward.run_state.state import Group
+    from onward.run_state.state import ParameterGroup
 
     tx = optax.adam(1e-2, eps=1e-3)
     state = tx.init(tree())
     run = run_of(tx, state, tree())
     try_updates(tx, state, tree(), run)
     keras = Spec("adam", {**run.groups[0].optimizer.options, "variant": "keras"})
-    wrong = dataclasses.replace(run, groups=[Group(keras, run.groups[0].parameters)])
+    wrong = dataclasses.replace(run, groups=[ParameterGroup(keras, run.groups[0].parameters)])
     with pytest.raises(MismatchError, match="is off by"):
         try_updates(tx, state, tree(), wrong)

@@ -23,7 +23,7 @@ from onward.inspect.formatting import quantity
 from onward.model import Model
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
-from onward.run_state.state import COUNT, Group, Schedule
+from onward.run_state.state import COUNT, ParameterGroup, SchedulerState
 from onward.run_state.tensors import Tensor, as_tensor, transpose
 
 _COUNTERS = "num_batches_tracked"
@@ -324,7 +324,7 @@ def _same_arrays(a: Any, b: Any) -> bool:
 def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
     """Hyper-parameters, compared for parameters that two groups have in common."""
     theirs = _by_parameter(b)
-    both: dict[tuple[int, int], tuple[Group, Group, list[Any]]] = {}
+    both: dict[tuple[int, int], tuple[ParameterGroup, ParameterGroup, list[Any]]] = {}
     for name, group in _by_parameter(a).items():
         if (other := theirs.get(names.get(str(name), name))) is not None:
             both.setdefault((id(group), id(other)), (group, other, []))[2].append(name)
@@ -337,11 +337,11 @@ def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[
             yield _fact(f"learning rate now{where}", *rates)
 
 
-def _by_parameter(checkpoint: Checkpoint) -> dict[Any, Group]:
+def _by_parameter(checkpoint: Checkpoint) -> dict[Any, ParameterGroup]:
     return {name: group for each in checkpoint.optimizers for group in each.groups for name in group.parameters}
 
 
-def _words(group: Group) -> dict[str, Any]:
+def _words(group: ParameterGroup) -> dict[str, Any]:
     """All numbers and choices by name; those of the framework where the class is not known."""
     if group.optimizer is None:
         rate = {"lr": base_rate(group.settings)} if "lr" in group.settings else {}
@@ -350,7 +350,7 @@ def _words(group: Group) -> dict[str, Any]:
     return {**configured.values, **configured.options}
 
 
-def _rate(group: Group) -> Any:
+def _rate(group: ParameterGroup) -> Any:
     rate = group.settings.get("lr") if group.rate is None else group.rate
     return rate.array().item() if isinstance(rate, Tensor) else rate
 
@@ -364,7 +364,7 @@ def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
         yield _schedule(one[at] if at < len(one) else None, other[at] if at < len(other) else None)
 
 
-def _schedule(a: Schedule | None, b: Schedule | None) -> Fact:
+def _schedule(a: SchedulerState | None, b: SchedulerState | None) -> Fact:
     if a is None or b is None:
         return Fact("schedule", _schedule_text(a), _schedule_text(b), False)
     known = a.words is not None and b.words is not None
@@ -372,7 +372,7 @@ def _schedule(a: Schedule | None, b: Schedule | None) -> Fact:
     return Fact("schedule", _schedule_text(a), _schedule_text(b), equal and a.position == b.position)
 
 
-def _schedule_text(schedule: Schedule | None) -> str | None:
+def _schedule_text(schedule: SchedulerState | None) -> str | None:
     if schedule is None:
         return None
     words = "of a kind that is not known" if schedule.words is None else ", then ".join(map(str, schedule.words))

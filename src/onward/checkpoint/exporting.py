@@ -26,7 +26,7 @@ from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import COUNT, MASTER, Group, Optimizer, RunState, Schedule
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RunState, SchedulerState
 from onward.run_state.tensors import ModelTensor, Tensor, as_tensor, convert_dtype, transpose
 from onward.run_state.training_models import from_training_model, step_of
 
@@ -127,7 +127,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         found = dataclasses.replace(
             weights_of(model),
             title="ONNX training model",
-            optimizers=(Optimizer(families, groups, _slots(model, run.step, None)),),
+            optimizers=(OptimizerState(families, groups, _slots(model, run.step, None)),),
             schedules=_schedules(run, ()),
             progress={"step": run.step},
             averages=_averages(model, None),
@@ -218,11 +218,11 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
 
 
 def _continue_optimizer(
-    before: Optimizer,
-    groups_now: Sequence[Group],
+    before: OptimizerState,
+    groups_now: Sequence[ParameterGroup],
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
-) -> Optimizer:
+) -> OptimizerState:
     """An optimizer of the checkpoint as it is now."""
     now = {name: group for group in groups_now for name in group.parameters}
     groups = []
@@ -236,7 +236,7 @@ def _continue_optimizer(
     return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **kept})
 
 
-def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[SchedulerState, ...]:
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()
@@ -252,14 +252,14 @@ def _schedules(run: RunState, before: Sequence[Schedule]) -> tuple[Schedule, ...
     bases = [group.lr for group in run.groups]
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     if not before:
-        return (Schedule(state_of(words, bases, present, position), words, position, every),)
+        return (SchedulerState(state_of(words, bases, present, position), words, position, every),)
     found = []
     for schedule in before:
         is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
         state = (
             advance_state(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
         )
-        found.append(Schedule(state, schedule.words if is_told else words, position, every))
+        found.append(SchedulerState(state, schedule.words if is_told else words, position, every))
     return tuple(found)
 
 

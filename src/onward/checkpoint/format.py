@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onward.model import Model
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Checkpoint(RunState):
 
     model: Model | None = None  # type: ignore[assignment]
     loss: Any = None
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParameterGroup] = ()
     step: int | None = None  # type: ignore[assignment]
     path: Path = Path()
     format: str = ""

@@ -18,7 +18,7 @@ from onward.errors import UnsupportedError, list_names
 from onward.inspect import describe
 from onward.model import Model
 from onward.run_state.problems import Problems
-from onward.run_state.state import Optimizer
+from onward.run_state.state import OptimizerState
 from onward.run_state.tensors import Tensor
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -240,8 +240,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def with_names(
-    optimizer: Optimizer, orders: Mapping[str, Order], shapes: Shapes, *, in_trainer: bool = False
-) -> tuple[Optimizer, str]:
+    optimizer: OptimizerState, orders: Mapping[str, Order], shapes: Shapes, *, in_trainer: bool = False
+) -> tuple[OptimizerState, str]:
     """Return an optimizer with names for its parameters, and how they were found.
 
     Args:
@@ -271,7 +271,7 @@ def with_names(
     )
 
 
-def stored_shapes(optimizer: Optimizer) -> dict[str | int, tuple[int, ...]]:
+def stored_shapes(optimizer: OptimizerState) -> dict[str | int, tuple[int, ...]]:
     """Return shapes of parameters as far as slots show them."""
     return {
         name: kept.shape
@@ -303,7 +303,7 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, optimizers=named)
 
 
-def _with_groups_of_trainer(orders: Mapping[str, Order], optimizer: Optimizer) -> dict[str, Order]:
+def _with_groups_of_trainer(orders: Mapping[str, Order], optimizer: OptimizerState) -> dict[str, Order]:
     """Return orders, each behind its division by names into those with weight decay and those without."""
     sizes = [len(group.parameters) for group in optimizer.groups]
     found: dict[str, Order] = {}
@@ -317,7 +317,7 @@ def _with_groups_of_trainer(orders: Mapping[str, Order], optimizer: Optimizer) -
     return found
 
 
-def _divided(order: Order, optimizer: Optimizer, shapes: Shapes) -> tuple[list[str] | None, str]:
+def _divided(order: Order, optimizer: OptimizerState, shapes: Shapes) -> tuple[list[str] | None, str]:
     """Return the names of an order as groups have them and a proof, or None and why the order does not do."""
     sizes = [len(group.parameters) for group in optimizer.groups]
     numbers = [number for group in optimizer.groups for number in group.parameters]
@@ -374,7 +374,7 @@ def _ways_to_divide(
     return next(iter(paths.values()), [])
 
 
-def _rename_slots(optimizer: Optimizer, names: Mapping[Any, str]) -> Optimizer:
+def _rename_slots(optimizer: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:
     groups = tuple(
         dataclasses.replace(group, parameters=tuple(names[number] for number in group.parameters))
         for group in optimizer.groups

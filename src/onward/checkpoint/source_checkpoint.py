@@ -25,7 +25,7 @@ from onward.model import Model
 from onward.model.state import KEPT, with_tags
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
-from onward.run_state.state import MASTER, Group, Optimizer, RandomState, Schedule
+from onward.run_state.state import MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
 from onward.run_state.tensors import (
     ArrayTensor,
     ModelTensor,
@@ -169,10 +169,10 @@ RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
             "tied", "keeps_order", "configuration", "arguments", "layout", "files", "trees", "executes", "remarks",
         ),
     ),
-    Group: ("Group", ("settings", "parameters", "optimizer", "rate", "numbers")),
-    Optimizer: ("Optimizer", ("families", "groups", "slots", "variant")),
+    ParameterGroup: ("Group", ("settings", "parameters", "optimizer", "rate", "numbers")),
+    OptimizerState: ("Optimizer", ("families", "groups", "slots", "variant")),
     RandomState: ("RandomState", ("kind", "state", "rank")),
-    Schedule: ("Schedule", ("state", "words", "position", "every")),
+    SchedulerState: ("Schedule", ("state", "words", "position", "every")),
     Spec: ("Spec", ("name", "options")),
 }  # fmt: skip
 """What has a JSON form: the name in files, and the fields that are written, in their order."""

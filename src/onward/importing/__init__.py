@@ -35,7 +35,7 @@ from onward.options import UntoldOptions, taking
 from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.tensors import Tensor, as_initializer
 from onward.run_state.training_models import from_training_model, to_training_model
 from onward.transform.training import without_steps
@@ -259,7 +259,7 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
         problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
 
 
-def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[Group]) -> bool:
+def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> bool:
     """True if BatchNormalization keeps the variance of samples, whatever the training model `like` keeps."""
     specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
     variants = {spec.options.get("variant") for spec in specs}  # Lion of PyTorch users is that of optax

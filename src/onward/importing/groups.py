@@ -19,7 +19,7 @@ from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group, Optimizer, RunState
+from onward.run_state.state import OptimizerState, ParameterGroup, RunState
 
 
 def with_optimizer_names(
@@ -71,7 +71,7 @@ def with_optimizer_names(
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)), notes
 
 
-def _by_group(names: Sequence[str], optimizer: Optimizer) -> Order:
+def _by_group(names: Sequence[str], optimizer: OptimizerState) -> Order:
     """Divide names as the groups of an optimizer are, if their number agrees."""
     sizes = [len(group.parameters) for group in optimizer.groups]
     if sum(sizes) != len(names):
@@ -80,7 +80,7 @@ def _by_group(names: Sequence[str], optimizer: Optimizer) -> Order:
     return [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[Group, list[str]]], shapes: Shapes) -> Order:
+def _as_grouped(optimizer: OptimizerState, parts: Sequence[tuple[ParameterGroup, list[str]]], shapes: Shapes) -> Order:
     """Return parts in the order of the groups of an optimizer, or none where that is not certain.
 
     A group has the size and the shapes of its part. Where several do, the settings in which groups differ tell: all of
@@ -93,7 +93,9 @@ def _as_grouped(optimizer: Optimizer, parts: Sequence[tuple[Group, list[str]]], 
     ]
     varying = {key for each in settings for key in each if any(each[key] != other.get(key) for other in settings)}
 
-    def fits(group: Group, settings: Mapping[str, Any], part: tuple[Group, list[str]], keys: set[str]) -> bool:
+    def fits(
+        group: ParameterGroup, settings: Mapping[str, Any], part: tuple[ParameterGroup, list[str]], keys: set[str]
+    ) -> bool:
         run_group, names = part
         if len(names) != len(group.parameters):
             return False
@@ -141,7 +143,9 @@ def tells_optimizers(checkpoint: Checkpoint) -> bool:
     return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
 
 
-def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: RunState | None) -> list[Group]:
+def run_groups(
+    checkpoint: Checkpoint, matched: Match, said: Spec | None, base: RunState | None
+) -> list[ParameterGroup]:
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
@@ -154,11 +158,11 @@ def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: 
             if own and base and said is None and not tells_optimizers(checkpoint):
                 found += _groups_of(base, own, optimizer, group)
             elif own:
-                found.append(Group(_spec(optimizer, group, said), list(dict.fromkeys(own))))
+                found.append(ParameterGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
     return found
 
 
-def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]) -> set[str]:
+def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup]) -> set[str]:
     """Return the parameters of groups without those that an optimizer has no state of, where it has some of others.
 
     Optimizers of PyTorch are often given all parameters, and those that are frozen never get any state.
@@ -173,14 +177,16 @@ def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]) 
     return found
 
 
-def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]) -> Checkpoint:
+def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup]) -> Checkpoint:
     """The checkpoint with names of slots that only the class of an optimizer tells."""
     ours = {name for group in groups if group.optimizer_name == "adamax" for name in group.parameters}
     theirs = {name for name, other in matched.names.items() if other in ours}
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
-def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: Group) -> list[Group]:
+def _groups_of(
+    base: RunState, own: Sequence[str], optimizer: OptimizerState, group: ParameterGroup
+) -> list[ParameterGroup]:
     """Return the optimizers that a training model has for parameters, with what the checkpoint tells of them."""
     found = []
     for each in base.groups:
@@ -191,11 +197,11 @@ def _groups_of(base: RunState, own: Sequence[str], optimizer: Optimizer, group: 
                 stored = spec_of(spec.name, group.settings)
                 numbers = stored.options if stored is not None else numbers
             spec = Spec(spec.name, {key: numbers.get(key, value) for key, value in spec.options.items()})
-        found.append(Group(spec, [name for name in own if name in each.parameters]))
+        found.append(ParameterGroup(spec, [name for name in own if name in each.parameters]))
     return [group for group in found if group.parameters]
 
 
-def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
+def _spec(optimizer: OptimizerState, group: ParameterGroup, said: Spec | None) -> Spec:
     if said is None and group.optimizer is not None:
         return group.spec
     if said is None:

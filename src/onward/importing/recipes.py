@@ -23,7 +23,7 @@ from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
 from onward.run_state.problems import Problems
-from onward.run_state.state import COUNT, MASTER, Group, RunState
+from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of, transpose
 from onward.transform.training import without_steps
 
@@ -31,12 +31,12 @@ from onward.transform.training import without_steps
 def trained_groups(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[Group],
+    groups: Sequence[ParameterGroup],
     given: Model,
     base: RunState | None,
     loss: Any,
     said: UntoldOptions,
-) -> tuple[list[Group], dict[str, bool]]:
+) -> tuple[list[ParameterGroup], dict[str, bool]]:
     """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
     Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
@@ -44,7 +44,9 @@ def trained_groups(
     """
     notes: dict[str, bool] = {}
 
-    def keep(groups: Sequence[Group], names: set[str], why: str, is_assumed: bool = False) -> list[Group]:
+    def keep(
+        groups: Sequence[ParameterGroup], names: set[str], why: str, is_assumed: bool = False
+    ) -> list[ParameterGroup]:
         kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
         if frozen := [name for each in groups for name in each.parameters if name not in names]:
             notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
@@ -71,7 +73,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[Group], said: UntoldOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], said: UntoldOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 
@@ -195,7 +197,7 @@ _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 
 def weights_and_slots(
-    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[Group]
+    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[ParameterGroup]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
     """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
     weights = {
@@ -236,7 +238,9 @@ def _transpose_if(tensor: Tensor, is_turned: bool) -> Tensor:
     return transpose(tensor) if is_turned and len(tensor.shape) == 2 else tensor
 
 
-def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group], said: int | None) -> int | None:
+def updates_made(
+    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], said: int | None
+) -> int | None:
     """Return the updates made, as the optimizer, `said` or the checkpoint counts them; None where nothing does.
 
     Raises:
@@ -264,7 +268,9 @@ def updates_made(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group]
     return most
 
 
-def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[Group], step: int) -> dict[str, Tensor]:
+def averages_of(
+    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], step: int
+) -> dict[str, Tensor]:
     """Return averages of trainable parameters, as state of the training model; none if the checkpoint has none.
 
     Raises:

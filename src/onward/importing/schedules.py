@@ -13,7 +13,7 @@ from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import Group, RunState, Schedule
+from onward.run_state.state import ParameterGroup, RunState, SchedulerState
 from onward.run_state.tensors import is_number, number_of
 from onward.vocabulary.rate_formulas import Factor, complete
 
@@ -26,7 +26,7 @@ class Scheduled:
     """By updates; none where the rate stays."""
     step: int
     """Updates made."""
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     """With the rates that the schedule multiplies."""
     notes: Mapping[str, bool]
     """True for an assumption that changes numbers where it is wrong."""
@@ -35,7 +35,7 @@ class Scheduled:
 def schedule_by_updates(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[Group],
+    groups: Sequence[ParameterGroup],
     base: RunState | None,
     step: int | None,
     said: UntoldOptions,
@@ -111,7 +111,7 @@ def schedule_by_updates(
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
-def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said: int | None) -> tuple[int, int]:
+def _updates(checkpoint: Checkpoint, schedule: SchedulerState, step: int | None, said: int | None) -> tuple[int, int]:
     """Return the updates made and those for each step of the scheduler, where no others are possible."""
     position = schedule.position or 0
     known = schedule.every
@@ -168,7 +168,7 @@ class _Rate(NamedTuple):
     """Whether `now` may be the rate of the last update, as what `inject_hyperparams` of optax keeps is."""
 
 
-def _rate_of(checkpoint: Checkpoint, matched: Match, group: Group) -> _Rate:
+def _rate_of(checkpoint: Checkpoint, matched: Match, group: ParameterGroup) -> _Rate:
     theirs = {ours: name for name, ours in matched.names.items()}
     own = theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
@@ -186,14 +186,14 @@ def _number(stored: Any) -> float | None:
     return float(number_of(stored)) if stored is not None and is_number(stored) else None
 
 
-def _with_rate(group: Group, rate: float | None) -> Group:
+def _with_rate(group: ParameterGroup, rate: float | None) -> ParameterGroup:
     spec = group.optimizer
     if rate is None or not isinstance(spec, Spec) or spec.options.get("lr") == rate:
         return group
     return dataclasses.replace(group, optimizer=Spec(spec.name, {**spec.options, "lr": rate}))
 
 
-def _notes_on_constant(groups: Sequence[Group], rates: Sequence[_Rate]) -> Iterator[str]:
+def _notes_on_constant(groups: Sequence[ParameterGroup], rates: Sequence[_Rate]) -> Iterator[str]:
     for group, rate in zip(groups, rates, strict=True):
         if None not in (rate.now, rate.first) and not math.isclose(rate.now or 0, rate.first or 0):
             yield f"without a schedule the learning rate stays at {group.lr:g}; it was {rate.first:g} at first"
@@ -201,7 +201,7 @@ def _notes_on_constant(groups: Sequence[Group], rates: Sequence[_Rate]) -> Itera
 
 
 def _check_rates(
-    words: Sequence[Spec], step: int, groups: Sequence[Group], rates: Sequence[_Rate], checkpoint: Checkpoint
+    words: Sequence[Spec], step: int, groups: Sequence[ParameterGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
 ) -> None:
     """Refuse a schedule that does not give the rates that are stored."""
     parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in words])

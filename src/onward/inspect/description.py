@@ -55,7 +55,7 @@ from onward.run_state.reading import (
     read_training,
     trained_parameters,
 )
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.standard import is_standard, operator_name
 from onward.transform.quantised import RANGE_KEY
 
@@ -164,7 +164,7 @@ def _outputs_below(model: Model, targets: Iterable[ir.Value | None]) -> tuple[st
     return tuple(value.name or "" for value in model.outputs if value in read or value in found)
 
 
-def _group(group: Group) -> GroupSummary:
+def _group(group: ParameterGroup) -> GroupSummary:
     options = group.spec.options if group.optimizer is not None else {}
     return GroupSummary(
         name=group.name,

@@ -27,7 +27,7 @@ from onward.model.walk import graphs_in, nested_graphs, source_of
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
 from onward.recipe.schedules import SCHEDULES, Part, schedule, sequence
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
 
@@ -224,7 +224,7 @@ def is_statistics(value: ir.Value) -> bool:
     return any(use.node.op_type == "BatchNormalization" and use.idx in (3, 4) for use in value.uses())
 
 
-def _groups(model: Model, step: Step, schedule: Sequence[Spec], count: int | None) -> list[Group]:
+def _groups(model: Model, step: Step, schedule: Sequence[Spec], count: int | None) -> list[ParameterGroup]:
     """Return the groups as the file records them; parameters that it does not mention are grouped by settings."""
     computed = {value.name: value for value in values(step.algorithm)}
     updates = {p.name or "": _update(model, step, p, computed) for p in trained_parameters(model, step)}
@@ -241,7 +241,7 @@ def _groups(model: Model, step: Step, schedule: Sequence[Spec], count: int | Non
     return [dataclasses.replace(group, rate=_rate(group, schedule, count)) for group in found]
 
 
-def _rate(group: Group, schedule: Sequence[Spec], count: int | None) -> float | None:
+def _rate(group: ParameterGroup, schedule: Sequence[Spec], count: int | None) -> float | None:
     rate = group.settings.get("lr")
     if not isinstance(rate, int | float):
         return None
@@ -299,7 +299,7 @@ def _attribute(node: ir.Node, name: str) -> Setting:
     return plain(attribute.value) if attribute.type in simple else None
 
 
-def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> Group:
+def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> ParameterGroup:
     """A group: what the graph computes, and over what a recipe has recorded about it what the graph holds now."""
     recorded, options, hyper = fact.get("hyper"), fact.get("options"), updates[0].hyper
     if isinstance(options, dict) and "nesterov" in options:
@@ -311,7 +311,7 @@ def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: s
         hyper = {**known, **observed, **_tagged_numbers(step, name)}
     name_of_optimizer = str(fact["name"]) if "name" in fact else updates[0].optimizer
     choices = plain(options) if isinstance(options, dict) else {}
-    return Group(
+    return ParameterGroup(
         optimizer=None if name_of_optimizer is None else Spec(name_of_optimizer, {**hyper, **choices}),
         parameters=tuple(update.parameter for update in updates),
         settings=hyper,

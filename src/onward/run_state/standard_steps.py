@@ -17,7 +17,7 @@ from onward.model.core import string, strings
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.spec import Spec
 from onward.run_state.reading import read_training
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.training_models import optimizer_of, to_training_model
 from onward.transform.names import rename
 from onward.transform.training import without_steps
@@ -75,10 +75,10 @@ class _Reading:
     @property
     def run(self) -> RunState:
         found = read_training(self._model, 0).groups
-        groups = [Group(self._optimizer(group), group.parameters) for group in found]
+        groups = [ParameterGroup(self._optimizer(group), group.parameters) for group in found]
         return RunState(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
 
-    def _optimizer(self, group: Group) -> Spec | FunctionOptimizer:
+    def _optimizer(self, group: ParameterGroup) -> Spec | FunctionOptimizer:
         spec = optimizer_of(self._model, 0, group)
         if isinstance(spec, Spec) and group.settings.get("mode") == "nesterov":
             return Spec("nesterov", spec.options)

@@ -28,7 +28,7 @@ COUNT = "step"
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that one optimizer updates with the same settings."""
 
     optimizer: Spec | FunctionOptimizer | None = None
@@ -83,12 +83,12 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class OptimizerState:
     """An optimizer with its state, as a checkpoint stores it."""
 
     families: tuple[str, ...]
     """Names of recipes that it can be, by what it keeps: one, several that keep the same, or none."""
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     slots: Mapping[str | int, Mapping[str, Any]]
     """Tensors and single numbers of each parameter. The names are those of a recipe's optimizers (`exp_avg`,
     `momentum_buffer`), with `step` and `master`."""
@@ -116,7 +116,7 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class SchedulerState:
     """A scheduler of the learning rate, as a checkpoint stores it."""
 
     state: Mapping[str, Any]
@@ -147,7 +147,7 @@ class RunState:
     """The inference model, with its weights as they are now."""
     loss: Any
     """What `prepare` takes: such as `Spec("cross_entropy", {"label_smoothing": 0.1})`, or a list of several."""
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     """With the names of the model."""
     state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """All state beside the weights, by the names of a training model: slots of optimizers (`fc.weight/exp_avg`),
@@ -168,8 +168,8 @@ class RunState:
 
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Parameters and buffers, where there is no model."""
-    optimizers: tuple[Optimizer, ...] = ()
-    schedules: tuple[Schedule, ...] = ()
+    optimizers: tuple[OptimizerState, ...] = ()
+    schedules: tuple[SchedulerState, ...] = ()
     since: int = 0
     """Updates since it was stored, if a training model that was made of it has been trained since."""
     progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -25,7 +25,7 @@ from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences
 from onward.run_state.problems import Problems
 from onward.run_state.reading import LossTerm, computing_node, read_training
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.runtime.sessions import evaluate
 from onward.standard import IR_VERSION
 from onward.transform.quantised import RANGE_KEY
@@ -191,7 +191,9 @@ def _read_run_state(model: Model, index: int) -> RunState:
     return RunState(
         model=without_steps(model),
         loss=[_term(term) for term in run.loss],
-        groups=[Group(optimizer_of(model, index, each), each.parameters, rate=each.rate) for each in run.groups],
+        groups=[
+            ParameterGroup(optimizer_of(model, index, each), each.parameters, rate=each.rate) for each in run.groups
+        ],
         state={state.name: state.array for state in own if state.name != STEP},
         step=run.step,
         schedule=run.schedule,
@@ -215,7 +217,7 @@ def _term(term: LossTerm) -> Any:
     return {term.output: {"name": term.name, **term.options, **scale}}
 
 
-def optimizer_of(model: Model, index: int, group: Group) -> Spec | FunctionOptimizer:
+def optimizer_of(model: Model, index: int, group: ParameterGroup) -> Spec | FunctionOptimizer:
     """Return an optimizer as a recipe has it: without settings that have no effect as it is configured; or a graph."""
     if group.is_function:
         return _function_of(model, index, group)
@@ -234,7 +236,7 @@ def optimizer_of(model: Model, index: int, group: Group) -> Spec | FunctionOptim
 _SCALARS = {RATE: ir.DataType.DOUBLE, COUNT: ir.DataType.INT64}
 
 
-def _function_of(model: Model, index: int, group: Group) -> FunctionOptimizer:
+def _function_of(model: Model, index: int, group: ParameterGroup) -> FunctionOptimizer:
     """Return the function of a group as a graph whose inputs have the present names of parameters and state."""
     step = model.step(index)
     call = _call(step, group.parameters[0])

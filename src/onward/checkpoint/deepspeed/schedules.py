@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.pytorch.schedules import is_schedule_state, schedule_of
 from onward.recipe.spec import Spec
-from onward.run_state.state import Schedule
+from onward.run_state.state import SchedulerState
 
 
 class Found(NamedTuple):
-    schedule: Schedule
+    schedule: SchedulerState
     base: float | None
     """The rate that the words multiply; None where that is the one of the optimizer."""
 
@@ -29,19 +29,19 @@ def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, gro
     """
     if state is None:
         is_moved = any("initial_lr" in group for group in groups)
-        return Found(Schedule({}, None if is_moved else ()), None)
+        return Found(SchedulerState({}, None if is_moved else ()), None)
     if is_schedule_state(state):
         return Found(dataclasses.replace(schedule_of(state), every=1), None)  # its engine steps it with every update
     if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:
-        return Found(Schedule(state if isinstance(state, Mapping) else {}), None)
+        return Found(SchedulerState(state if isinstance(state, Mapping) else {}), None)
     position = state["last_batch_iteration"] + 1
     kind = config.get("type") if isinstance(config, Mapping) else None
     numbers = config.get("params") if isinstance(config, Mapping) else None
     read = _READERS.get(str(kind))
     if read is None or not isinstance(numbers, Mapping) or not _all_plain(numbers):
-        return Found(Schedule(state, None, position, every=1), None)
+        return Found(SchedulerState(state, None, position, every=1), None)
     words, base = read(numbers, given, position)
-    return Found(Schedule(state, words, position, every=1), base)
+    return Found(SchedulerState(state, words, position, every=1), base)
 
 
 def _all_plain(numbers: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
 from onward.errors import UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
-from onward.run_state.state import COUNT, MASTER, Group, Schedule
+from onward.run_state.state import COUNT, MASTER, ParameterGroup, SchedulerState
 from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 
 FOLDER = "zero"
@@ -80,7 +80,7 @@ def write_universal(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(folder / _MODEL_OF_STAGE_3, {**model, "module": Attributed(outside)})
 
 
-def _groups(checkpoint: Checkpoint) -> tuple[Group, ...]:
+def _groups(checkpoint: Checkpoint) -> tuple[ParameterGroup, ...]:
     """The groups of the optimizer, if all can be written."""
     if len(checkpoint.optimizers) != 1:
         raise UnsupportedError(
@@ -117,7 +117,7 @@ def _count(count: Any) -> Tensor:
     return ArrayTensor(np.array(count_of(count), np.float32))
 
 
-def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _common(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     settings = [settings_now(group) for group in groups]
     # In stage 3, DeepSpeed gives the settings of the first group to all: it gets those that all have in common.
     shared = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
@@ -148,7 +148,7 @@ def _own_scaler(checkpoint: Checkpoint) -> Any:
     return None
 
 
-def _model(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _model(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     """The state of a model: that of the checkpoint where DeepSpeed wrote it, with what users gave it to keep."""
     there = next((mapping(tree) for name, tree in checkpoint.trees.items() if name.endswith("model_states.pt")), {})
     trained = [str(name) for group in groups for name in group.parameters]
@@ -186,9 +186,9 @@ def _nothing(tensor: Tensor) -> Tensor:
     return ArrayTensor(np.zeros(0, tensor.dtype))
 
 
-def _scheduler(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _scheduler(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     """The state of a scheduler: what those of DeepSpeed count, and what those of PyTorch keep."""
-    schedule = next(iter(checkpoint.schedules), Schedule({}, ()))
+    schedule = next(iter(checkpoint.schedules), SchedulerState({}, ()))
     position = step if schedule.position is None else schedule.position
     bases = [group.spec.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]
     rates = [settings_now(group).get("lr", base) for group, base in zip(groups, bases, strict=True)]

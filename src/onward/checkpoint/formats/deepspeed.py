@@ -31,7 +31,7 @@ from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
-from onward.run_state.state import MASTER, Group, Optimizer
+from onward.run_state.state import MASTER, OptimizerState, ParameterGroup
 from onward.run_state.tensors import Tensor, convert_dtype
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
@@ -255,14 +255,14 @@ def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str,
 
 def _optimizer(
     kept: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
-) -> Optimizer | None:
+) -> OptimizerState | None:
     if not kept.groups:
         return None
     kind = str(_of_optimizer(config).get("type", "")).lower()
     unmastered = {name: {slot: v for slot, v in held.items() if slot != MASTER} for name, held in kept.slots.items()}
     found = optimizer_of({"param_groups": kept.groups, "state": unmastered}, _family(kind, config))
     is_known = not kind or kind in _PLAIN
-    return Optimizer(
+    return OptimizerState(
         found.families if is_known else (kind,),
         tuple(_with_rate(group, base, is_known) for group in found.groups),
         {name: without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
@@ -277,7 +277,7 @@ def _family(kind: str, config: Mapping[str, Any]) -> str | None:
     return "adamw" if kind == "adamw" or given.get("adam_w_mode", True) else "adam"
 
 
-def _with_rate(group: Group, base: float | None, is_known: bool) -> Group:
+def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> ParameterGroup:
     """A group whose rate is the one that a scheduler of DeepSpeed multiplies."""
     if not is_known or group.optimizer is None or group.settings.get("bias_correction", True) is not True:
         return dataclasses.replace(group, optimizer=None)

@@ -23,7 +23,7 @@ from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
-from onward.run_state.state import COUNT, MASTER, Group, Optimizer, RandomState
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -199,7 +199,7 @@ def _optimizer(
     arguments: Mapping[str, Any],
     slots: Mapping[str | int, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
-) -> tuple[Optimizer | None, tuple[str, ...]]:
+) -> tuple[OptimizerState | None, tuple[str, ...]]:
     inner = _inner_states(common)
     stored = [mapping(group) for each in inner for group in each["param_groups"]]
     if not stored:
@@ -221,11 +221,11 @@ def _optimizer(
         return optimizer_of({"state": kept, "param_groups": groups}), remarks
     is_known = arguments.get("optimizer", "adam") == "adam"
     adams = tuple(
-        Group(_spec(group, common) if is_known else None, tuple(names), _settings(group))
+        ParameterGroup(_spec(group, common) if is_known else None, tuple(names), _settings(group))
         for group, names in zip(stored, members, strict=True)
         if names
     )
-    return Optimizer(("adamw",) if is_known else (), adams, kept), remarks
+    return OptimizerState(("adamw",) if is_known else (), adams, kept), remarks
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_json(folder / _BACKEND, {**backends, **versions})
 
 
-def _refuse_coupled_decay(optimizer: Optimizer) -> None:
+def _refuse_coupled_decay(optimizer: OptimizerState) -> None:
     """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
     for group in optimizer.groups:
         if group.optimizer_name == "adam" and group.spec.options.get("weight_decay"):

@@ -24,7 +24,7 @@ from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
-from onward.run_state.state import COUNT, Group, Optimizer
+from onward.run_state.state import COUNT, OptimizerState, ParameterGroup
 from onward.run_state.tensors import ComputedTensor, Tensor
 
 NAME = "checkpoint"
@@ -87,21 +87,23 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _optimizers(tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None) -> tuple[Optimizer, ...]:
+def _optimizers(
+    tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None
+) -> tuple[OptimizerState, ...]:
     groups, slots = [], {}
     stored = tree["optimizer_groups"] or _fresh_group(trained, rule)
     for group in stored.values():
         rate = group["initial_learning_rate"]
         spec = None if rule is None or rule.spec is None else Spec(rule.spec.name, {**rule.spec.options, "lr": rate})
         settings = {"initial_lr": rate, **(rule.settings if rule else {})}
-        groups.append(Group(spec, tuple(group["optimizer_states"]), settings))
+        groups.append(ParameterGroup(spec, tuple(group["optimizer_states"]), settings))
         for name, momentums in group["optimizer_states"].items():
             if name not in trained or name in slots:
                 raise InvalidModelError(
                     f"the optimizer keeps something for `{name}`, which is not trained or was before"
                 )
             slots[name] = {COUNT: group["step"], **_slots(name, momentums, trained[name], rule)}
-    return (Optimizer((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
+    return (OptimizerState((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
 
 
 def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
     return {_GROUP: {"step": checkpoint.step or 0, "initial_learning_rate": rate, "optimizer_states": states}}
 
 
-def _slots_there(group: Group) -> tuple[str, ...]:
+def _slots_there(group: ParameterGroup) -> tuple[str, ...]:
     """The slots that `momentum0` and so on stand for."""
     spec = None if group.optimizer is None else group.spec
     if spec is not None:

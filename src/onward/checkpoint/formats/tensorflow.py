@@ -14,7 +14,7 @@ from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
-from onward.run_state.state import COUNT, MASTER, Group, Optimizer, RandomState, Schedule
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
 from onward.run_state.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.vocabulary.keras import KINDS, WORDS, shortest_decimal, snake_case
 
@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
+def _optimizer(keys: Keys, tree: Tree) -> OptimizerState:
     product = keys.numbers.get("u_product")
     shared = {SHARED: convert_dtype(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
@@ -104,14 +104,14 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
     if "learning_rate" in settings:
         settings["lr"] = shortest_decimal(settings.pop("learning_rate"))
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
-    group = Group(None, tuple(keys.parameters), settings, numbers=numbers)
-    return Optimizer(keys.families, (group,), slots, variant="keras")
+    group = ParameterGroup(None, tuple(keys.parameters), settings, numbers=numbers)
+    return OptimizerState(keys.families, (group,), slots, variant="keras")
 
 
-def _schedule(optimizer: Optimizer) -> Schedule:
+def _schedule(optimizer: OptimizerState) -> SchedulerState:
     """A rate that is stored is constant; of a schedule, nothing is."""
     settings = optimizer.groups[0].settings
-    return Schedule({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
+    return SchedulerState({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:
@@ -156,7 +156,7 @@ def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     return made
 
 
-def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: Optimizer, step: int | None) -> None:
+def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: OptimizerState, step: int | None) -> None:
     if step is not None and "iterations" in keys.numbers:
         _put(made, keys.numbers["iterations"], step)
     shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]

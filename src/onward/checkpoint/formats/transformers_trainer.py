@@ -18,7 +18,7 @@ from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
-from onward.run_state.state import Schedule
+from onward.run_state.state import SchedulerState
 from onward.vocabulary.rate_formulas import Factor, complete, in_words
 from onward.vocabulary.transformers import READERS
 
@@ -92,7 +92,7 @@ def _word(value: Any) -> str:
     return str(value.arguments[0]) if isinstance(value, Object) and value.arguments else str(value)
 
 
-def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> Schedule:
+def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> SchedulerState:
     """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
     known = schedule_of(tree)
     words = known.words if known.words is not None else _words(tree, arguments, state)

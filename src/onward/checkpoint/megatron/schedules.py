@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.recipe.spec import Spec
-from onward.run_state.state import Schedule
+from onward.run_state.state import SchedulerState
 
 _NUMBERS = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps")
 
 
-def scheduler_of(state: Any, first_rate: float, updates: int | None) -> Schedule:
+def scheduler_of(state: Any, first_rate: float, updates: int | None) -> SchedulerState:
     """What a state says. `first_rate` is where its warm-up begins, which only the arguments know."""
     if not isinstance(state, Mapping):
-        return Schedule({})
+        return SchedulerState({})
     numbers = [state.get(name) for name in _NUMBERS]
     if not all(type(number) in (int, float) for number in numbers) or not state["max_lr"]:
-        return Schedule(state, None, updates, every=1)
+        return SchedulerState(state, None, updates, every=1)
     each = _samples(state, updates)
-    return Schedule(state, _words(state, each, first_rate) if each else None, updates, every=1)
+    return SchedulerState(state, _words(state, each, first_rate) if each else None, updates, every=1)
 
 
 def _samples(state: Mapping[str, Any], updates: int | None) -> int | None:

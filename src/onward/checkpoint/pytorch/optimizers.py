@@ -11,7 +11,7 @@ import numpy as np
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
-from onward.run_state.state import COUNT, MASTER, Group, Optimizer
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup
 from onward.run_state.tensors import ArrayTensor, number_of
 from onward.vocabulary.torch import NATIVE, SETTINGS, settings_in, words_of
 
@@ -72,9 +72,9 @@ def _are_numbers(parameters: Any) -> bool:
     return isinstance(parameters, list) and all(isinstance(each, int | str) for each in parameters)
 
 
-def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimizer:
+def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> OptimizerState:
     """The optimizer that saved this; `family` is which it is, where something else says so."""
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     names: dict[Any, Any] = {}
     for group in tree["param_groups"]:
         numbers = group["params"]
@@ -82,7 +82,7 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
         named = known if isinstance(known, list) and len(known) == len(numbers) else numbers
         names |= dict(zip(numbers, named, strict=True))
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(Group(None, tuple(named), settings))
+        groups.append(ParameterGroup(None, tuple(named), settings))
     slots = {
         names.get(key, key): {slot: value for slot, value in kept.items() if value is not None}
         for key, kept in tree["state"].items()
@@ -91,10 +91,10 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
     families = (family,) if family else _families(slots, groups)
     if len(families) == 1:
         groups = [dataclasses.replace(group, optimizer=spec_of(families[0], group.settings)) for group in groups]
-    return Optimizer(families, tuple(groups), slots)
+    return OptimizerState(families, tuple(groups), slots)
 
 
-def _families(slots: Mapping[Any, Mapping[str, Any]], groups: list[Group]) -> tuple[str, ...]:
+def _families(slots: Mapping[Any, Mapping[str, Any]], groups: list[ParameterGroup]) -> tuple[str, ...]:
     kept = {frozenset(map(str, each)) - {COUNT, MASTER} for each in slots.values()}
     settings = groups[0].settings if groups else {}
     if not slots or kept == {frozenset()}:

@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.checkpoint.pytorch.objects import Name, Object
 from onward.recipe.spec import Spec
-from onward.run_state.state import Schedule
+from onward.run_state.state import SchedulerState
 from onward.vocabulary.rate_formulas import FOREVER, Pieces, complete, in_words
 from onward.vocabulary.torch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restart_position
 
@@ -23,14 +23,14 @@ def is_schedule_state(tree: Any) -> bool:
     return isinstance(tree, Mapping) and "_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)
 
 
-def schedule_of(state: Attributes, group: Attributes | None = None) -> Schedule:
+def schedule_of(state: Attributes, group: Attributes | None = None) -> SchedulerState:
     """What the state of a scheduler says; the rates of one cycle are in a group of its optimizer."""
     pieces = _pieces(state, group or {})
     words = None if pieces is None else tuple(in_words(pieces))
     position = state.get("last_epoch")
     if position is None and isinstance(inner := state.get("_schedulers"), list) and inner:
         position = inner[0].get("last_epoch") if isinstance(inner[0], Mapping) else None
-    return Schedule(state, words, position if isinstance(position, int) else None)
+    return SchedulerState(state, words, position if isinstance(position, int) else None)
 
 
 def _pieces(state: Attributes, group: Attributes) -> Pieces | None:

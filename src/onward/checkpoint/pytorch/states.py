@@ -12,7 +12,7 @@ from onward.checkpoint.pytorch.objects import Attributed
 from onward.checkpoint.pytorch.optimizers import FLAGS, is_optimizer_state, settings_of, with_step
 from onward.checkpoint.pytorch.schedules import is_schedule_state
 from onward.errors import UnsupportedError
-from onward.run_state.state import COUNT, MASTER, Group, Optimizer
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 
 
@@ -25,7 +25,7 @@ def _aliases(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {alias: checkpoint.tensors[name] for alias, name in checkpoint.tied.items() if name in checkpoint.tensors}
 
 
-def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str, Any]:
+def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict[str, Any]:
     """`optimizer.state_dict()`: by numbers in the order of the groups, or by name, as distributed checkpoints are."""
     refuse_unknown_class(optimizer)
     numbers: dict[Any, Any] = {}
@@ -55,7 +55,7 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
     return {"state": ordered, "param_groups": groups}
 
 
-def refuse_unknown_class(optimizer: Optimizer) -> None:
+def refuse_unknown_class(optimizer: OptimizerState) -> None:
     """Raise an UnsupportedError for state of another framework that does not name its optimizer.
 
     `Adam.step()` of PyTorch needs settings and a step for each parameter, which such state does not have.
@@ -68,7 +68,7 @@ def refuse_unknown_class(optimizer: Optimizer) -> None:
         )
 
 
-def _members(group: Group, numbers: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
+def _members(group: ParameterGroup, numbers: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
     params = [numbers[name] for name in group.parameters]
     return {"params": params, "param_names": params} if by_name else {"params": params}
 
@@ -79,7 +79,7 @@ _OF_PYTORCH = frozenset(
 """Names of settings, of which each of PyTorch's optimizers has one, and those of other frameworks have none."""
 
 
-def settings_now(group: Group) -> dict[str, Any]:
+def settings_now(group: ParameterGroup) -> dict[str, Any]:
     """The settings of a group: those that were stored, with numbers as they are now."""
     if group.optimizer is None:
         return dict(group.settings)
@@ -123,7 +123,7 @@ def advance_counter(name: Any, value: Any, by: int) -> Any:
 
 
 def _renew_tree(
-    tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any], now: Checkpoint, depth: int
+    tree: Any, optimizers: Iterator[OptimizerState], schedules: Iterator[Any], now: Checkpoint, depth: int
 ) -> Any:
     """The walk is that of `contents_of`, so that the parts come in the same order."""
     if is_optimizer_state(tree):

@@ -10,7 +10,7 @@ from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.contents import AVERAGED, contents_of, executed_names
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
-from onward.run_state.state import Optimizer
+from onward.run_state.state import OptimizerState
 from onward.run_state.tensors import Tensor, count_of, is_number
 
 UPDATES = ("global_step", "global_steps", "step", "iteration")
@@ -63,7 +63,7 @@ def averages_made(state: Mapping[str, Any]) -> int | None:
     return count_of(count) if is_number(count) else None
 
 
-def step_of(progress: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> int | None:
+def step_of(progress: Mapping[str, Any], optimizers: Sequence[OptimizerState]) -> int | None:
     """Return the updates made, as the training loop or else the optimizer counts them.
 
     Steps of a scheduler do not count: loops call it after each update, or after each epoch.

@@ -19,7 +19,7 @@ from onward.checkpoint.pytree.pytrees import nest_names
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, Optimizer
+from onward.run_state.state import OptimizerState, ParameterGroup
 from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.vocabulary.optax import ELSE, EPSILON, FIELDS, difference_from_optax
 
@@ -48,7 +48,7 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
 
 
 class _Maker:
-    def __init__(self, checkpoint: Checkpoint, of: Optimizer, empty: Any):
+    def __init__(self, checkpoint: Checkpoint, of: OptimizerState, empty: Any):
         self._tensors, self._slots, self._empty = checkpoint.tensors, of.slots, empty
         self._step = checkpoint.step or 0
         self._is_scheduled = any(each.words is None or each.words for each in checkpoint.schedules)
@@ -66,7 +66,7 @@ class _Maker:
         counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}
         return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
-    def chain(self, group: Group) -> list[Any]:
+    def chain(self, group: ParameterGroup) -> list[Any]:
         if group.optimizer is None:
             raise UnsupportedError(
                 "the checkpoint does not say which optimizer it is of, and states of optax differ",
@@ -78,7 +78,7 @@ class _Maker:
         _warn_of_epsilon(configured, self._step)
         return made
 
-    def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
+    def _stage(self, stage: str, group: ParameterGroup, configured: ConfiguredOptimizer) -> Any:
         count = _counter(self._step)
         if stage in ("", _RATE):
             return {"count": count} if stage and self._is_scheduled else self._empty
@@ -88,7 +88,7 @@ class _Maker:
         }
         return fields if stage in _COUNTLESS else {"count": count, **fields}
 
-    def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:
+    def _slot(self, name: str, slot: str, group: ParameterGroup, configured: ConfiguredOptimizer) -> Any:
         if name not in group.parameters:
             return self._empty
         kept, shape = self._slots.get(name, {}), self._tensors[name].shape

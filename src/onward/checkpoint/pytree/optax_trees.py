@@ -15,7 +15,7 @@ import numpy as np
 from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.errors import InvalidModelError
-from onward.run_state.state import Optimizer
+from onward.run_state.state import OptimizerState
 from onward.run_state.tensors import ComputedTensor, Tensor
 from onward.vocabulary.optax import FIELDS
 
@@ -137,7 +137,7 @@ SECOND, LARGEST = "exp_avg_sq", "exp_inf"
 """Both are `nu` in optax: Adamax keeps the largest gradients where Adam has their squares."""
 
 
-def of_adamax(optimizer: Optimizer, parameters: Collection[str]) -> Optimizer:
+def of_adamax(optimizer: OptimizerState, parameters: Collection[str]) -> OptimizerState:
     """An optimizer of optax, when it is known which parameters it trains by Adamax."""
     slots = {
         name: {LARGEST if slot == SECOND and name in parameters else slot: value for slot, value in kept.items()}

@@ -13,7 +13,7 @@ from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
 from onward.errors import list_names
-from onward.run_state.state import COUNT, Group, Optimizer, RandomState, Schedule
+from onward.run_state.state import COUNT, OptimizerState, ParameterGroup, RandomState, SchedulerState
 from onward.run_state.tensors import Tensor
 
 _PARAMETERS = ("params", "parameters", "model_params")
@@ -153,7 +153,9 @@ def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
     return max(known) if known else number(flat[meaning.step]) if meaning.step else None
 
 
-def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None) -> Optimizer:
+def _optimizer(
+    states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None
+) -> OptimizerState:
     slots: dict[str | int, dict[str, Any]] = {}
     for way, (name, slot, sign) in states.slots.items():
         slots.setdefault(name, {})[slot] = with_sign(flat[way], sign)
@@ -163,10 +165,10 @@ def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Te
         slots = {name: factors(each, trained[str(name)].shape) for name, each in slots.items() if name in trained}
     if step is not None:
         slots = {name: {**each, COUNT: step} for name, each in slots.items()}
-    return Optimizer(families, _groups(states, flat, [*trained]), slots, variant="optax")
+    return OptimizerState(families, _groups(states, flat, [*trained]), slots, variant="optax")
 
 
-def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tuple[Group, ...]:
+def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tuple[ParameterGroup, ...]:
     """Parameters by the label that they have, as far as what is kept of them tells."""
     members = {label: [name for name in trained if name in names] for label, names in states.members.items()}
     left = [name for name in trained if not any(name in names for names in members.values())]
@@ -181,7 +183,7 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         numbers = {WORDS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)}
         if states.schedules:
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
-        groups += [Group(None, tuple(names), settings, numbers=numbers)] if names else []
+        groups += [ParameterGroup(None, tuple(names), settings, numbers=numbers)] if names else []
     return tuple(groups)
 
 
@@ -189,12 +191,12 @@ def _plain(leaf: Any) -> Any:
     return leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
 
 
-def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> Schedule:
+def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> SchedulerState:
     """Whether there is one is told by its counter; its shape is not stored."""
     if not states.schedules:
-        return Schedule({}, (), step, every=1)
+        return SchedulerState({}, (), step, every=1)
     position = max((number(flat[way]) or 0) for way in states.schedules)
-    return Schedule({"count": position}, None, position, every=1)
+    return SchedulerState({"count": position}, None, position, every=1)
 
 
 def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:

@@ -28,7 +28,7 @@ from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import UnsupportedError
-from onward.run_state.state import Group, Optimizer, Schedule
+from onward.run_state.state import OptimizerState, ParameterGroup, SchedulerState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.vocabulary.keras import CLIPS, KINDS, clip_in, shortest_decimal
 
@@ -85,13 +85,15 @@ class Fitted:
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
         slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
         spec = spec_of(known, lr) if has_words else None
-        group = Group(spec, tuple(self._parameters), known.given, numbers={} if constant is None else {"lr": lr})
+        group = ParameterGroup(
+            spec, tuple(self._parameters), known.given, numbers={} if constant is None else {"lr": lr}
+        )
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
             **found,
-            "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
-            "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step, every=1),),
+            "optimizers": (OptimizerState((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
+            "schedules": (SchedulerState(mapping(known.given.get("learning_rate")), words, step, every=1),),
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate if known.is_whole else None,
@@ -102,9 +104,13 @@ class Fitted:
             "average_decay": self._decay() if step and averages else None,
         }
 
-    def _unknown(self) -> tuple[Optimizer, ...]:
+    def _unknown(self) -> tuple[OptimizerState, ...]:
         given = self._compiled.get("optimizer")
-        return (Optimizer((), (Group(settings=mapping(given)),), {}, variant="keras"),) if self._arrays else ()
+        return (
+            (OptimizerState((), (ParameterGroup(settings=mapping(given)),), {}, variant="keras"),)
+            if self._arrays
+            else ()
+        )
 
     def _roles_of(self, at: int) -> list[Role]:
         return [role for role in self._roles if role.parameter == at]

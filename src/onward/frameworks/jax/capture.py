@@ -29,7 +29,7 @@ from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import Parts
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.training_models import to_training_model
 from onward.runtime.sessions import evaluate
 from onward.transform import rename
@@ -134,7 +134,10 @@ def _drop_idle(found: Optimization, idle: set[str]) -> Optimization:
             f"the optimizer changes {', '.join(f'`{name}`' for name in moving)}, on which the function does not depend",
             hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
         )
-    groups = [Group(group.optimizer, [name for name in group.parameters if name not in idle]) for group in found.groups]
+    groups = [
+        ParameterGroup(group.optimizer, [name for name in group.parameters if name not in idle])
+        for group in found.groups
+    ]
     dropped = {key for name in idle for key in _slots(found, name)}
     state = {key: array for key, array in found.state.items() if key not in dropped}
     return found._replace(groups=[group for group in groups if group.parameters], state=state)

@@ -18,7 +18,7 @@ from onward.frameworks.jax.schedules import make_schedule
 from onward.frameworks.jax.slots import fill_state
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.vocabulary.optax import difference_from_optax
 
 Settings = SimpleNamespace
@@ -53,7 +53,7 @@ def transformation(run: RunState, ox: Any) -> Any:
     return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
-def _transformation(ox: Any, group: Group, name: str, run: RunState) -> Any:
+def _transformation(ox: Any, group: ParameterGroup, name: str, run: RunState) -> Any:
     rate = make_schedule(run.schedule, group.lr, ox)
     if isinstance(group.optimizer, FunctionOptimizer):
         return ox.executed(group.optimizer, name, rate)

@@ -9,7 +9,7 @@ import optax
 from onward.frameworks.jax.exact import Rate, exact, rate_of
 from onward.frameworks.jax.executed import executed
 from onward.frameworks.jax.source.runtime import exact_clip
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 
 
 class Objects:
@@ -19,7 +19,7 @@ class Objects:
     exact_clip = staticmethod(exact_clip)
     executed = staticmethod(executed)
 
-    def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
+    def exact(self, group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
         return exact(group.spec, group.parameters, rate)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from onward.frameworks.jax.slots import Arrays, counts, read_slots
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
 _OF_GROUPS = "group"
@@ -28,7 +28,7 @@ _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule
 class Optimization(NamedTuple):
     """What a `RunState` says about updates."""
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     state: Arrays
     step: int
     schedule: list[Spec]
@@ -198,10 +198,10 @@ def _with_rate(optimizer: Given, lr: float) -> Given:
     return Spec(optimizer.name, {"lr": lr, **optimizer.without("lr").options})
 
 
-def _groups(optimizers: Mapping[str, Given]) -> list[Group]:
+def _groups(optimizers: Mapping[str, Given]) -> list[ParameterGroup]:
     """Parameters with the same settings together."""
     members: dict[Any, list[str]] = {}
     for name, given in optimizers.items():
         key = id(given.update) if isinstance(given, FunctionOptimizer) else str(given)
         members.setdefault(key, []).append(name)
-    return [Group(optimizers[names[0]], names) for names in members.values()]
+    return [ParameterGroup(optimizers[names[0]], names) for names in members.values()]

@@ -27,7 +27,7 @@ from onward.frameworks.jax.optimizers import Optimization
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
@@ -41,7 +41,7 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     _try_updates(function, traced)
     places = places_of(function, "group0")  # there are no others
     kept = {places[name]: value for name, value in traced.begin.items()}
-    return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
+    return Optimization([ParameterGroup(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
 
 
 class _Traced:

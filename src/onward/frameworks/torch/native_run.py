@@ -35,7 +35,7 @@ from onward.recipe import objective
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
 from onward.run_state.reading import LossTerm
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.training_models import to_training_model
 
 _STEPS = 3
@@ -110,7 +110,7 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
     trained = {name: x for name, x in held.items() if x.requires_grad and model.graph.initializers[name] in edges}
     if not trained:
         return
-    group = Group(Spec("sgd", {"lr": _RATE}), list(trained))
+    group = ParameterGroup(Spec("sgd", {"lr": _RATE}), list(trained))
     run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
     native = NativeRun(
         module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1

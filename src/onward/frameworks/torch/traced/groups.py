@@ -23,7 +23,7 @@ from onward.model import Model
 from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 
 _COUNT = "step"
 
@@ -31,7 +31,7 @@ _COUNT = "step"
 class Traced(NamedTuple):
     """What an optimizer has become."""
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     step: int
     """The updates that it says it has made, if it says so; else 0."""
 
@@ -55,7 +55,7 @@ def _try_trace(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, r
     for side in sides:
         try_out(optimizer, trained, side)
     count = found.state.get(("each", _COUNT))
-    groups = [Group(side.function, side.function.parameters) for side in sides]
+    groups = [ParameterGroup(side.function, side.function.parameters) for side in sides]
     return Traced(groups, 0 if count is None else int(count))
 
 
