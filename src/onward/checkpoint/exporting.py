@@ -27,7 +27,7 @@ from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RunState, SchedulerState
-from onward.run_state.tensors import ModelTensor, Tensor, as_tensor, convert_dtype, transpose
+from onward.run_state.tensors import ModelTensor, Tensor, as_tensor, convert_dtype
 from onward.run_state.training_models import from_training_model, step_of
 
 
@@ -127,10 +127,10 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         found = dataclasses.replace(
             weights_of(model),
             title="ONNX training model",
-            optimizers=(OptimizerState(families, groups, _slots(model, run.step, None)),),
+            optimizers=(OptimizerState(families, groups, _slots(model, run.step, Match({}))),),
             schedules=_schedules(run, ()),
             progress={"step": run.step},
-            averages=_averages(model, None),
+            averages=_averages(model, Match({})),
         )
     else:
         before, matched = origin
@@ -167,14 +167,13 @@ def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in checkpoint.files if name in there)
 
 
-def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:
+def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
     """Return averages of parameters, by the names of the checkpoint."""
-    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
     found: dict[str, Tensor] = {}
     for state in states(model):
         if state.role == "ema" and state.parameter and state.value.const_value is not None:
-            name, tensor = theirs.get(state.parameter, state.parameter), ModelTensor(state.value.const_value)
-            found[name] = transpose(tensor) if matched and name in matched.turned else tensor
+            name = matched.theirs.get(state.parameter, state.parameter)
+            found[name] = matched.turn(name, ModelTensor(state.value.const_value))
     return found
 
 
@@ -199,18 +198,15 @@ def _weights(model: Model) -> dict[str, Tensor]:
     }
 
 
-def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Mapping[str, Any]]:
+def _slots(model: Model, step: int, matched: Match) -> dict[str | int, Mapping[str, Any]]:
     """What optimizers keep, by the names of the checkpoint."""
-    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
     found: dict[str | int, dict[str, Any]] = {}
     for state in states(model):
         if state.role not in ("optimizer_state", "master") or state.parameter is None or not state.slot:
             continue
         assert state.value.const_value is not None
-        name = theirs.get(state.parameter, state.parameter)
-        tensor: Tensor = ModelTensor(state.value.const_value)
-        if matched and name in matched.turned and len(tensor.shape) == 2:
-            tensor = transpose(tensor)
+        name = matched.theirs.get(state.parameter, state.parameter)
+        tensor = matched.turn(name, ModelTensor(state.value.const_value))
         if not tensor.shape and tensor.dtype == np.float64:
             tensor = convert_dtype(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
         found.setdefault(name, {COUNT: step})[state.slot] = tensor

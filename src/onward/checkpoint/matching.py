@@ -4,6 +4,7 @@ the order of axes; the rules that were used are said. Nothing is matched by its 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -19,7 +20,7 @@ from onward.inspect import describe
 from onward.model import Model
 from onward.run_state.problems import Problems
 from onward.run_state.state import OptimizerState
-from onward.run_state.tensors import Tensor
+from onward.run_state.tensors import Tensor, transpose
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 """Names that wrappers of modules add somewhere."""
@@ -40,6 +41,15 @@ class Match:
     """What the graph has no place for."""
     absent: tuple[str, ...] = ()
     """Weights of the graph that the checkpoint does not have."""
+
+    @functools.cached_property
+    def theirs(self) -> dict[str, str]:
+        """From the graph's names to those of the checkpoint."""
+        return {ours: theirs for theirs, ours in self.names.items()}
+
+    def turn(self, theirs: Any, tensor: Tensor) -> Tensor:
+        """Return a tensor that belongs to a name of the checkpoint with its axes as the other side has them."""
+        return transpose(tensor) if theirs in self.turned and len(tensor.shape) == 2 else tensor
 
 
 def match(

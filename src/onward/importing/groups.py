@@ -36,11 +36,10 @@ def with_optimizer_names(
     """
     if all(optimizer.has_names for optimizer in checkpoint.optimizers):
         return checkpoint, {}
-    graph = list(model.graph.initializers)
+    graph, theirs = list(model.graph.initializers), matched.theirs
     learns = {weight.name for weight in describe(model).weights if weight.role not in ("constant", "statistics")}
     stored = [name for name in checkpoint.tensors if matched.names.get(name) in learns]
     place = {ours: graph.index(ours) for ours in matched.names.values()}
-    theirs = {ours: name for name, ours in matched.names.items()}
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     in_trainer = checkpoint.format == TRAINER
     optimizers, notes = [], dict[str, bool]()

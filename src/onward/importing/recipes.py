@@ -24,7 +24,7 @@ from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
 from onward.run_state.problems import Problems
 from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
-from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of, transpose
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.transform.training import without_steps
 
 
@@ -200,10 +200,7 @@ def weights_and_slots(
     checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[ParameterGroup]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
     """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
-    weights = {
-        ours: _transpose_if(checkpoint.tensors[theirs], theirs in matched.turned)
-        for theirs, ours in matched.names.items()
-    }
+    weights = {ours: matched.turn(theirs, checkpoint.tensors[theirs]) for theirs, ours in matched.names.items()}
     slots: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
     trained = {name for group in groups for name in group.parameters}
@@ -215,7 +212,7 @@ def weights_and_slots(
             for slot, value in kept.items():
                 if slot == COUNT or value is None:
                     continue
-                tensor = _transpose_if(as_tensor(value), str(theirs) in matched.turned)
+                tensor = matched.turn(theirs, as_tensor(value))
                 (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
     wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
     weights |= {name: masters.pop(name) for name in wide}
@@ -232,10 +229,6 @@ def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
             what = f"`{name}` is {tensor.dtype}, and {type_of(model, name).name.lower()} in the model"
             problems.add(what, "give a model of the type of its weights")
     problems.refuse()
-
-
-def _transpose_if(tensor: Tensor, is_turned: bool) -> Tensor:
-    return transpose(tensor) if is_turned and len(tensor.shape) == 2 else tensor
 
 
 def updates_made(
@@ -283,7 +276,7 @@ def averages_of(
         )
     trained = {name for group in groups for name in group.parameters}
     found = {
-        f"ema/{matched.names[theirs]}": _transpose_if(tensor, theirs in matched.turned)
+        f"ema/{matched.names[theirs]}": matched.turn(theirs, tensor)
         for theirs, tensor in checkpoint.averages.items()
         if matched.names.get(theirs) in trained
     }

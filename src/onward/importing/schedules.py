@@ -169,8 +169,7 @@ class _Rate(NamedTuple):
 
 
 def _rate_of(checkpoint: Checkpoint, matched: Match, group: ParameterGroup) -> _Rate:
-    theirs = {ours: name for name, ours in matched.names.items()}
-    own = theirs.get(group.parameters[0])
+    own = matched.theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
         for each in optimizer.groups:
             if own not in each.parameters:
