@@ -41,13 +41,14 @@ TIERS = [
     ["recipe"],
     ["vocabulary", "analysis"],
     ["checker", "lowering"],
+    ["run_state"],
     ["inspect", "kernels"],
     ["engines"],
     ["planning"],
     ["agreement"],
-    ["run_state", "backend"],
-    ["frameworks"],
-    ["checkpoint"],
+    ["backend"],
+    ["frameworks", "checkpoint"],
+    ["importing"],
     ["training"],
     ["distribute", "pipelines"],
     ["cli", "web"],
@@ -107,8 +108,8 @@ class Module(NamedTuple):
 
     @property
     def serves(self) -> set[str]:
-        """The frameworks that this file exists for. A vocabulary names a framework without importing it."""
-        if self.unit == "vocabulary":
+        """The frameworks that this file exists for. Vocabularies and checkpoints name frameworks, and import none."""
+        if self.unit in ("vocabulary", "checkpoint"):
             return set()
         words = {word for part in self.name.split(".") for word in part.split("_")}
         return {framework for framework, served_by in FRAMEWORKS.items() if words & served_by}

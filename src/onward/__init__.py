@@ -25,10 +25,10 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward import transform as transform
     from onward.agreement import check_gradients as check_gradients, verify as verify
     from onward.checker import Finding as Finding, check as check
-    from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
+    from onward.checkpoint import diff as diff
     from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
-    from onward.checkpoint.torch_lightning import LightningCallback as LightningCallback
-    from onward.checkpoint.torch_trainer import TrainerCallback as TrainerCallback
+    from onward.importing.torch_lightning import LightningCallback as LightningCallback
+    from onward.importing.torch_trainer import TrainerCallback as TrainerCallback
     from onward.frameworks.jax import from_jax as from_jax, to_jax as to_jax
     from onward.frameworks.keras import from_keras as from_keras, to_keras as to_keras
     from onward.frameworks.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.differentiate import gradient as gradient, jvp as jvp, vjp as vjp
     from onward.engines.initialization import reset as reset
     from onward.errors import Error as Error
+    from onward.importing import from_checkpoint as from_checkpoint
     from onward.inspect import describe as describe
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
@@ -57,9 +58,9 @@ _NAMES = {
     "": ("backend", "engines", "pipelines", "rules", "transform"),
     "agreement": ("check_gradients", "verify"),
     "checker": ("Finding", "check"),
-    "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
-    "checkpoint.torch_lightning": ("LightningCallback",),
-    "checkpoint.torch_trainer": ("TrainerCallback",),
+    "checkpoint": ("diff", "open_checkpoint", "to_checkpoint"),
+    "importing.torch_lightning": ("LightningCallback",),
+    "importing.torch_trainer": ("TrainerCallback",),
     "frameworks.jax": ("from_jax", "to_jax"),
     "frameworks.keras": ("from_keras", "to_keras"),
     "frameworks.tensorflow": ("from_tensorflow", "to_tensorflow"),
@@ -67,6 +68,7 @@ _NAMES = {
     "differentiate": ("gradient", "jvp", "vjp"),
     "engines.initialization": ("reset",),
     "errors": ("Error",),
+    "importing": ("from_checkpoint",),
     "inspect": ("describe",),
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
@@ -112,7 +114,7 @@ def __dir__() -> list[str]:
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     """What to say of a name that needs a framework which is not there."""
     home = _HOME[name]
-    if not home.startswith(("frameworks.", "checkpoint.")) or str(error.name).startswith("onward"):
+    if not home.startswith(("frameworks.", "importing.")) or str(error.name).startswith("onward"):
         return error
     from onward.errors import UnsupportedError
 

@@ -33,9 +33,9 @@ from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, write_pickle
 from onward.checkpoint.source_checkpoint import FACT
-from onward.checkpoint.tensors import ArrayTensor
 from onward.cli.commands import app
 from onward.recipe.spec import parse
+from onward.run_state.tensors import ArrayTensor
 
 
 def same(ours: Any, theirs: Any) -> None:

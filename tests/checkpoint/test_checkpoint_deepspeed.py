@@ -189,7 +189,7 @@ def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(onward.Error, match="goes by names"):
         FORMAT.write(onward.open_checkpoint(RECORDED / "zero0"), tmp_path / "a")
     with pytest.raises(onward.Error, match="one optimizer"):
-        FORMAT.write(Checkpoint(tmp_path, "x", "x"), tmp_path / "b")
+        FORMAT.write(Checkpoint(path=tmp_path), tmp_path / "b")
 
 
 def spoilt(place: Path, change: Any) -> None:

@@ -20,7 +20,7 @@ from paths import CHECKPOINTS
 
 import onward
 from onward.checkpoint import StoredTensor, Tensor
-from onward.checkpoint.formats import zarr_tree
+from onward.checkpoint.formats import orbax as zarr_tree
 from onward.checkpoint.pytree import messages
 from onward.recipe.spec import parse
 

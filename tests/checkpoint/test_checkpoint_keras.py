@@ -18,9 +18,9 @@ from paths import CHECKPOINTS
 
 import onward
 from onward.checkpoint import StoredTensor
-from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.engines import start
+from onward.run_state.tensors import ArrayTensor
 
 RECORDED = CHECKPOINTS / "keras" / "model.keras"
 TRAINED = [f"net/{name}" for name in ("dense/kernel", "dense/bias", "batch_normalization/gamma",

@@ -19,7 +19,7 @@ from marks import needs
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint.configurations import plain
+from onward.checkpoint.formats.lightning import plain
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.pickling import Name, Object
 from onward.configuration import parse_yaml

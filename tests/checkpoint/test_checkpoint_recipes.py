@@ -16,7 +16,7 @@ import pytest
 from checkpoint_runs import close, data, exported, net, steps_of_onward
 
 import onward
-from onward.checkpoint.importing.recipes import settled_options
+from onward.importing.recipes import settled_options
 from onward.options import UntoldOptions
 
 torch = pytest.importorskip("torch")

@@ -16,11 +16,11 @@ from paths import CHECKPOINTS
 
 import onward
 from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
-from onward.checkpoint.formats import bundle
-from onward.checkpoint.tensors import ArrayTensor
+from onward.checkpoint.formats import tensorflow as bundle
 from onward.checkpoint.tf.bundles import GRAPH, make_table, read_bundle, read_table, text_of, write_bundle
 from onward.checkpoint.tf.tracked import meaning_of
 from onward.model.storage.wire import crc32c, field, mask, varint
+from onward.run_state.tensors import ArrayTensor
 
 MANAGED, PIECES = CHECKPOINTS / "tensorflow", CHECKPOINTS / "tensorflow_pieces"
 

@@ -25,12 +25,13 @@ from onward.recipe.spec import Spec
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
 from onward.frameworks.torch import capture_module, from_torch, program, to_torch  # noqa: E402
 from onward.frameworks.torch.exact import MasterWeights, float32_copies  # noqa: E402
 from onward.frameworks.torch.optimizer import Clip, read_optimizer  # noqa: E402
-from onward.run_state.state import Group, RunState, to_training_model  # noqa: E402
+from onward.importing.recipes import scaling_of  # noqa: E402
+from onward.run_state.state import ParameterGroup, RunState  # noqa: E402
+from onward.run_state.training_models import to_training_model  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -443,7 +444,7 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
         model.set(name, master.astype(BFLOAT16))
     state = {f"{name}/master": master for name, master in copies.items()}
     state |= {f"{name}/{slot}": array for slot, arrays in slots.items() for name, array in arrays.items()}
-    group = Group(Spec("adamw", {"lr": 1e-2, "variant": "torch"}), list(own))
+    group = ParameterGroup(Spec("adamw", {"lr": 1e-2, "variant": "torch"}), list(own))
     training = to_training_model(
         RunState(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True})
     )

@@ -13,7 +13,8 @@ import onward
 from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.spec import Spec
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 
 torch = pytest.importorskip("torch")
 import torch_optimizers as theirs  # noqa: E402

@@ -17,7 +17,7 @@ from onward.engines import start
 from onward.errors import RecipeError
 from onward.inspect import render
 from onward.model.state import states
-from onward.run_state.state import from_training_model, to_training_model
+from onward.run_state.training_models import from_training_model, to_training_model
 
 RNG = np.random.default_rng(0)
 BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}

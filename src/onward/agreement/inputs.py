@@ -12,11 +12,12 @@ import onnx_ir as ir
 
 from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.inspect.formatting import shape as shown_shape
-from onward.inspect.values import number, port
+from onward.inspect.summary import port
 from onward.model import Model
 from onward.model.core import values
 from onward.model.storage.containers import read_npz
 from onward.model.storage.files import reason
+from onward.run_state.reading import number
 from onward.transform.declare import way_out
 from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline

@@ -1,24 +1,18 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
 from onward.checkpoint.comparing import Comparison, diff
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.exporting import to_checkpoint
-from onward.checkpoint.importing import from_checkpoint
-from onward.checkpoint.opening import is_checkpoint, open_checkpoint
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.formats import is_checkpoint, open_checkpoint
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 __all__ = [
     "Checkpoint",
     "Comparison",
-    "Group",
-    "Optimizer",
-    "RandomState",
     "ScatteredTensor",
-    "Schedule",
     "StoredTensor",
     "Tensor",
     "diff",
-    "from_checkpoint",
     "is_checkpoint",
     "open_checkpoint",
     "to_checkpoint",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
 from onward.checkpoint.pytorch.states import (
@@ -30,7 +30,10 @@ from onward.checkpoint.pytorch.states import (
     state_of,
 )
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import (
+from onward.errors import UnsupportedError, list_names
+from onward.model.storage.files import is_plain_name
+from onward.run_state.state import COUNT, MASTER, ParameterGroup, SchedulerState
+from onward.run_state.tensors import (
     ArrayTensor,
     JoinedTensor,
     StoredTensor,
@@ -39,8 +42,6 @@ from onward.checkpoint.tensors import (
     convert_dtype,
     count_of,
 )
-from onward.errors import UnsupportedError, list_names
-from onward.model.storage.files import is_plain_name
 from onward.vocabulary.deepspeed import schedule_words
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -253,7 +254,7 @@ def write_universal(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(folder / _MODEL_OF_STAGE_3, {**model, "module": Attributed(outside)})
 
 
-def _groups(checkpoint: Checkpoint) -> tuple[Group, ...]:
+def _groups(checkpoint: Checkpoint) -> tuple[ParameterGroup, ...]:
     """The groups of the optimizer, if all can be written."""
     if len(checkpoint.optimizers) != 1:
         raise UnsupportedError(
@@ -290,7 +291,7 @@ def _count(count: Any) -> Tensor:
     return ArrayTensor(np.array(count_of(count), np.float32))
 
 
-def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _common(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     settings = [settings_now(group) for group in groups]
     # In stage 3, DeepSpeed gives the settings of the first group to all: it gets those that all have in common.
     shared = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
@@ -313,7 +314,7 @@ def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dic
     return tree
 
 
-def _model(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _model(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     """The state of a model: that of the checkpoint where DeepSpeed wrote it, with what users gave it to keep."""
     there = next((mapping(tree) for name, tree in checkpoint.trees.items() if name.endswith("model_states.pt")), {})
     trained = [str(name) for group in groups for name in group.parameters]
@@ -347,11 +348,11 @@ def _shapes(checkpoint: Checkpoint, names: Any) -> Attributed:
     return Attributed({name: size((checkpoint.tensors[name].shape,)) for name in names})
 
 
-def _scheduler(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:
+def _scheduler(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     """The state of a scheduler: what those of DeepSpeed count, and what those of PyTorch keep."""
-    schedule = next(iter(checkpoint.schedules), Schedule({}, ()))
+    schedule = next(iter(checkpoint.schedules), SchedulerState({}, ()))
     position = step if schedule.position is None else schedule.position
-    bases = [group.optimizer.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]
+    bases = [group.spec.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]
     rates = [settings_now(group).get("lr", base) for group, base in zip(groups, bases, strict=True)]
     of_torch = dict(schedule.state) or state_of(schedule.words or (), bases, rates, position)
     return {**of_torch, "last_batch_iteration": position - 1}
@@ -363,7 +364,7 @@ def _scheduler(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> 
 class Found(NamedTuple):
     """A schedule, and the rate that it multiplies."""
 
-    schedule: Schedule
+    schedule: SchedulerState
     base: float | None
     """The rate that the words multiply; None where that is the one of the optimizer."""
 
@@ -375,11 +376,11 @@ def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, gro
     """
     if state is None:
         is_moved = any("initial_lr" in group for group in groups)
-        return Found(Schedule({}, None if is_moved else ()), None)
+        return Found(SchedulerState({}, None if is_moved else ()), None)
     if is_schedule_state(state):
         return Found(dataclasses.replace(schedule_of(state), every=1), None)  # its engine steps it with every update
     if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:
-        return Found(Schedule(state if isinstance(state, Mapping) else {}), None)
+        return Found(SchedulerState(state if isinstance(state, Mapping) else {}), None)
     position = state["last_batch_iteration"] + 1
     words, base = schedule_words(config, given, position)
-    return Found(Schedule(state, words, position, every=1), base)
+    return Found(SchedulerState(state, words, position, every=1), base)

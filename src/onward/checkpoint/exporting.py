@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onward.arguments import checked
-from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
-from onward.checkpoint.format import Format
-from onward.checkpoint.formats import FORMATS, writable
-from onward.checkpoint.matching import Match
-from onward.checkpoint.naming import with_own_names
-from onward.checkpoint.opening import open_either
+from onward.checkpoint.format import Checkpoint, Format
+from onward.checkpoint.formats import FORMATS, open_either, writable
+from onward.checkpoint.matching import Match, by_name, with_own_names
 from onward.checkpoint.pytorch.states import advance_counter, advance_state, state_of
 from onward.checkpoint.pytorch.trees import UPDATES
-from onward.checkpoint.read_back import verify_written
 from onward.checkpoint.source_checkpoint import source_of
-from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
-from onward.errors import UnknownNameError, UnsupportedError, advising, near, warn
+from onward.errors import Error, UnknownNameError, UnsupportedError, advising, list_names, near, warn
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -30,7 +25,9 @@ from onward.model.storage.files import announce
 from onward.model.storage.transaction import replacing
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState, from_training_model, step_of
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RunState, SchedulerState
+from onward.run_state.tensors import ModelTensor, Tensor, as_tensor, convert_dtype
+from onward.run_state.training_models import from_training_model, step_of
 
 
 @checked()
@@ -63,7 +60,9 @@ def to_checkpoint(
         checkpoint = _in_order_of_tensors(checkpoint)
     target = Path(path)
     assert chosen.write is not None
-    announce(_size(checkpoint, chosen))
+    has_slots = "optimizers" in chosen.keeps or not chosen.keeps
+    slots = [tensor for each in checkpoint.optimizers if has_slots for tensor in each.tensors]
+    announce(sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *slots)))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
         written = folder if chosen.is_folder else folder / target.name
@@ -101,13 +100,6 @@ def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, optimizers=optimizers)
 
 
-def _size(checkpoint: Checkpoint, format: Format) -> int:
-    """The bytes of tensors that will be written."""
-    slots = [tensor for optimizer in checkpoint.optimizers for tensor in optimizer.tensors]
-    kept = slots if "optimizers" in format.keeps or not format.keeps else []
-    return sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *kept))
-
-
 def format_named(name: str) -> Format:
     """The format of that name, if it can be written."""
     known = writable()
@@ -121,48 +113,45 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
     model = adopt(model)
     run = from_training_model(model, step_of(model))
-    rates = [group.lr_now for group in describe(model).steps[0].groups]
+    # Checkpoints have no words for an optimizer that is a function.
+    named = [dataclasses.replace(each, optimizer=None) if each.is_function else each for each in run.groups]
     origin = source_of(model)
     if origin is None:
         order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
-        groups = [
-            Group({}, tuple(sorted(group.parameters, key=order.__getitem__)), _spec(group.optimizer), rate)
-            for group, rate in zip(run.groups, rates, strict=True)
-        ]
-        families = tuple(dict.fromkeys(group.optimizer.name for group in groups if group.optimizer))
-        return Checkpoint(
-            model.path or Path("model.onnx"),
-            "onnx",
-            "ONNX training model",
-            _weights(model),
-            keeps_order=True,
-            optimizers=(Optimizer(families, tuple(groups), _slots(model, run.step, None)),),
-            schedules=_schedules(run, rates, ()),
-            step=run.step,
-            progress={"step": run.step},
-            clip=run.clip or {},
-            accumulate=int(run.recipe.get("accumulate", 1)),
-            waiting=_waiting(model),
-            averages=_averages(model, None),
-            average_decay=run.recipe.get("ema"),
+        groups = tuple(
+            dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=order.__getitem__)))
+            for group in named
         )
-    before, matched = origin
-    before = dataclasses.replace(before, files=_still_there(before))
-    slots = _slots(model, run.step, matched)
-    since = run.step - (before.step or 0)
+        families = tuple(dict.fromkeys(group.optimizer_name for group in groups if group.optimizer))
+        found = dataclasses.replace(
+            weights_of(model),
+            title="ONNX training model",
+            optimizers=(OptimizerState(families, groups, _slots(model, run.step, Match({}))),),
+            schedules=_schedules(run, ()),
+            progress={"step": run.step},
+            averages=_averages(model, Match({})),
+        )
+    else:
+        before, matched = origin
+        slots = _slots(model, run.step, matched)
+        since = run.step - (before.step or 0)
+        found = dataclasses.replace(
+            before,
+            files=_still_there(before),
+            optimizers=tuple(_continue_optimizer(each, named, slots, matched) for each in before.optimizers),
+            schedules=_schedules(run, before.schedules),
+            tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
+            averages=before.averages or _averages(model, matched),
+            since=since,
+            progress=_progress(before.progress, before.step, run.step),
+        )
     return dataclasses.replace(
-        before,
-        optimizers=tuple(_continue_optimizer(each, run, rates, slots, matched) for each in before.optimizers),
-        schedules=_schedules(run, rates, before.schedules),
-        tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
-        clip=run.clip or {},
-        accumulate=int(run.recipe.get("accumulate", 1)),
-        waiting=_waiting(model),
-        averages=before.averages or _averages(model, matched),
-        average_decay=run.recipe.get("ema"),
+        found,
         step=run.step,
-        since=since,
-        progress=_progress(before.progress, before.step, run.step),
+        clip=run.clip or {},
+        accumulate=run.accumulate,
+        waiting=run.waiting,
+        average_decay=run.average_decay,
     )
 
 
@@ -177,25 +166,25 @@ def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in checkpoint.files if name in there)
 
 
-def _waiting(model: Model) -> int:
-    """Return the batches since the last update."""
-    return next((int(model.array(state.name)) for state in states(model) if state.name == "micro_step"), 0)
-
-
-def _averages(model: Model, matched: Match | None) -> dict[str, Tensor]:
+def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
     """Return averages of parameters, by the names of the checkpoint."""
-    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
     found: dict[str, Tensor] = {}
     for state in states(model):
         if state.role == "ema" and state.parameter and state.value.const_value is not None:
-            name, tensor = theirs.get(state.parameter, state.parameter), ModelTensor(state.value.const_value)
-            found[name] = transpose(tensor) if matched and name in matched.turned else tensor
+            name = matched.theirs.get(state.parameter, state.parameter)
+            found[name] = matched.turn(name, ModelTensor(state.value.const_value))
     return found
 
 
 def weights_of(model: Model) -> Checkpoint:
     """What a model holds that is not trained."""
-    return Checkpoint(model.path or Path("model.onnx"), "onnx", "ONNX model", _weights(model), keeps_order=True)
+    return Checkpoint(
+        path=model.path or Path("model.onnx"),
+        format="onnx",
+        title="ONNX model",
+        tensors=_weights(model),
+        keeps_order=True,
+    )
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
@@ -208,18 +197,15 @@ def _weights(model: Model) -> dict[str, Tensor]:
     }
 
 
-def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Mapping[str, Any]]:
+def _slots(model: Model, step: int, matched: Match) -> dict[str | int, Mapping[str, Any]]:
     """What optimizers keep, by the names of the checkpoint."""
-    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
     found: dict[str | int, dict[str, Any]] = {}
     for state in states(model):
         if state.role not in ("optimizer_state", "master") or state.parameter is None or not state.slot:
             continue
         assert state.value.const_value is not None
-        name = theirs.get(state.parameter, state.parameter)
-        tensor: Tensor = ModelTensor(state.value.const_value)
-        if matched and name in matched.turned and len(tensor.shape) == 2:
-            tensor = transpose(tensor)
+        name = matched.theirs.get(state.parameter, state.parameter)
+        tensor = matched.turn(name, ModelTensor(state.value.const_value))
         if not tensor.shape and tensor.dtype == np.float64:
             tensor = convert_dtype(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
         found.setdefault(name, {COUNT: step})[state.slot] = tensor
@@ -227,65 +213,49 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
 
 
 def _continue_optimizer(
-    before: Optimizer,
-    run: RunState,
-    rates: Sequence[float | None],
+    before: OptimizerState,
+    groups_now: Sequence[ParameterGroup],
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
-) -> Optimizer:
+) -> OptimizerState:
     """An optimizer of the checkpoint as it is now."""
-    now = {
-        name: (_spec(group.optimizer), rate)
-        for group, rate in zip(run.groups, rates, strict=True)
-        for name in group.parameters
-    }
+    now = {name: group for group in groups_now for name in group.parameters}
     groups = []
     for group in before.groups:
         own = (matched.names.get(str(name), "") for name in group.parameters)
         ours = next((name for name in own if name in now), "")  # others are frozen
-        spec, rate = now.get(ours, (group.optimizer, group.rate))
-        groups.append(dataclasses.replace(group, optimizer=spec, rate=rate))
+        current = now.get(ours, group)
+        groups.append(dataclasses.replace(group, optimizer=current.optimizer, rate=current.rate))
     parameters = {name for group in before.groups for name in group.parameters}
-    current = {name: {**before.slots.get(name, {}), **kept} for name, kept in slots.items() if name in parameters}
-    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **current})
+    kept = {name: {**before.slots.get(name, {}), **each} for name, each in slots.items() if name in parameters}
+    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **kept})
 
 
-def _spec(optimizer: Any) -> Spec | None:
-    return optimizer if isinstance(optimizer, Spec) else None
-
-
-def _schedules(run: RunState, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[SchedulerState, ...]:
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()
-    every = _updates_per_step(run.schedule)
+    units = {int(spec.options.get("every", 1)) for spec in run.schedule}
+    every = units.pop() if len(units) == 1 else 1
     position = run.step // every
-    words = tuple(Spec(spec.name, _in_scheduler_steps(spec.options, every)) for spec in run.schedule)
+    words = tuple(run.schedule)
+    if every != 1:  # by steps of the scheduler, where they were by updates
+        ends = [{"until": spec.options["until"] / every} if "until" in spec.options else {} for spec in words]
+        words = tuple(
+            Spec(spec.name, {**spec.without("every").options, **end}) for spec, end in zip(words, ends, strict=True)
+        )
     bases = [group.lr for group in run.groups]
-    present = [base if rate is None else rate for base, rate in zip(bases, rates, strict=True)]
+    present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     if not before:
-        return (Schedule(state_of(words, bases, present, position), words, position, every),)
+        return (SchedulerState(state_of(words, bases, present, position), words, position, every),)
     found = []
     for schedule in before:
         is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
         state = (
             advance_state(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
         )
-        found.append(Schedule(state, schedule.words if is_told else words, position, every))
+        found.append(SchedulerState(state, schedule.words if is_told else words, position, every))
     return tuple(found)
-
-
-def _updates_per_step(schedule: Sequence[Spec]) -> int:
-    units = {int(spec.options.get("every", 1)) for spec in schedule}
-    return units.pop() if len(units) == 1 else 1
-
-
-def _in_scheduler_steps(options: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Options by steps of a scheduler, where they were by updates."""
-    if every == 1:
-        return dict(options)
-    counted = {key: value for key, value in options.items() if key != "every"}
-    return {**counted, **({"until": counted["until"] / every} if "until" in counted else {})}
 
 
 def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
@@ -297,3 +267,99 @@ def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict
     if before and now != before and isinstance(moved.get("epoch"), float):
         moved["epoch"] *= now / before
     return moved
+
+
+# ---- read back -------------------------------------------------------------------------------------------------------
+
+
+_MOST_TENSORS, _MOST_BYTES = 64, 16 << 20
+"""Tensors whose elements are compared, and bytes of each. Names and shapes are compared for all."""
+
+Pairs = Iterable[tuple[str, Tensor, Tensor | None]]
+"""Tensors by name: as they were, and as they were read back."""
+
+
+def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[str, ...]:
+    """Raise an UnsupportedError for a tensor, slot or step that does not survive; return other parts that do not."""
+    try:
+        again = format.read(path)
+    except Error as error:
+        raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
+    names = _paired_names(checkpoint, again)
+    _compare(format, "tensor", _tensor_pairs(checkpoint, again, names))
+    if "optimizers" in format.keeps or not format.keeps:
+        _compare(format, "optimizer state", _slot_pairs(checkpoint, again, names))
+    if checkpoint.step and again.step and again.step != checkpoint.step:
+        raise UnsupportedError(f"`{format.name}` would hold step {again.step} in place of {checkpoint.step}")
+    survives = {
+        "optimizer": bool(again.optimizers or not checkpoint.optimizers),
+        "schedule": not any(each.words for each in checkpoint.schedules) or any(each.words for each in again.schedules),
+        "averages": bool(again.averages or not checkpoint.averages),
+        "loss scale": bool(again.scaler or not checkpoint.scaler),
+        "clipping": bool(again.clip or not checkpoint.clip),
+        "random states": bool(again.randomness or not checkpoint.randomness),
+    }
+    return tuple(part for part, is_there in survives.items() if not is_there)
+
+
+def _compare(format: Format, part: str, pairs: Pairs) -> None:
+    pairs = list(pairs)
+    if lost := [name for name, _, other in pairs if other is None]:
+        raise UnsupportedError(f"`{format.name}` would lose the {part} {list_names(lost, 3)}")
+    both = [(name, one, other) for name, one, other in pairs if other is not None]
+    small = [pair for pair in both if max(pair[1].nbytes, pair[2].nbytes) <= _MOST_BYTES]
+    sample = {name for name, _, _ in small[:: -(-len(small) // _MOST_TENSORS) or 1]}
+    for name, one, other in both:
+        is_transposed = one.shape != other.shape
+        if is_transposed and one.shape != other.shape[::-1]:
+            raise UnsupportedError(f"`{format.name}` would give the {part} `{name}` another shape")
+        if name in sample and not _equal(one.array().T if is_transposed else one.array(), other.array()):
+            raise UnsupportedError(f"`{format.name}` would change the {part} `{name}`")
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.astype(other.dtype, copy=False).tobytes() == other.tobytes()
+
+
+def _paired_names(checkpoint: Checkpoint, again: Checkpoint) -> dict[str, str]:
+    """Names of tensors, and what they are called where they were read back."""
+    theirs = {*again.tensors}
+    names = by_name([*checkpoint.tensors], theirs, theirs, [])
+    for alias, name in (*checkpoint.tied.items(), *((name, alias) for alias, name in again.tied.items())):
+        if name in checkpoint.tensors and name not in names and alias in theirs:
+            names[name] = alias
+    return names
+
+
+def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    """Weights; the float32 copy of one where the format has it in place of a narrower one."""
+    slots_of = {name: slots for each in checkpoint.optimizers for name, slots in each.slots.items()}
+    for name, tensor in checkpoint.tensors.items():
+        other = again.tensors.get(names.get(name, ""))
+        if other is None and tensor.dtype.kind in "iu" and not tensor.shape:
+            continue  # a counter, which some formats have elsewhere or do not count
+        is_same = other is None or other.dtype == tensor.dtype
+        yield name, tensor if is_same else slots_of.get(name, {}).get(MASTER, tensor), other
+
+
+def _slot_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    """What optimizers keep. A format without names has numbers, in the order of the groups."""
+    for at, optimizer in enumerate(checkpoint.optimizers):
+        other = again.optimizers[at] if at < len(again.optimizers) else None
+        numbers = {name: n for n, name in enumerate(name for group in optimizer.groups for name in group.parameters)}
+        for name, slots in optimizer.slots.items():
+            kept = _without_copies(slots)
+            keys = (name, names.get(str(name), name), numbers.get(name, name))
+            held = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
+            if other and len(other.families) != 1:  # slots may have the names of another optimizer, or of the format
+                rest = [value for slot, value in held.items() if slot not in kept]
+                held |= dict(zip((slot for slot in kept if slot not in held), rest, strict=False))
+            for slot, value in kept.items():
+                yield f"{name}/{slot}", value, held.get(slot)
+
+
+def _without_copies(slots: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Slots without the step and the float32 copy of a weight, which formats have in other places."""
+    return {
+        slot: as_tensor(value) for slot, value in slots.items() if slot not in (COUNT, MASTER) and value is not None
+    }

@@ -1,15 +1,62 @@
-"""What a format of checkpoints is: how it is known, read and written."""
+"""Checkpoints, and their formats: how each is recognized, read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.naming import Order
-from onward.errors import UnsupportedError
 from onward.model import Model
+from onward.run_state.state import ParameterGroup, RunState
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(RunState):
+    """A run state in files of a framework. What these do not say is None or empty."""
+
+    model: Model | None = None  # type: ignore[assignment]
+    loss: Any = None
+    groups: Sequence[ParameterGroup] = ()
+    step: int | None = None  # type: ignore[assignment]
+    path: Path = Path()
+    format: str = ""
+    """The name of its format: `hf`, `deepspeed`."""
+    title: str = ""
+    """The format in words, with the version if one is stored: `Lightning 2.6.6`."""
+    files: tuple[str, ...] = ()
+    """Other files in its folder, such as of a tokenizer."""
+    executes: tuple[str, ...] = ()
+    """Classes and functions that it names, which a loader that trusts it would call."""
+    remarks: tuple[str, ...] = ()
+    """What you should know before you continue from it."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return what an exact resume needs and is not in it."""
+        unknown = [group for each in self.optimizers for group in each.groups if group.optimizer is None]
+        lacks = {
+            "optimizer": not self.optimizers,
+            "names of what the optimizer keeps": any(not optimizer.has_names for optimizer in self.optimizers),
+            "class of the optimizer": bool(unknown),
+            "schedule": not self.schedules,
+            "shape of the schedule": any(schedule.words is None for schedule in self.schedules),
+            "progress": self.step is None,
+            "updates for each step of the schedule": any(
+                schedule.words and schedule.every is None and (not self.step or schedule.position != self.step)
+                for schedule in self.schedules
+            ),
+            "state of random numbers": not self.randomness,
+            "loss": self.loss is None and bool(self.optimizers),
+            "gradient clipping": self.clip is None and bool(self.optimizers),
+            "gradient accumulation": not self.accumulate and bool(self.optimizers),
+            "decay of the averages": bool(self.averages) and self.average_decay is None,
+        }
+        return tuple(what for what, is_missing in lacks.items() if is_missing)
+
+
+Order = Sequence[Sequence[str]]
+"""Parameters in the order in which an optimizer was given them: in one part, or group by group."""
 
 
 class Captured(NamedTuple):
@@ -28,20 +75,6 @@ class Captured(NamedTuple):
     """Compares the model, with its weights, under a loss with the module that it was captured of."""
 
 
-def missing_package(error: ModuleNotFoundError) -> Exception:
-    """What to say where the model of a checkpoint cannot be made without a package."""
-    if str(error.name).startswith("onward"):
-        return error
-    package, _, part = str(error.name).partition(".")
-    if part:
-        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
-    package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
-    return UnsupportedError(
-        f"to make its model needs `{error.name}`, which is not installed",
-        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
-    )
-
-
 class Format(NamedTuple):
     name: str
     """What users call it: `--to deepspeed`."""
@@ -57,7 +90,7 @@ class Format(NamedTuple):
     ending: str = ""
     """Of a file."""
     graph: Callable[[Path], Captured] | None = None
-    """The model of a checkpoint, where it has one."""
+    """The model of a checkpoint, if that is an ONNX graph."""
     needs_names: bool = True
     """Whether what optimizers keep has names when it is written."""
     also: tuple[str, ...] = ()

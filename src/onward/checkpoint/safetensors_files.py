@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.containers import SAFETENSORS_TYPES, safetensors_head, safetensors_header
 from onward.model.storage.files import blame_file, is_plain_name, regular
+from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.source_checkpoint import RECORDS
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
+from onward.run_state.state import OptimizerState, ParameterGroup, RandomState, SchedulerState
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
 
@@ -66,7 +67,7 @@ def tensor_lines(checkpoint: Checkpoint) -> list[str]:
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that it says, but for what is kept only to be written again."""
-    said = {field.name: plain(getattr(checkpoint, field.name)) for field in dataclasses.fields(checkpoint)}
+    said = {name: plain(getattr(checkpoint, name)) for name in RECORDS[Checkpoint][1]}
     return {**said, "path": str(checkpoint.path), "trees": list(checkpoint.trees), "missing": list(checkpoint.missing)}
 
 
@@ -81,14 +82,14 @@ def _amount(tensors: Iterable[Tensor]) -> str:
     )
 
 
-def _optimizer(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+def _optimizer(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{optimizer.title}, keeps {_amount(optimizer.tensors) or 'nothing'}"
     for group in optimizer.groups:
         said = settings(group.settings) or str(group.optimizer or "settings are not stored")
         yield "", f"{quantity(len(group.parameters), 'parameter')}: {said}"
 
 
-def _schedule(schedule: Schedule) -> str:
+def _schedule(schedule: SchedulerState) -> str:
     if schedule.words is None:
         known = settings(schedule.state)
         return f"a function that is not stored, or of a kind that is not known{f': {known}' if known else ''}"
@@ -125,8 +126,8 @@ def plain(tree: Any, depth: int = 12) -> Any:
     """What JSON can say; the rest by its kind."""
     if isinstance(tree, Tensor):
         return _tensor(tree)
-    if isinstance(tree, Optimizer | Group | Schedule):
-        return {field.name: plain(getattr(tree, field.name), depth - 1) for field in dataclasses.fields(tree)}
+    if isinstance(tree, OptimizerState | ParameterGroup | SchedulerState):
+        return {name: plain(getattr(tree, name), depth - 1) for name in RECORDS[type(tree)][1]}
     if isinstance(tree, RandomState):
         return {"kind": tree.kind, "rank": tree.rank}
     if depth and isinstance(tree, Mapping):

@@ -159,7 +159,7 @@ def prepare(
 
 def _print_prepared(summary: Summary, place: Target) -> None:
     from onward.inspect.formatting import amount, quantity, shape
-    from onward.inspect.rows import step_rows
+    from onward.inspect.render import step_rows
 
     step, frozen = summary.steps[-1], summary.parameters["frozen"].tensors
     fed = [f"{port.name} {port.type} {shape(port.shape)}" for port in (*summary.inputs, *step.inputs)]

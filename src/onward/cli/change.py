@@ -160,7 +160,7 @@ def _settable(source: Model, step: int) -> list[dict[str, Any]]:
 
 
 def _plain(tensor: ir.TensorProtocol) -> Any:
-    from onward.inspect.values import plain
+    from onward.run_state.reading import plain
 
     return plain(tensor.numpy().tolist())
 

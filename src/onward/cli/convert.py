@@ -211,7 +211,7 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path
 def _is_foreign(source: Path, told: bool) -> bool:
     """Whether it is a checkpoint. The state of a program of ours is none, unless more is `told` than it needs."""
     from onward.checkpoint import is_checkpoint
-    from onward.checkpoint.programs import framework_of
+    from onward.importing.programs import framework_of
 
     return is_checkpoint(source) and (told or framework_of(source) is None)
 
@@ -226,18 +226,16 @@ def _import(
     data: Where,
     force: bool,
 ) -> list[Path]:
-    from onward.checkpoint import preview
-    from onward.checkpoint.importing import apply_plan, plan
+    from onward.importing import apply_plan, plan_import, plan_json, plan_lines
 
     place = target(source, output, "training", data=data, force=force or dry_run)
     with working(f"reading {source}"):
-        others = {name: given.pop(name) for name in ("module", "example_inputs", "probe")}
-        planned = plan(source, like, UntoldOptions(**given), **others)
+        planned = plan_import(source, like, **given)
         made = apply_plan(planned)
     if dry_run and as_json:
-        print_json(preview.to_json(planned))
+        print_json(plan_json(planned))
     elif dry_run:
-        print_fields([*preview.lines(planned), ("would write", str(place.path))])
+        print_fields([*plan_lines(planned), ("would write", str(place.path))])
     if dry_run:
         return []
     for note in planned.notes:
@@ -248,8 +246,8 @@ def _import(
 
 def _refill(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
-    from onward.checkpoint.programs import framework_of
     from onward.frameworks.files import recognize, restore
+    from onward.importing.programs import framework_of
 
     framework = framework_of(source) or recognize(source)
     if framework is None:

@@ -20,8 +20,7 @@ from onward.options import PlanOptions
 if TYPE_CHECKING:
     from onward.analysis.blocks import Part
     from onward.checkpoint import Checkpoint, Comparison
-    from onward.checkpoint.comparing import Pair
-    from onward.checkpoint.facts import Fact
+    from onward.checkpoint.comparing import Fact, Pair
 
 
 @command(
@@ -127,7 +126,7 @@ def _held(block: Part) -> str:
 
 
 def _show_code(path: Path, as_json: bool) -> None:
-    from onward.checkpoint.opening import list_code
+    from onward.checkpoint.formats import list_code
 
     code, wrong = list_code(path)
     if as_json:
@@ -157,13 +156,11 @@ def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
 
 def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """How to go on from there, if there is an optimizer to go on with."""
-    from onward.checkpoint.opening import format_of
+    from onward.importing.capture import has_model
 
     if not checkpoint.optimizers:
         return []
-    format = format_of(path)
-    has_graph = format is not None and format.graph is not None
-    like = "" if has_graph or checkpoint.configuration.get("architectures") else " --like model.onnx"
+    like = "" if has_model(checkpoint) else " --like model.onnx"
     return [("go on", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
 
 

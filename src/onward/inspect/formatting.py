@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from onward.inspect.summary_fields import Amount, Shape
+from onward.inspect.summary import Amount, Shape
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -103,14 +103,9 @@ def _parts(names: Sequence[str], most: int) -> dict[str, list[str]]:
     common = _common_prefix(names)
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name[: _part_end(name, len(common))], []).append(name)
+        ends = [end for separator in "./" if (end := name.find(separator, len(common))) >= 0]
+        found.setdefault(name[: min(ends) + 1 if ends else len(name)], []).append(name)
     return {common: list(names)} if common and len(found) > most else found
-
-
-def _part_end(name: str, start: int) -> int:
-    """Behind the first separator from `start` on; the whole name if there is none."""
-    ends = [end for separator in "./" if (end := name.find(separator, start)) >= 0]
-    return min(ends) + 1 if ends else len(name)
 
 
 def _common_prefix(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -11,10 +12,7 @@ import onnx_ir as ir
 from onward.constants import constant_tensor
 from onward.errors import list_names
 from onward.inspect.formatting import quantity
-from onward.inspect.optimizer import is_statistics, trained_parameters
-from onward.inspect.summary_fields import Role, Weight
-from onward.inspect.training import differentiated_values
-from onward.inspect.values import dtype_name, number, texts
+from onward.inspect.summary import Role, Weight, dtype_name
 from onward.model import Model
 from onward.model.walk import read_by
 from onward.recipe.exporter_notes import (
@@ -28,6 +26,7 @@ from onward.recipe.exporter_notes import (
     sources_of,
 )
 from onward.recipe.trainable import is_norm, judge
+from onward.run_state.reading import differentiated_values, is_statistics, number, texts, trained_parameters
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}
@@ -50,7 +49,9 @@ def weights(model: Model, verdicts: dict[str, Verdict]) -> tuple[Weight, ...]:
         name = value.name or ""
         verdict = verdicts.get(name) or _verdict_by_type(value)
         if name in trained_by:
-            verdict = _verdict_if_trained(verdict, name in differentiated)
+            # What a step trains is trained, whatever was written down about it.
+            observed = "differentiated by a Gradient" if name in differentiated else "updated without a Gradient"
+            verdict = "trained", verdict[1] if verdict[0] == "trainable" else observed
         elif model.steps and verdict[0] == "trainable":
             verdict = ("frozen", "no step trains it")
         found.append(_weight(value, verdict, tuple(trained_by.get(name, ()))))
@@ -97,12 +98,6 @@ def _in_order(graph: ir.Graph, verdicts: dict[str, Verdict]) -> Iterator[ir.Valu
 # ---- roles and reasons -----------------------------------------------------------------------------------------------
 
 
-def _verdict_if_trained(verdict: Verdict, differentiated: bool) -> Verdict:
-    """What a step trains is trained, whatever was written down about it."""
-    observed = "differentiated by a Gradient" if differentiated else "updated without a Gradient"
-    return "trained", verdict[1] if verdict[0] == "trainable" else observed
-
-
 def _verdict_by_type(value: ir.Value) -> Verdict:
     if value.dtype is not None and not value.dtype.is_floating_point():
         return "constant", "not a floating-point tensor"
@@ -138,13 +133,11 @@ def _without_external_data(model: Model) -> Model:
     copy = model.copy()
     for value in copy.initializers():
         if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = _empty_tensor(value.const_value)
+            held = value.const_value
+            nothing = partial(ir.Tensor, np.zeros(0, held.dtype.numpy()), dtype=held.dtype)
+            shape = ir.Shape(held.shape.numpy())
+            value.const_value = ir.LazyTensor(nothing, dtype=held.dtype, shape=shape, name=held.name)
     return copy
-
-
-def _empty_tensor(tensor: ir.ExternalTensor) -> ir.LazyTensor:
-    nothing = ir.Tensor(np.zeros(0, tensor.dtype.numpy()), dtype=tensor.dtype)
-    return ir.LazyTensor(lambda: nothing, dtype=tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name)
 
 
 # ---- what exporters did to parameters --------------------------------------------------------------------------------

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from onward.inspect.formatting import amount, clean, list_names, shape, shorten, size
-from onward.inspect.rows import Row, model_rows, step_rows
-from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import Amount, Weight
+from onward.inspect.formatting import (
+    amount,
+    clean,
+    gather_names,
+    list_names,
+    percent,
+    quantity,
+    setting,
+    settings,
+    shape,
+    shorten,
+    size,
+)
+from onward.inspect.summary import (
+    Amount,
+    GroupSummary,
+    Loss,
+    Port,
+    Progress,
+    Quantization,
+    Role,
+    Summary,
+    Training,
+    Weight,
+)
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run_state.reading import LossTerm
 
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"
@@ -125,3 +149,214 @@ def _print_table_row(console: Console, row: dict[str, str], widths: dict[str, in
 def _encode(text: str, console: Console) -> str:
     """The text with what the terminal's encoding lacks written as an escape."""
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+Row = tuple[str, str | Sequence[str]]
+"""A label, and a text; or items of which none is broken between lines."""
+
+_MOST_PORTS, _MOST_GROUPS, _MOST_REASONS, _MOST_TERMS = 6, 4, 3, 4
+_NAME_WIDTH = 28
+
+_LABELS: dict[Role, str] = {"frozen": "  frozen", "constant": "constants"}
+_STATE_WORDS = {
+    "parameter": "parameters",
+    "optimizer_state": "optimizer slots",
+    "counter": "counters",
+    "rng": "random state",
+    "master": "master weights",
+    "ema": "averages",
+    "accum": "gradient sums",
+    "scaler": "loss scaler",
+}
+_RANGES = {"moving": "observed, moving averages", "lsq": "learned", "fixed": "fixed"}
+_CLIPPED = {"norm": "norm of all gradients", "tensor_norm": "norm of each gradient", "value": "each element"}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def model_rows(summary: Summary) -> Iterator[Row]:
+    yield "file", _file(summary)
+    if summary.file.producer:
+        yield "made by", shorten(summary.file.producer)
+    yield from _ports("in", summary.inputs)
+    yield from _ports("out", summary.outputs)
+    if summary.is_training_model:
+        yield from _parameters(summary)
+    for role in ("frozen", "trainable", "statistics", "constant"):
+        if summary.parameters[role].tensors:
+            yield _LABELS.get(role, role), "\n".join([amount(summary.parameters[role]), *_reasons(summary, role)])
+    if summary.quantization is not None:
+        yield "quantized", "\n".join(_quantization(summary.quantization))
+    for text in summary.remarks:
+        yield "note", text
+
+
+def _file(summary: Summary) -> list[str]:
+    file = summary.file
+    parts = [size(file.bytes)] if file.bytes is not None else []
+    if file.external_files:
+        parts.append(f"{size(file.external_bytes)} in {list_names(file.external_files, 2)}")
+    nodes = quantity(file.nodes, "node")
+    if training := sum(step.nodes for step in summary.steps):
+        nodes += f" + {training:,} for training"
+    parts += [f"opset {file.opset}", f"IR {file.ir_version}", nodes]
+    return [*parts, quantity(len(file.functions), "function")] if file.functions else parts
+
+
+def _quantization(found: Quantization) -> Iterator[str]:
+    for kind in found.weights:
+        weights = quantity(kind.tensors, "weight")
+        yield f"{weights} to {kind.type}, a scale for each {kind.per}: {kind.numbers:,} numbers"
+    for name, count in found.activations.items():
+        yield f"{quantity(count, 'activation')} to {name}"
+    if found.ranges:
+        yield f"ranges: {', '.join(_RANGES.get(word, word) for word in found.ranges)}"
+
+
+def _ports(label: str, ports: Sequence[Port]) -> Iterator[Row]:
+    if not ports:
+        return
+    names = [shorten(port.name, _NAME_WIDTH) for port in ports[:_MOST_PORTS]]
+    width = max(cell_len(name) for name in names)
+    lines = [
+        f"{name}{' ' * (width - cell_len(name))}  {clean(port.type)} {shape(port.shape)}"
+        for name, port in zip(names, ports, strict=False)
+    ]
+    if len(ports) > _MOST_PORTS:
+        lines.append(f"and {len(ports) - _MOST_PORTS:,} more")
+    yield label, "\n".join(lines)
+
+
+def _parameters(summary: Summary) -> Iterator[Row]:
+    trained, whole = summary.parameters["trained"], Amount.of(summary.with_role("trained", "frozen"))
+    if not trained.tensors:
+        yield "parameters", "unknown: no step updates a weight of the model"
+    elif trained == whole:
+        yield "parameters", f"{amount(whole)}, all trained"
+    else:
+        yield "parameters", amount(whole)
+        yield "  trained", f"{amount(trained)} ({percent(trained.numbers, whole.numbers)})"
+
+
+def _reasons(summary: Summary, role: Role) -> Iterator[str]:
+    """Which tensors have a role, and why: a line for each of the most frequent reasons."""
+    by_reason: dict[str, list[str]] = {}
+    for weight in summary.with_role(role):
+        by_reason.setdefault(weight.reason, []).append(weight.name)
+    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    everything = [weight.name for weight in summary.weights]
+    for reason, names in ordered[:_MOST_REASONS]:
+        yield f"{gather_names(names, everything)}: {shorten(reason, 100)}"
+    if others := ordered[_MOST_REASONS:]:
+        count = sum(len(names) for _, names in others)
+        yield f"{quantity(count, 'tensor')} for {quantity(len(others), 'other reason')}"
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def step_rows(summary: Summary, step: Training) -> Iterator[Row]:
+    yield from _ports("in", step.inputs)
+    if step.metrics:
+        yield "metrics", list_names([port.name for port in step.metrics], 8)
+    if len(summary.steps) > 1:
+        yield "trained", _trained_parameters(summary, step)
+    yield "loss", _loss(step.loss)
+    yield from _optimizer(step)
+    for i, section in enumerate(step.schedule):
+        yield "schedule" if i == 0 else "", _name_settings(section.name, {**section.numbers, **section.choices})
+    yield from _around_optimizer(step)
+    yield "progress", [_progress(step.progress), *settings({k: v for k, v in step.progress.recorded.items() if v})]
+    yield (
+        "state",
+        [f"{_STATE_WORDS.get(s.role, shorten(s.role))} {s.tensors:,} ({size(s.bytes)})" for s in step.state],
+    )
+    if not step.initialization:
+        yield "initial", "some state has no initial value"
+
+
+def _trained_parameters(summary: Summary, step: Training) -> str:
+    names = [name for group in step.groups for name in group.parameters]
+    if not names:
+        return "unknown: it updates no weight of the model"
+    return f"{amount(step.trained)}\n{gather_names(names, [weight.name for weight in summary.weights])}"
+
+
+def _name_settings(name: str, values: Mapping[str, Any]) -> list[str]:
+    """`cosine: steps 1,000`, `warmup 50`, ..."""
+    first, *others = settings(values) or [""]
+    return [f"{shorten(name)}: {first}" if first else shorten(name), *others]
+
+
+def _loss(loss: Loss) -> str:
+    differentiated = f"differentiated: {list_names(loss.differentiated, 4)}" if loss.differentiated else "no Gradient"
+    terms = [_term(term) for term in loss.terms[:_MOST_TERMS]]
+    if len(loss.terms) > _MOST_TERMS:
+        terms.append(f"and {quantity(len(loss.terms) - _MOST_TERMS, 'more term')}")
+    if not terms:
+        operators = list_names([operator or "unknown" for operator in loss.operators], 4) or "unknown"
+        terms = [f"{operators} on {list_names(loss.outputs, 4)}" if loss.outputs else operators]
+    return "\n".join(terms) + f"; {differentiated}"
+
+
+def _term(term: LossTerm) -> str:
+    options = f" ({', '.join(settings(term.options))})" if term.options else ""
+    against = f" against {list_names(term.inputs, 4)}" if term.inputs else ""
+    scale = f" times {setting(term.scale)}" if term.scale != 1 else ""
+    return f"{shorten(term.name)}{options} on {shorten(term.output)}{against}{scale}"
+
+
+def _optimizer(step: Training) -> Iterator[Row]:
+    if not step.groups:
+        yield "optimizer", "unknown"
+    for i, group in enumerate(step.groups[:_MOST_GROUPS]):
+        yield "optimizer" if i == 0 else "", _group(group)
+        if len(step.groups) > 1:
+            yield "", f"  {shorten(group.name)}: {gather_names(group.parameters, ())}"
+    if len(step.groups) > _MOST_GROUPS:
+        yield "", f"and {quantity(len(step.groups) - _MOST_GROUPS, 'more group')}"
+
+
+def _group(group: GroupSummary) -> list[str]:
+    if group.optimizer is None:
+        return [
+            f"unknown: plain operators, the last one {shorten(group.operators[0])}" if group.operators else "unknown"
+        ]
+    values = {**group.hyper, **_unusual_options(group)}
+    if group.lr_now is not None and group.lr_now != group.hyper["lr"]:
+        values["lr"] = f"{setting(group.hyper['lr'])} (now {setting(group.lr_now)})"
+    return _name_settings(group.optimizer, values)
+
+
+def _unusual_options(group: GroupSummary) -> dict[str, Any]:
+    """The options that are not as they are by default."""
+    kind = OPTIMIZERS.get(group.optimizer or "")
+    choices = kind.choices if kind is not None else {}
+    usual = {name: allowed if isinstance(allowed, int) else allowed[0] for name, allowed in choices.items()}
+    return {name: value for name, value in group.options.items() if name not in usual or usual[name] != value}
+
+
+def _around_optimizer(step: Training) -> Iterator[Row]:
+    if step.clip is not None:
+        yield "clipping", f"{_CLIPPED[step.clip.kind]}: at most {setting(step.clip.limit)}"
+    if step.accumulation is not None:
+        every, seen = setting(step.accumulation.batches), setting(step.accumulation.seen)
+        yield "accumulate", f"one update every {every} batches, {seen} since the last one"
+    if step.average is not None:
+        yield "average", f"decay {setting(step.average.decay)}, over {setting(step.average.updates)} updates"
+    if step.loss_scale is not None:
+        kind = "dynamic" if step.loss_scale.dynamic else "fixed"
+        yield "loss scale", [setting(step.loss_scale.scale), *_name_settings(kind, step.loss_scale.settings)]
+
+
+def _progress(progress: Progress) -> str:
+    if progress.step is None:
+        return "step unknown"
+    if not progress.steps:
+        return f"step {progress.step:,}"
+    share = percent(min(progress.step, progress.steps), progress.steps)
+    return f"step {progress.step:,} of {progress.steps:,} ({share})"

@@ -12,13 +12,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward.inspect import describe
-from onward.inspect.summary_fields import Group as Described
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import string, strings
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState, optimizer_of, to_training_model
+from onward.run_state.reading import read_training
+from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.training_models import optimizer_of, to_training_model
 from onward.transform.merge import rename
 from onward.transform.training import without_steps
 
@@ -74,13 +74,13 @@ class _Reading:
 
     @property
     def run(self) -> RunState:
-        found = describe(self._model).steps[0].groups
-        groups = [Group(self._optimizer(group), group.parameters) for group in found]
+        found = read_training(self._model, 0).groups
+        groups = [ParameterGroup(self._optimizer(group), group.parameters) for group in found]
         return RunState(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
 
-    def _optimizer(self, group: Described) -> Spec | FunctionOptimizer:
+    def _optimizer(self, group: ParameterGroup) -> Spec | FunctionOptimizer:
         spec = optimizer_of(self._model, 0, group)
-        if isinstance(spec, Spec) and group.hyper.get("mode") == "nesterov":
+        if isinstance(spec, Spec) and group.settings.get("mode") == "nesterov":
             return Spec("nesterov", spec.options)
         if isinstance(spec, Spec) and spec.name == "adagrad" and not any(self._counts):
             held = {float(x) for name in group.parameters for x in np.unique(self._state[f"{name}/sum"])}

@@ -16,9 +16,6 @@ from onward.arguments import Range, checked
 from onward.engines.distributed import ProcessGroup, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, Error, RecipeError, list_names
-from onward.inspect.optimizer import rate_now
-from onward.inspect.summary import blame_model
-from onward.inspect.training import describe_step
 from onward.model import Model, Source, load
 from onward.options import (
     Data,
@@ -35,6 +32,7 @@ from onward.recipe import Recipe, quantize
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.recipe.preprocessing import with_preprocessing
+from onward.run_state.reading import blame_model, last_update, rate_now, read_training
 from onward.training.callbacks import Callback
 from onward.training.config import Config, refuse_placeholders, settings_from
 from onward.training.data import differences, in_parts, not_compared
@@ -273,18 +271,16 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -
     if per_epoch is None or len(training.steps) > 1:  # then nobody knows how many updates a step makes
         return []
     with contextlib.suppress(Error), blame_model():
-        step = describe_step(training, 0, [])
-        end, lr = step.progress.steps, step.groups[0].hyper.get("lr") if step.groups else None
+        state = read_training(training, 0)
+        end, lr = last_update(state.schedule), state.groups[0].settings.get("lr") if state.groups else None
         if end is None or not isinstance(lr, int | float):
             return []
-        batches = step.accumulation.batches if step.accumulation is not None else 1
+        batches = 1 if state.accumulate is None else state.accumulate
         left = (config.epochs - place.epoch) * per_epoch - place.batch
-        updates = (step.progress.step or 0) + left // (
-            int(batches) if isinstance(batches, int | float) and batches >= 1 else 1
-        )
-        rate = rate_now(step.schedule, float(lr), end)
+        updates = state.step + left // (int(batches) if isinstance(batches, int | float) and batches >= 1 else 1)
+        rate = rate_now(state.schedule, float(lr), end)
         if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
-            section = step.schedule[-1].numbers
+            section = state.schedule[-1].options
             length, every = section.get("steps"), section.get("every", 1)
             if not isinstance(length, int | float) or not isinstance(every, int | float):
                 return []
@@ -316,10 +312,10 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
         raise RecipeError(
             f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
         )
-    from onward.checkpoint.importing import apply_plan, plan
+    from onward.importing import apply_plan, plan_import
 
     counts = {name: getattr(wanted, name) for name in _OF_CHECKPOINTS}
-    planned = plan(wanted.checkpoint, wanted.model, UntoldOptions(**counts, **wanted.recipe))
+    planned = plan_import(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)
     return apply_plan(planned), list(planned.notes)
 
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onward import describe
 from onward.engines import Engine
 from onward.errors import DataError, RecipeError, UnsupportedError
-from onward.inspect.rows import step_rows
+from onward.inspect.render import step_rows
 from onward.lowering import lower
 from onward.lowering.contract import contract_of
 from onward.model import Model

@@ -17,7 +17,7 @@ from representatives import chosen
 import onward
 from onward.engines import start
 from onward.errors import UnsupportedError
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 pytestmark = needs("jax", "optax")
 

@@ -15,7 +15,7 @@ from marks import needs
 import onward
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 pytestmark = needs("jax", "optax")
 

@@ -19,7 +19,8 @@ from onward.engines import start
 from onward.errors import MismatchError, RecipeError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 
 pytestmark = needs("jax", "optax")
 
@@ -464,13 +465,13 @@ def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
     import optax
 
     from onward.frameworks.jax.probe import try_updates
-    from onward.run_state.state import Group
+    from onward.run_state.state import ParameterGroup
 
     tx = optax.adam(1e-2, eps=1e-3)
     state = tx.init(tree())
     run = run_of(tx, state, tree())
     try_updates(tx, state, tree(), run)
     keras = Spec("adam", {**run.groups[0].optimizer.options, "variant": "keras"})
-    wrong = dataclasses.replace(run, groups=[Group(keras, run.groups[0].parameters)])
+    wrong = dataclasses.replace(run, groups=[ParameterGroup(keras, run.groups[0].parameters)])
     with pytest.raises(MismatchError, match="is off by"):
         try_updates(tx, state, tree(), wrong)

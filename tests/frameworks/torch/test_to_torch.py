@@ -11,7 +11,7 @@ from marks import needs
 
 import onward
 from onward.engines import start
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 torch = pytest.importorskip("torch")
 from onward.frameworks.torch.schedule import updates_per_step  # noqa: E402

@@ -20,7 +20,8 @@ import onward
 from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
-from onward.run_state.state import RunState, from_training_model, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS
 
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ import onward
 from onward.engines import start
 from onward.frameworks.files import write
 from onward.model import Model
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 Target = Callable[[Model, Sequence[Arrays]], list[float]]
 

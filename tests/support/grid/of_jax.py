@@ -19,7 +19,7 @@ from onward.frameworks.jax import from_jax, to_jax
 from onward.frameworks.jax.closures import origin, transformations
 from onward.frameworks.jax.schedule import make_schedule
 from onward.model import Model
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 OPTIMIZERS = [
     *("sgd()", "sgd(momentum=0.9)", "sgd(momentum=0.9, nesterov=True)", "adam(eps=1e-3)", "adam(eps_root=1e-3)"),

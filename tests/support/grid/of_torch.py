@@ -17,7 +17,7 @@ from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in
 from onward.frameworks.torch import from_torch, to_torch
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.model import Model
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 OPTIMIZERS = [
     *("SGD()", "SGD(weight_decay=0.1)", "SGD(momentum=0.9)", "SGD(momentum=0.9, nesterov=True)"),

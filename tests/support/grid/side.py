@@ -12,7 +12,7 @@ from onward.engines import start
 from onward.model import Model
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 KINDS = ("optimizers", "losses", "schedules")
 

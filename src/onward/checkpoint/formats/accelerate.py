@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import hugging_face_folder, torch_files, write_again

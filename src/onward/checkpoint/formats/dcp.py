@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
 from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import Name, Object, write_pickle
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, has, progress_of
 from onward.checkpoint.pytree import nest
-from onward.checkpoint.tensors import ScatteredTensor, Tensor
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular
+from onward.run_state.tensors import ScatteredTensor, Tensor
 
 METADATA = ".metadata"
 

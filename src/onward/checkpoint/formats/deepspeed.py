@@ -22,17 +22,17 @@ from onward.checkpoint.deepspeed import (
     scheduler_of,
     write_universal,
 )
-from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
-from onward.checkpoint.format import Format
-from onward.checkpoint.formats import trainer
+from onward.checkpoint.format import Checkpoint, Format
+from onward.checkpoint.formats import transformers_trainer as trainer
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.pickling import Attributed, Object
 from onward.checkpoint.pytorch.states import optimizer_of, without_copies
 from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping, progress_of
-from onward.checkpoint.tensors import Tensor, convert_dtype
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
+from onward.run_state.state import MASTER, OptimizerState, ParameterGroup
+from onward.run_state.tensors import Tensor, convert_dtype
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
 _PART = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<slice>\d+)_optim_states\.pt")
@@ -130,10 +130,10 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
     done = model.get("global_steps")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"DeepSpeed {model.get('ds_version') or ''}".strip() + (", universal" if saved.is_universal else ""),
-        tensors,
+        path=path,
+        format=FORMAT.name,
+        title=f"DeepSpeed {model.get('ds_version') or ''}".strip() + (", universal" if saved.is_universal else ""),
+        tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(scheduler.schedule,),
         step=done - counters.get("skipped_steps", 0) if isinstance(done, int) else None,
@@ -255,14 +255,14 @@ def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str,
 
 def _optimizer(
     kept: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
-) -> Optimizer | None:
+) -> OptimizerState | None:
     if not kept.groups:
         return None
     kind = str(_of_optimizer(config).get("type", "")).lower()
     unmastered = {name: {slot: v for slot, v in held.items() if slot != MASTER} for name, held in kept.slots.items()}
     found = optimizer_of({"param_groups": kept.groups, "state": unmastered}, _family(kind, config))
     is_known = not kind or kind in _PLAIN
-    return Optimizer(
+    return OptimizerState(
         found.families if is_known else (kind,),
         tuple(_with_rate(group, base, is_known) for group in found.groups),
         {name: without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
@@ -277,12 +277,12 @@ def _family(kind: str, config: Mapping[str, Any]) -> str | None:
     return "adamw" if kind == "adamw" or given.get("adam_w_mode", True) else "adam"
 
 
-def _with_rate(group: Group, base: float | None, is_known: bool) -> Group:
+def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> ParameterGroup:
     """A group whose rate is the one that a scheduler of DeepSpeed multiplies."""
     if not is_known or group.optimizer is None or group.settings.get("bias_correction", True) is not True:
         return dataclasses.replace(group, optimizer=None)
     rate = {} if base is None else {"lr": base}
-    return dataclasses.replace(group, optimizer=Spec(group.optimizer.name, {**group.optimizer.options, **rate}))
+    return dataclasses.replace(group, optimizer=Spec(group.spec.name, {**group.spec.options, **rate}))
 
 
 _PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")

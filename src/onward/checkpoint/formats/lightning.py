@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.checkpoint.configurations import plain
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickling import Object
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import averages_made, checkpoint_of, mapping, progress_of
-from onward.errors import Error
+from onward.errors import Error, InvalidModelError
 
 _VERSION = "pytorch-lightning_version"
 _WRITTEN = "2.6.6"
@@ -188,3 +186,28 @@ def _loops(step: int, epoch: int) -> dict[str, Any]:
 
 
 FORMAT = Format("lightning", "Lightning", matches, read, write, is_folder=False, ending=".ckpt", needs_names=False)
+
+
+# ---- configurations of OmegaConf -------------------------------------------------------------------------------------
+
+
+def plain(tree: Any) -> Any:
+    """A tree in which what OmegaConf wraps is itself. Each thing is looked at once, however often it is there."""
+    return _plain(tree, {}, 100)
+
+
+def _plain(tree: Any, seen: dict[int, Any], depth: int) -> Any:
+    if not depth:
+        raise InvalidModelError("the configuration in the checkpoint is nested deeper than any")
+    if isinstance(tree, Object) and tree.of.module.startswith("omegaconf.") and isinstance(tree.state, Mapping):
+        return _plain(tree.state.get("_content", tree.state.get("_val")), seen, depth - 1)
+    if not isinstance(tree, dict | list):
+        return tree
+    if id(tree) not in seen:
+        made: Any = {} if isinstance(tree, dict) else []
+        seen[id(tree)] = made
+        if isinstance(tree, dict):
+            made.update({key: _plain(value, seen, depth - 1) for key, value in tree.items()})
+        else:
+            made += [_plain(item, seen, depth - 1) for item in tree]
+    return seen[id(tree)]

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.deepspeed import numbered_slots
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickling import Object
 from onward.checkpoint.pytorch.states import optimizer_of, refuse_unknown_class, settings_now, spec_of, without_copies
 from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.vocabulary.megatron import advance_state, schedule_words
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -148,18 +148,18 @@ def _checkpoint(
     arguments = mapping(stored.state if isinstance(stored, Object) else stored)
     done = common.get("iteration")
     state, first_rate = common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0)
-    schedule = Schedule({})
+    schedule = SchedulerState({})
     if isinstance(state, Mapping):
-        schedule = Schedule(state, schedule_words(state, first_rate, done), done, every=1)
+        schedule = SchedulerState(state, schedule_words(state, first_rate, done), done, every=1)
     optimizer, remarks = _optimizer(common, arguments, slots, tensors)
     clip = {"norm": float(limit), "variant": "torch"} if (limit := arguments.get("clip_grad")) else {}
     outer = mapping(common.get("optimizer"))
     samples = arguments.get("consumed_train_samples")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        FORMAT.title,
-        tensors,
+        path=path,
+        format=FORMAT.name,
+        title=FORMAT.title,
+        tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(schedule,),
         step=done if isinstance(done, int) else None,
@@ -200,7 +200,7 @@ def _optimizer(
     arguments: Mapping[str, Any],
     slots: Mapping[str | int, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
-) -> tuple[Optimizer | None, tuple[str, ...]]:
+) -> tuple[OptimizerState | None, tuple[str, ...]]:
     inner = _inner_states(common)
     stored = [mapping(group) for each in inner for group in each["param_groups"]]
     if not stored:
@@ -222,11 +222,11 @@ def _optimizer(
         return optimizer_of({"state": kept, "param_groups": groups}), remarks
     is_known = arguments.get("optimizer", "adam") == "adam"
     adams = tuple(
-        Group(_settings(group), tuple(names), _spec(group, common) if is_known else None)
+        ParameterGroup(_spec(group, common) if is_known else None, tuple(names), _settings(group))
         for group, names in zip(stored, members, strict=True)
         if names
     )
-    return Optimizer(("adamw",) if is_known else (), adams, kept), remarks
+    return OptimizerState(("adamw",) if is_known else (), adams, kept), remarks
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,10 +299,10 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_json(folder / _BACKEND, {**backends, **versions})
 
 
-def _refuse_coupled_decay(optimizer: Optimizer) -> None:
+def _refuse_coupled_decay(optimizer: OptimizerState) -> None:
     """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
-    for spec in (group.optimizer for group in optimizer.groups):
-        if spec is not None and spec.name == "adam" and spec.options.get("weight_decay"):
+    for group in optimizer.groups:
+        if group.optimizer_name == "adam" and group.spec.options.get("weight_decay"):
             raise UnsupportedError(
                 "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
                 hint="write it with `--to dcp`",

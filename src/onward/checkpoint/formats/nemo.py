@@ -9,15 +9,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
 from onward.checkpoint.pytorch.states import module_state
 from onward.checkpoint.pytorch.trees import executed_names, mapping
-from onward.checkpoint.tensors import StoredTensor, Tensor
 from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.tensors import StoredTensor, Tensor
 
 _CONFIGURATION, _WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _MOST = 10_000
@@ -78,10 +77,10 @@ def read(path: Path) -> Checkpoint:
     tree = mapping(read_torch_file(path, (weights.offset_data, weights.size)))
     version = configuration.get("nemo_version")
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"{FORMAT.title} {version}" if version else FORMAT.title,
-        {str(name): tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)},
+        path=path,
+        format=FORMAT.name,
+        title=f"{FORMAT.title} {version}" if version else FORMAT.title,
+        tensors={str(name): tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)},
         keeps_order=True,
         configuration=configuration,
         arguments=mapping(configuration.get("optim")),

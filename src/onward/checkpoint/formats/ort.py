@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer
-from onward.checkpoint.format import Captured, Format
+from onward.checkpoint.format import Captured, Checkpoint, Format
 from onward.checkpoint.ort.files import checkpoints_in, is_ort_checkpoint, read_ort, write_ort
 from onward.checkpoint.ort.graphs import (
     EVALUATION,
@@ -21,11 +20,12 @@ from onward.checkpoint.ort.graphs import (
     model_of,
     optimizer_of,
 )
-from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.state import COUNT, OptimizerState, ParameterGroup
+from onward.run_state.tensors import ComputedTensor, Tensor
 
 NAME = "checkpoint"
 _GROUP = "group0"
@@ -73,11 +73,11 @@ def read(path: Path) -> Checkpoint:
     optimizers = _optimizers(tree, trained, rule)
     step = max((group["step"] for group in tree["optimizer_groups"].values()), default=None)
     return Checkpoint(
-        path,
-        FORMAT.name,
-        FORMAT.title,
-        {**trained, **frozen},
-        optimizers,
+        path=path,
+        format=FORMAT.name,
+        title=FORMAT.title,
+        tensors={**trained, **frozen},
+        optimizers=optimizers,
         step=step,
         progress={**({} if step is None else {"step": step}), **tree["properties"]},
         clip=rule.clip or {} if rule else None,
@@ -87,21 +87,23 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _optimizers(tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None) -> tuple[Optimizer, ...]:
+def _optimizers(
+    tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None
+) -> tuple[OptimizerState, ...]:
     groups, slots = [], {}
     stored = tree["optimizer_groups"] or _fresh_group(trained, rule)
     for group in stored.values():
         rate = group["initial_learning_rate"]
         spec = None if rule is None or rule.spec is None else Spec(rule.spec.name, {**rule.spec.options, "lr": rate})
         settings = {"initial_lr": rate, **(rule.settings if rule else {})}
-        groups.append(Group(settings, tuple(group["optimizer_states"]), spec))
+        groups.append(ParameterGroup(spec, tuple(group["optimizer_states"]), settings))
         for name, momentums in group["optimizer_states"].items():
             if name not in trained or name in slots:
                 raise InvalidModelError(
                     f"the optimizer keeps something for `{name}`, which is not trained or was before"
                 )
             slots[name] = {COUNT: group["step"], **_slots(name, momentums, trained[name], rule)}
-    return (Optimizer((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
+    return (OptimizerState((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
 
 
 def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
@@ -155,12 +157,12 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
 def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
     """The graph of an optimizer that would go on with other numbers than the checkpoint has."""
     rule = optimizer_of(path)
-    said = [group.optimizer for each in checkpoint.optimizers for group in each.groups]
-    if rule is None or rule.spec is None or not said or said[0] is None:
+    groups = [group for each in checkpoint.optimizers for group in each.groups]
+    if rule is None or rule.spec is None or not groups or groups[0].optimizer is None:
         return
-    if _meaning_of(rule.spec) != _meaning_of(said[0]):
+    if _meaning_of(rule.spec) != _meaning_of(groups[0].spec):
         raise UnsupportedError(
-            f"`{path.name}` computes `{rule.spec}`, and the checkpoint goes on with `{said[0].without('lr')}`",
+            f"`{path.name}` computes `{rule.spec}`, and the checkpoint goes on with `{groups[0].spec.without('lr')}`",
             hint="make new graphs with onnxruntime-training, and write the checkpoint from a folder that has them",
         )
 
@@ -200,13 +202,13 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
                 f"momentum{number}": _momentum(checkpoint, str(name), kept.slots.get(name, {}).get(slot))
                 for number, slot in enumerate(slots)
             }
-    rate = groups[0][1].optimizer.options.get("lr", _RATE) if groups[0][1].optimizer else _RATE
+    rate = groups[0][1].spec.options.get("lr", _RATE) if groups[0][1].optimizer else _RATE
     return {_GROUP: {"step": checkpoint.step or 0, "initial_learning_rate": rate, "optimizer_states": states}}
 
 
-def _slots_there(group: Group) -> tuple[str, ...]:
+def _slots_there(group: ParameterGroup) -> tuple[str, ...]:
     """The slots that `momentum0` and so on stand for."""
-    spec = group.optimizer
+    spec = None if group.optimizer is None else group.spec
     if spec is not None:
         configured = configure(spec)
         options = {**configured.values, **configured.options}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import pytorch
-from onward.checkpoint.naming import with_own_names
+from onward.checkpoint.matching import with_own_names
 from onward.checkpoint.pytorch.trees import checkpoint_of, has, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import InvalidModelError, UnsupportedError, list_names
@@ -60,14 +59,10 @@ def _inside(folder: Path) -> Checkpoint:
     )
 
 
-def _formats() -> tuple[Format, ...]:
+def _format_of(path: Path) -> Format | None:
     from onward.checkpoint.formats import FORMATS  # of which this is one
 
-    return FORMATS
-
-
-def _format_of(path: Path) -> Format | None:
-    return next((format for format in _formats() if format is not FORMAT and format.matches(path)), None)
+    return next((format for format in FORMATS if format is not FORMAT and format.matches(path)), None)
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
@@ -77,8 +72,9 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, place)
     else:
-        known = {format.name: format for format in _formats() if format.write is not None}
-        inner = known.get(checkpoint.format, pytorch.FORMAT)
+        from onward.checkpoint.formats import writable
+
+        inner = writable().get(checkpoint.format, pytorch.FORMAT)
         assert inner.write is not None
         made = with_own_names(checkpoint) if inner.needs_names else checkpoint
         inner.write(made, place if inner.is_folder else place / _file(checkpoint, inner))

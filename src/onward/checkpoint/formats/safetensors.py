@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.trees import has, hugging_face_folder
 from onward.checkpoint.safetensors_files import INDEX, read_safetensors, write_safetensors
 
 
 def read(path: Path) -> Checkpoint:
-    return Checkpoint(path, FORMAT.name, FORMAT.title, read_safetensors(path))
+    return Checkpoint(path=path, format=FORMAT.name, title=FORMAT.title, tensors=read_safetensors(path))
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:

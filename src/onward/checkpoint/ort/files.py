@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.checkpoint.ort.flatbuffers import Buffer, Fields, Number, Numbers, Table, Writer
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file, listing, regular
+from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)

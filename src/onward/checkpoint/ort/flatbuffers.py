@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError
+from onward.run_state.tensors import Tensor
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from onward.checkpoint.pytorch.pickles import MOST_BYTES, Maker, read_pickle
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, Persistent, write_pickle
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.containers import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, read_stored, stored_range
 from onward.model.storage.files import reason, regular
+from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 _LONGEST_START = 1 << 10
 _MOST_REPEATED = 16 << 20

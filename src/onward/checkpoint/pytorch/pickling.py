@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.checkpoint.tensors import Tensor
+from onward.run_state.tensors import Tensor
 
 
 @dataclasses.dataclass(frozen=True)

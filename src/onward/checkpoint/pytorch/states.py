@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of, number_of
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, SchedulerState
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of, number_of
 from onward.vocabulary.rate_formulas import FOREVER, complete, in_words
 from onward.vocabulary.rows import row_for
 from onward.vocabulary.torch import FLAGS, OPTIMIZERS, families_of, saved_words
@@ -38,9 +39,9 @@ def is_optimizer_state(tree: Any) -> bool:
     return all(isinstance(each, list) and all(isinstance(x, int | str) for x in each) for each in listed)
 
 
-def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimizer:
+def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> OptimizerState:
     """The optimizer that saved this; `family` is which it is, where something else says so."""
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     names: dict[Any, Any] = {}
     for group in tree["param_groups"]:
         numbers = group["params"]
@@ -48,7 +49,7 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
         named = known if isinstance(known, list) and len(known) == len(numbers) else numbers
         names |= dict(zip(numbers, named, strict=True))
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(Group(settings, tuple(named)))
+        groups.append(ParameterGroup(None, tuple(named), settings))
     slots = {
         names.get(key, key): {slot: value for slot, value in kept.items() if value is not None}
         for key, kept in tree["state"].items()
@@ -58,7 +59,7 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
     families = (family,) if family else families_of(states, groups[0].settings if groups else {})
     if len(families) == 1:
         groups = [dataclasses.replace(group, optimizer=spec_of(families[0], group.settings)) for group in groups]
-    return Optimizer(families, tuple(groups), slots)
+    return OptimizerState(families, tuple(groups), slots)
 
 
 def spec_of(family: str, settings: Settings) -> Spec | None:
@@ -92,14 +93,14 @@ def is_schedule_state(tree: Any) -> bool:
     return isinstance(tree, Mapping) and "_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)
 
 
-def schedule_of(state: Attributes, group: Attributes | None = None) -> Schedule:
+def schedule_of(state: Attributes, group: Attributes | None = None) -> SchedulerState:
     """What the state of a scheduler says; the rates of one cycle are in a group of its optimizer."""
     pieces = read_saved(_plain(state), group or {})
     words = None if pieces is None else tuple(in_words(pieces))
     position = state.get("last_epoch")
     if position is None and isinstance(inner := state.get("_schedulers"), list) and inner:
         position = inner[0].get("last_epoch") if isinstance(inner[0], Mapping) else None
-    return Schedule(state, words, position if isinstance(position, int) else None)
+    return SchedulerState(state, words, position if isinstance(position, int) else None)
 
 
 def _plain(state: Attributes) -> Attributes:
@@ -180,14 +181,14 @@ def module_state(checkpoint: Checkpoint) -> Attributed:
     return Attributed({**checkpoint.tensors, **aliases})
 
 
-def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str, Any]:
+def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict[str, Any]:
     """`optimizer.state_dict()`: by numbers in the order of the groups, or by name, as distributed checkpoints are."""
     refuse_unknown_class(optimizer)
     numbers: dict[Any, Any] = {}
     for group in optimizer.groups:
         for name in group.parameters:
             numbers[name] = name if by_name else len(numbers)
-    specs = {name: group.optimizer for group in optimizer.groups for name in group.parameters}
+    specs = {name: group.spec if group.optimizer else None for group in optimizer.groups for name in group.parameters}
     state = {}
     for name, slots in optimizer.slots.items():
         spec = specs.get(name)
@@ -213,7 +214,7 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
     return {"state": ordered, "param_groups": groups}
 
 
-def refuse_unknown_class(optimizer: Optimizer) -> None:
+def refuse_unknown_class(optimizer: OptimizerState) -> None:
     """Raise an UnsupportedError for state of another framework that does not name its optimizer.
 
     `Adam.step()` of PyTorch needs settings and a step for each parameter, which such state does not have.
@@ -232,23 +233,23 @@ _OF_PYTORCH = frozenset(
 """Names of settings, of which each of PyTorch's optimizers has one, and those of other frameworks have none."""
 
 
-def settings_now(group: Group) -> dict[str, Any]:
+def settings_now(group: ParameterGroup) -> dict[str, Any]:
     """The settings of a group: those that were stored, with numbers as they are now."""
     if group.optimizer is None:
         return dict(group.settings)
-    rate = group.rate if group.rate is not None else group.settings.get("lr", group.optimizer.options["lr"])
+    rate = group.rate if group.rate is not None else group.settings.get("lr", group.spec.options["lr"])
     if _OF_PYTORCH.isdisjoint(group.settings):
-        base = float(group.optimizer.options["lr"])
-        return {**settings_of(group.optimizer, rate), **({"initial_lr": base} if rate != base else {})}
+        base = float(group.spec.options["lr"])
+        return {**settings_of(group.spec, rate), **({"initial_lr": base} if rate != base else {})}
     if group.rate is None:
         return dict(group.settings)
-    fresh = settings_of(group.optimizer, rate)
+    fresh = settings_of(group.spec, rate)
     changed = {
         key: value
         for key, value in fresh.items()
         if key in group.settings and key not in FLAGS and value != group.settings[key]
     }
-    base = float(group.optimizer.options["lr"])
+    base = float(group.spec.options["lr"])
     is_stored = base == group.settings.get("lr")  # which stays where the checkpoint has no schedule
     if "initial_lr" in group.settings and "max_lr" not in group.settings and not is_stored:
         changed["initial_lr"] = base
@@ -276,7 +277,7 @@ def advance_counter(name: Any, value: Any, by: int) -> Any:
 
 
 def _renew_tree(
-    tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any], now: Checkpoint, depth: int
+    tree: Any, optimizers: Iterator[OptimizerState], schedules: Iterator[Any], now: Checkpoint, depth: int
 ) -> Any:
     """The walk is that of `contents_of`, so that the parts come in the same order."""
     if is_optimizer_state(tree):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Optimizer, RandomState
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
 from onward.checkpoint.pytorch.states import (
@@ -21,9 +21,10 @@ from onward.checkpoint.pytorch.states import (
     up_to_date,
 )
 from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, write_json
-from onward.checkpoint.tensors import Tensor, count_of, is_number
 from onward.errors import InvalidModelError
 from onward.model.storage.files import is_plain_name
+from onward.run_state.state import OptimizerState, RandomState
+from onward.run_state.tensors import Tensor, count_of, is_number
 
 _MOST_NODES = 5_000_000
 """Of a tree. A small pickle can describe one without end, by naming the same part again and again."""
@@ -177,7 +178,7 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     if step is None:
         step = step_of(known.get("progress", {}), known["optimizers"])
     kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
+    return Checkpoint(path=path, format=format, title=title, tensors=kept, step=step, remarks=remarks, **known)
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:
@@ -186,7 +187,7 @@ def averages_made(state: Mapping[str, Any]) -> int | None:
     return count_of(count) if is_number(count) else None
 
 
-def step_of(progress: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> int | None:
+def step_of(progress: Mapping[str, Any], optimizers: Sequence[OptimizerState]) -> int | None:
     """Return the updates made, as the training loop or else the optimizer counts them.
 
     Steps of a scheduler do not count: loops call it after each update, or after each epoch.

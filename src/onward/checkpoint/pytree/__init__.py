@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.tensors import Tensor
+from onward.run_state.tensors import Tensor
 
 Way = tuple[str, ...]
 """The keys that lead to a place in a tree. Those of lists are numbers, as text."""

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.pytorch.archive import TYPES as OF_PYTORCH
-from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides
 
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
 """What Flax adds to msgpack."""

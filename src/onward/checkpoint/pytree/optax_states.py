@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree import WRAPPER, Way, names_of_tensors, nest_names, parts
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, warn
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
+from onward.run_state.state import OptimizerState, ParameterGroup
+from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS, reduced_axis
 from onward.vocabulary.rows import row_for
 from onward.vocabulary.torch import FAMILIES as OF_PYTORCH
@@ -47,7 +48,7 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
 
 
 class _Maker:
-    def __init__(self, checkpoint: Checkpoint, of: Optimizer, empty: Any):
+    def __init__(self, checkpoint: Checkpoint, of: OptimizerState, empty: Any):
         self._tensors, self._slots, self._empty = checkpoint.tensors, of.slots, empty
         self._step = checkpoint.step or 0
         self._is_scheduled = any(each.words is None or each.words for each in checkpoint.schedules)
@@ -59,19 +60,19 @@ class _Maker:
                 hint="read it together with its model, so that parameters have names",
             )
 
-    def chain(self, group: Group) -> list[Any]:
+    def chain(self, group: ParameterGroup) -> list[Any]:
         if group.optimizer is None:
             raise UnsupportedError(
                 "the checkpoint does not say which optimizer it is of, and states of optax differ",
                 hint="say which when it is read: `optimizer=...`",
             )
-        spec = group.optimizer
+        spec = group.spec
         configured = optimizer(spec.name).configure(**spec.options)
         made = [self._stage(stage, group, configured) for stage in stages(spec, configured)]
         _warn_of_epsilon(configured, self._step)
         return made
 
-    def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
+    def _stage(self, stage: str, group: ParameterGroup, configured: ConfiguredOptimizer) -> Any:
         row, state = TRANSFORMATIONS[stage], {}
         if row.counts or (stage == "scale_by_learning_rate" and self._is_scheduled):
             state["count"] = _counter(self._step)
@@ -79,7 +80,7 @@ class _Maker:
             state[field] = nest_names({name: self._slot(name, slot, group, configured) for name in self.trained})
         return state or self._empty
 
-    def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:
+    def _slot(self, name: str, slot: str, group: ParameterGroup, configured: ConfiguredOptimizer) -> Any:
         if name not in group.parameters:
             return self._empty
         kept, shape = self._slots.get(name, {}), self._tensors[name].shape
@@ -265,7 +266,7 @@ SECOND, LARGEST = "exp_avg_sq", "exp_inf"
 """Both are `nu` in optax: Adamax keeps the largest gradients where Adam has their squares."""
 
 
-def of_adamax(optimizer: Optimizer, parameters: Collection[str]) -> Optimizer:
+def of_adamax(optimizer: OptimizerState, parameters: Collection[str]) -> OptimizerState:
     """An optimizer of optax, when it is known which parameters it trains by Adamax."""
     slots = {
         name: {LARGEST if slot == SECOND and name in parameters else slot: value for slot, value in kept.items()}

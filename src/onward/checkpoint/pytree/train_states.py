@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytree import DATA, KEY, Way, at, leaves, map_leaves, names_of_tensors, nest_names, parts
 from onward.checkpoint.pytree.optax_states import (
     FAMILIES,
@@ -22,8 +22,9 @@ from onward.checkpoint.pytree.optax_states import (
     unwrap_variable,
     with_sign,
 )
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, list_names
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
+from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.vocabulary.optax import SETTINGS
 
 _PARAMETERS = ("params", "parameters", "model_params")
@@ -143,17 +144,17 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     if meaning.states:
         trained = {name: tensors[name] for name in meaning.parameters.values() if tensors[name].dtype.kind not in "biu"}
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
-        schedule = Schedule({}, (), step, every=1)
+        schedule = SchedulerState({}, (), step, every=1)
         if meaning.states.schedules:  # whose shape is not stored
             position = max((number(flat[way]) or 0) for way in meaning.states.schedules)
-            schedule = Schedule({"count": position}, None, position, every=1)
+            schedule = SchedulerState({"count": position}, None, position, every=1)
         known["schedules"] = (schedule,)
         known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
         known["accumulate"] = (
             0 if meaning.states.waiting else None
         )  # `MultiSteps` does not store its `every_k_schedule`
         known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
-    return Checkpoint(path, format, title, tensors, **known)
+    return Checkpoint(path=path, format=format, title=title, tensors=tensors, **known)
 
 
 def updates_made(meaning: TreeMeaning, flat: Mapping[Way, Any]) -> int | None:
@@ -163,7 +164,9 @@ def updates_made(meaning: TreeMeaning, flat: Mapping[Way, Any]) -> int | None:
     return max(known) if known else number(flat[meaning.step]) if meaning.step else None
 
 
-def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None) -> Optimizer:
+def _optimizer(
+    states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None
+) -> OptimizerState:
     slots: dict[str | int, dict[str, Any]] = {}
     for way, (name, slot, sign) in states.slots.items():
         slots.setdefault(name, {})[slot] = with_sign(flat[way], sign)
@@ -173,10 +176,10 @@ def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Te
         slots = {name: factors(each, trained[str(name)].shape) for name, each in slots.items() if name in trained}
     if step is not None:
         slots = {name: {**each, COUNT: step} for name, each in slots.items()}
-    return Optimizer(families, _groups(states, flat, [*trained]), slots, variant="optax")
+    return OptimizerState(families, _groups(states, flat, [*trained]), slots, variant="optax")
 
 
-def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tuple[Group, ...]:
+def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tuple[ParameterGroup, ...]:
     """Parameters by the label that they have, as far as what is kept of them tells."""
     members = {label: [name for name in trained if name in names] for label, names in states.members.items()}
     left = [name for name in trained if not any(name in names for names in members.values())]
@@ -194,7 +197,7 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
         }
         if states.schedules:
             numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
-        groups += [Group(settings, tuple(names), numbers=numbers)] if names else []
+        groups += [ParameterGroup(None, tuple(names), settings, numbers=numbers)] if names else []
     return tuple(groups)
 
 

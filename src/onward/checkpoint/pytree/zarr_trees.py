@@ -19,9 +19,9 @@ import numpy as np
 
 from onward.checkpoint.pytree import DATA, KEY, Way, nest, parts, with_lists
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.errors import ExternalDataError, InvalidModelError, UnsupportedError
 from onward.model.storage.files import SENSELESS, advance, blame_file, reason, regular
+from onward.run_state.tensors import ArrayTensor, Tensor
 
 TREE = "_METADATA"
 _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"

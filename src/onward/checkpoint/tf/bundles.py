@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import blame_file, regular
 from onward.model.storage.wire import (
@@ -31,6 +30,7 @@ from onward.model.storage.wire import (
     texts,
     varint,
 )
+from onward.run_state.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous_strides
 
 INDEX = ".index"
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"

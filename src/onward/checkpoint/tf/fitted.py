@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.checkpoint.tf.h5 import Groups, Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
+from onward.run_state.state import OptimizerState, ParameterGroup, SchedulerState
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.vocabulary.keras import (
     AVERAGE,
     CLIPS,
@@ -212,7 +213,8 @@ class Fitted:
             "remarks": tuple(self._remarks()),
         }
         if known is None:
-            unknown = Optimizer((), (Group(mapping(self._compiled.get("optimizer")), ()),), {}, variant="keras")
+            group = ParameterGroup(settings=mapping(self._compiled.get("optimizer")))
+            unknown = OptimizerState((), (group,), {}, variant="keras")
             return {**found, "optimizers": (unknown,) if self._arrays else ()}
         batches = self._number(ITERATIONS)
         step = None if batches is None else int(batches) // known.accumulate
@@ -225,13 +227,14 @@ class Fitted:
         with_slots = {role.parameter for role in self._roles}
         slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if at in with_slots}
         spec = known.spec(lr) if has_words else None
-        group = Group(known.given, tuple(self._parameters), spec, numbers={} if constant is None else {"lr": lr})
+        numbers = {} if constant is None else {"lr": lr}
+        group = ParameterGroup(spec, tuple(self._parameters), known.given, numbers=numbers)
         named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
         averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
         return {
             **found,
-            "optimizers": (Optimizer(known.row.optimizers[:1], (group,), slots, variant="keras"),),
-            "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step, every=1),),
+            "optimizers": (OptimizerState(known.row.optimizers[:1], (group,), slots, variant="keras"),),
+            "schedules": (SchedulerState(mapping(known.given.get("learning_rate")), words, step, every=1),),
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate if known.is_whole else None,

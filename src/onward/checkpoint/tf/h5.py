@@ -18,11 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import UnsupportedError
 from onward.model.storage.containers import Stored
 from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import BFLOAT16, DAMAGED, read_hdf5
+from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
 from onward.vocabulary.keras import is_named_after, snake_case
 
 _LARGE = 1 << 16

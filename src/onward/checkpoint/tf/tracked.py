@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.wire import numbers, text, texts
+from onward.run_state.tensors import Tensor
 from onward.vocabulary.keras import AVERAGE, KERAS_2_SLOTS, OPTIMIZERS, TENSORFLOW_1_SLOTS, KerasRow, is_named_after
 
 _VALUE = "VARIABLE_VALUE"

@@ -26,7 +26,8 @@ from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import Parts
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.training_models import to_training_model
 from onward.transform import rename
 
 
@@ -116,7 +117,10 @@ def _drop_idle(found: Optimization, idle: set[str]) -> Optimization:
             f"the optimizer changes {', '.join(f'`{name}`' for name in moving)}, on which the function does not depend",
             hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
         )
-    groups = [Group(group.optimizer, [name for name in group.parameters if name not in idle]) for group in found.groups]
+    groups = [
+        ParameterGroup(group.optimizer, [name for name in group.parameters if name not in idle])
+        for group in found.groups
+    ]
     state = {
         key: array
         for key, array in found.state.items()

@@ -27,7 +27,7 @@ from onward.recipe.optimizers.definition import Slot
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 from onward.standard import COMMON_OPSET
 from onward.transform.inline import inline
 
@@ -107,7 +107,7 @@ class Objects:
     exact_clip = staticmethod(exact_clip)
     executed = staticmethod(executed)
 
-    def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
+    def exact(self, group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
         return exact(group.spec, group.parameters, rate)
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,8 @@ from onward.model import Model, Source, load
 from onward.model.state import STEP, carried_state, states
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState, from_training_model, step_of
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.training import keep_only

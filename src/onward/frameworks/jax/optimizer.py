@@ -31,7 +31,7 @@ from onward.frameworks.jax.schedule import make_schedule, read_schedule
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, OptaxCall, reduced_axis, scale_rates
 from onward.vocabulary.rows import row_for
 
@@ -46,7 +46,7 @@ _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule
 class Optimization(NamedTuple):
     """What a `RunState` says about updates."""
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     state: Arrays
     step: int
     schedule: list[Spec]
@@ -98,7 +98,7 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
         key = id(made.update) if isinstance(made, FunctionOptimizer) else str(made)
         members.setdefault(key, (made, []))[1].append(name)
     schedule = next(iter(rates.values()))[1]
-    groups = [Group(*each) for each in members.values()]
+    groups = [ParameterGroup(*each) for each in members.values()]
     return Optimization(groups, kept, steps[0] if steps else 0, schedule, clip, recipe)
 
 

@@ -22,7 +22,8 @@ from onward.frameworks.jax.jaxpr.emitter import data_of
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run_state.state import RunState, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import to_training_model
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET
 
@@ -56,7 +57,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
                 start,
                 run.parameters,
                 optimizer="optax",
-                reference=f"that of {list_names([group.optimizer.name for group in run.groups], 5)}",
+                reference=f"that of {list_names([group.optimizer_name for group in run.groups], 5)}",
                 hint="the optimizer was not understood: please report its transformations",
                 repeats=int(run.recipe.get("accumulate", 1)),
             )

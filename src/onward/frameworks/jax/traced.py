@@ -27,7 +27,7 @@ from onward.frameworks.jax.optimizer import Optimization
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
@@ -44,7 +44,7 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     kept = {places[name]: value for name, value in begin.items()}
     counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if _word(path[-1]) == "count"]
     step = max((int(count) for count in counts if count.ndim == 0), default=0)
-    return Optimization([Group(function, traced.trained)], kept, step, [], None, {})
+    return Optimization([ParameterGroup(function, traced.trained)], kept, step, [], None, {})
 
 
 class _Traced:

@@ -16,7 +16,8 @@ from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
 from onward.model import Model
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState, to_training_model
+from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.training_models import to_training_model
 from onward.vocabulary.keras import Rate, Refused
 
 
@@ -118,17 +119,19 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
         return default
 
 
-def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[Group]:
+def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[ParameterGroup]:
     """One, or two where weight decay leaves some variables out."""
     if row_of(optimizer) is None:
-        return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
+        return [
+            ParameterGroup(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])
+        ]
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
     ids = {id(v) for v in decayed}
     parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
     spec = read_optimizer(optimizer, lr)
     return [
-        Group(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
+        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
         for number, part in parts
         if part
     ]

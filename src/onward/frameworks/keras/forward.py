@@ -28,7 +28,7 @@ from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
 from onward.model import Model, Source, load
 from onward.model.state import STEP, states
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import from_training_model, is_plain, only_step_of
+from onward.run_state.training_models import from_training_model, is_plain, only_step_of
 from onward.transform.opset import of_one_opset
 
 _SAME = "only_first_replica"

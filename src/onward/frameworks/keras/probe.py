@@ -16,7 +16,8 @@ from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.graph import Walk, functional_of
 from onward.frameworks.keras.loss import Term
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
-from onward.run_state.state import RunState, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import to_training_model
 
 _STEPS = 3
 

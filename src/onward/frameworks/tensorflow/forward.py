@@ -25,7 +25,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.state import carried_state
-from onward.run_state.state import refuse_rounding, step_of
+from onward.run_state.training_models import refuse_rounding, step_of
 from onward.transform import inline
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset

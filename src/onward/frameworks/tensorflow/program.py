@@ -29,7 +29,7 @@ from onward.lowering.step import lower_for_framework
 from onward.model import Model, load
 from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.state import step_of
+from onward.run_state.training_models import step_of
 from onward.transform.opset import of_one_opset
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"

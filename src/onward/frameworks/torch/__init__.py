@@ -41,7 +41,8 @@ from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
 from onward.run_state.problems import Parts, Problems
 from onward.run_state.standard_steps import adopt
-from onward.run_state.state import RunState, from_training_model, nothing_learns, only_step_of, to_training_model
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, nothing_learns, only_step_of, to_training_model
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 

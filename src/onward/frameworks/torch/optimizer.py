@@ -25,7 +25,7 @@ from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, con
 from onward.recipe.optimizers.definition import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS, TorchOptimizer
 
 _Settings = Mapping[str, Any]
@@ -140,7 +140,7 @@ _NO_STEPS = tuple(kind for kind, row in CLASSES.items() if not row.counts)
 
 def read_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], schedule: ReadSchedule | None = None
-) -> tuple[list[Group], dict[str, np.ndarray], int]:
+) -> tuple[list[ParameterGroup], dict[str, np.ndarray], int]:
     """The groups of an optimizer, its slots by the names of a training model, and the updates made so far.
 
     `names` has the parameters that the model uses, by `id`. Others are left out, unless the optimizer has state of
@@ -175,7 +175,7 @@ def read_optimizer(
 
 def _read_masters(
     given: MasterWeights, names: Mapping[int, str], schedule: ReadSchedule | None
-) -> tuple[list[Group], dict[str, np.ndarray], int]:
+) -> tuple[list[ParameterGroup], dict[str, np.ndarray], int]:
     """Of an optimizer of copies, in which parameters that are no copies are found, too."""
     given.settle()
     named = {x: names[id(x)] for x in given.copies if id(x) in names}
@@ -194,7 +194,7 @@ class _Reading:
     """Groups and slots, as they are found."""
 
     def __init__(self, names: Mapping[int, str], problems: Problems) -> None:
-        self.groups: list[Group] = []
+        self.groups: list[ParameterGroup] = []
         self.slots: dict[str, np.ndarray] = {}
         self._names = names
         self._problems = problems
@@ -219,7 +219,7 @@ class _Reading:
         for name, parameter in chosen.items():
             self._read(name, part, dict(part.state.get(parameter, {})), minds)
         if chosen:
-            self.groups.append(Group(spec, list(chosen)))
+            self.groups.append(ParameterGroup(spec, list(chosen)))
 
     def add_function(self, part: Optimizer, rates: Sequence[float]) -> None:
         """An optimizer of a class that is not in the table: a step is traced, unless it is a graph already."""
@@ -232,7 +232,7 @@ class _Reading:
         self._problems.refuse()
         if isinstance(part, GraphOptimizer):
             function = part.function(self._names, rates[0])
-            groups, step = [Group(function, function.parameters)], int(part.param_groups[0]["t"])
+            groups, step = [ParameterGroup(function, function.parameters)], int(part.param_groups[0]["t"])
         else:
             groups, step = trace_groups(part, self._names, rates)
         self.groups += groups
@@ -331,7 +331,7 @@ def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optim
             function = dataclasses.replace(function, initial={**function.initial, **present})
             made.append(GraphOptimizer(function, parameters, run.step))
         else:
-            configured = configure(group.optimizer)
+            configured = configure(group.spec)
             row = next(row for row in OPTIMIZERS if row.fits(configured))
             kind, options = class_of(row), row.settings_for(configured)
             if row.is_native:  # AdamW has a setting that its class does not take

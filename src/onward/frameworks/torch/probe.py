@@ -34,13 +34,14 @@ from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summa
 from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipping_part
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe
-from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe import objective
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
-from onward.run_state.state import Group, RunState, from_training_model, to_training_model
+from onward.run_state.reading import LossTerm
+from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.training_models import from_training_model, to_training_model
 
 _LABELS = 2
 """How many a sequence has, for CTC."""
@@ -150,7 +151,7 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
     trained = {name: x for name, x in held.items() if x.requires_grad and model.graph.initializers[name] in edges}
     if not trained:
         return
-    group = Group(Spec("sgd", {"lr": _RATE}), list(trained))
+    group = ParameterGroup(Spec("sgd", {"lr": _RATE}), list(trained))
     run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
     native = NativeRun(
         module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1

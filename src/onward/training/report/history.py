@@ -15,7 +15,7 @@ from typing import Any
 from onward.errors import first_line
 from onward.inspect import Summary, describe
 from onward.inspect.formatting import amount, quantity, setting
-from onward.inspect.rows import step_rows
+from onward.inspect.render import step_rows
 from onward.training.progress import duration, short
 
 _KNOWN = {"event", "step", "epoch", "time", "lr", "samples", "seconds", "best"}

@@ -16,7 +16,7 @@ from onward.frameworks.program.names import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
-from onward.run_state.state import Group, RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.transform.inline import inline
 
 
@@ -65,7 +65,7 @@ class Spelling:
     def exact_clip(self, kind: str, limit: float, variant: str) -> Text:
         return Text(f"{self._printer.helper('exact_clip')}({quote(kind)}, {limit!r}, {quote(variant)})")
 
-    def exact(self, group: Group, rate: Any) -> Text:
+    def exact(self, group: ParameterGroup, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
         entries = [f"{quote(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
         return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_write_value(rate)})")

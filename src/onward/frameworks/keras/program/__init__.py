@@ -35,7 +35,7 @@ from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import DAMAGED, read_hdf5
 from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.state import step_of
+from onward.run_state.training_models import step_of
 from onward.transform import strip
 from onward.transform.declare import require_shapes
 

@@ -27,7 +27,7 @@ from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.state import from_training_model
+from onward.run_state.training_models import from_training_model
 
 _HINT = "write it with `save` of the program beside it"
 _ROOM = 64 << 20

@@ -26,9 +26,9 @@ from onward.frameworks.torch.program.passes import shorten
 from onward.frameworks.torch.program.training import Definitions, schedules_of
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe
-from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
-from onward.run_state.state import from_training_model
+from onward.run_state.reading import LossTerm
+from onward.run_state.training_models import from_training_model
 
 _SIZES = 4, 7
 """What sizes that vary are while the forward pass is written down, at first and once more."""

@@ -32,7 +32,7 @@ from onward.model import Model
 from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
-from onward.run_state.state import Group
+from onward.run_state.state import ParameterGroup
 from onward.transform.context import Context
 
 
@@ -72,7 +72,9 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
     compare_updates(update_by(function), step, start, held, optimizer=f"the optimizer {function.name}")
 
 
-def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> tuple[list[Group], int]:
+def trace_groups(
+    optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]
+) -> tuple[list[ParameterGroup], int]:
     """The groups of an optimizer of any class, by tracing a step of it; `rates` are what its groups begin with.
 
     The second result is the updates that it says it has made, or 0.
@@ -89,14 +91,14 @@ def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence
 
 def _try_trace(
     optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]
-) -> tuple[list[Group], int]:
+) -> tuple[list[ParameterGroup], int]:
     _clean(found.model)
     group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     sides = _Making(type(optimizer).__name__, found, trained, group_of, rates).functions()
     for side in sides:
         try_out(optimizer, trained, side)
     count = found.state.get(("each", "step"))
-    groups = [Group(side.function, side.function.parameters) for side in sides]
+    groups = [ParameterGroup(side.function, side.function.parameters) for side in sides]
     return groups, 0 if count is None else int(count)
 
 

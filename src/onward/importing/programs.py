@@ -5,9 +5,8 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from onward.checkpoint.formats.h5_files import read_zipped_json
+from onward.checkpoint.formats.keras import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.bundles import read_bundle
 from onward.frameworks.files import Framework
@@ -20,20 +19,14 @@ def framework_of(path: Path) -> Framework | None:
     """The framework of the program that a file or folder belongs to; None if it was written by somebody else."""
     if path.is_dir():
         if (path / "saved_model.pb").is_file():
-            return "tensorflow" if _is_own_saved_model(path) else None
+            variables = path / "variables" / "variables"
+            known = read_bundle(variables) if variables.with_suffix(".index").is_file() else {}
+            return "tensorflow" if any(key.startswith("state/") for key in known) else None
         return "jax" if (path / "run.py").is_file() and (path / "state.safetensors").is_file() else None
     if path.suffix == ".keras":
         return "keras" if _has_own_classes(path) else None
-    return "torch" if is_torch_file(path) and _has_parts(read_torch_file(path)) else None
-
-
-def _has_parts(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and {*tree} - {"constants"} == _PARTS
-
-
-def _is_own_saved_model(path: Path) -> bool:
-    variables = path / "variables" / "variables"
-    return variables.with_suffix(".index").is_file() and any(key.startswith("state/") for key in read_bundle(variables))
+    tree = read_torch_file(path) if is_torch_file(path) else None
+    return "torch" if isinstance(tree, Mapping) and {*tree} - {"constants"} == _PARTS else None
 
 
 def _has_own_classes(path: Path) -> bool:

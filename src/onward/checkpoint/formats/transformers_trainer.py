@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Schedule
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.pickling import Object
 from onward.checkpoint.pytorch.states import optimizer_of, optimizer_state, schedule_of
 from onward.checkpoint.pytorch.trees import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
+from onward.run_state.state import SchedulerState
 from onward.vocabulary.rate_formulas import Factor, complete, in_words
 from onward.vocabulary.transformers import READERS
 
@@ -89,7 +89,7 @@ def _word(value: Any) -> str:
     return str(value.arguments[0]) if isinstance(value, Object) and value.arguments else str(value)
 
 
-def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> Schedule:
+def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> SchedulerState:
     """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
     known = schedule_of(tree)
     words = known.words if known.words is not None else _words(tree, arguments, state)

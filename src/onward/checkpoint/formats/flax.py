@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytree import KEY, leaves, without_lists
 from onward.checkpoint.pytree.messages import begins_a_tree, read_messages, write_messages
 from onward.checkpoint.pytree.train_states import checkpoint_of_tree, meaning_of, tree_of

@@ -6,14 +6,15 @@ import dataclasses
 import glob
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.importing.optimizers import tells_optimizers, with_state
-from onward.checkpoint.matching import Match
-from onward.checkpoint.naming import TRAINER
-from onward.checkpoint.scales import scaling_of
+import numpy as np
+import onnx_ir as ir
+
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.matching import TRAINER, Match
 from onward.errors import ArgumentError, UnsupportedError, list_names
+from onward.importing.groups import tells_optimizers, with_state
 from onward.inspect import describe
 from onward.inspect.formatting import quantity
 from onward.model import Model
@@ -21,20 +22,21 @@ from onward.options import UntoldOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.problems import Problems
+from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.transform.training import without_steps
 
 
 def trained_groups(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[RunGroup],
+    groups: Sequence[ParameterGroup],
     given: Model,
     base: RunState | None,
     loss: Any,
     said: UntoldOptions,
-) -> tuple[list[RunGroup], dict[str, bool]]:
+) -> tuple[list[ParameterGroup], dict[str, bool]]:
     """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
     Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
@@ -42,7 +44,9 @@ def trained_groups(
     """
     notes: dict[str, bool] = {}
 
-    def keep(groups: Sequence[RunGroup], names: set[str], why: str, is_assumed: bool = False) -> list[RunGroup]:
+    def keep(
+        groups: Sequence[ParameterGroup], names: set[str], why: str, is_assumed: bool = False
+    ) -> list[ParameterGroup]:
         kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
         if frozen := [name for each in groups for name in each.parameters if name not in names]:
             notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
@@ -69,7 +73,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[RunGroup], said: UntoldOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], said: UntoldOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 
@@ -120,7 +124,7 @@ def settled_options(
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
     if base and tells_optimizers(checkpoint) and said.optimizer is None:
-        names, others = ({each.optimizer.name for each in side} for side in (groups, base.groups))
+        names, others = ({each.optimizer_name for each in side} for side in (groups, base.groups))
         if names != others:
             notes.append(
                 f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
@@ -184,3 +188,150 @@ def _clip(given: Any, checkpoint: Checkpoint) -> dict[str, Any] | None:
 def _same_scale(wanted: Any, stored: str | float) -> bool:
     is_dynamic = str(wanted).startswith("dynamic")
     return str(stored).startswith("dynamic") if is_dynamic else str(wanted) == str(stored) or wanted == stored
+
+
+# ---- weights and state -----------------------------------------------------------------------------------------------
+
+
+_NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+
+
+def weights_and_slots(
+    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[ParameterGroup]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
+    """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
+    weights = {ours: matched.turn(theirs, checkpoint.tensors[theirs]) for theirs, ours in matched.names.items()}
+    slots: dict[str, Tensor] = {}
+    masters: dict[str, Tensor] = {}
+    trained = {name for group in groups for name in group.parameters}
+    for optimizer in checkpoint.optimizers:
+        for theirs, kept in optimizer.slots.items():
+            ours = matched.names.get(str(theirs))
+            if ours is None or ours not in trained:
+                continue
+            for slot, value in kept.items():
+                if slot == COUNT or value is None:
+                    continue
+                tensor = matched.turn(theirs, as_tensor(value))
+                (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
+    wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
+    weights |= {name: masters.pop(name) for name in wide}
+    _check_types(weights, model)
+    slots |= {f"{name}/{MASTER}": tensor for name, tensor in masters.items()}
+    narrow = any(type_of(model, name) in _NARROW for name in trained)
+    return weights, slots, bool(masters) if narrow else None
+
+
+def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
+    problems = Problems("the tensors of the checkpoint")
+    for name, tensor in weights.items():
+        if type_of(model, name).numpy() != tensor.dtype:
+            what = f"`{name}` is {tensor.dtype}, and {type_of(model, name).name.lower()} in the model"
+            problems.add(what, "give a model of the type of its weights")
+    problems.refuse()
+
+
+def updates_made(
+    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], said: int | None
+) -> int | None:
+    """Return the updates made, as the optimizer, `said` or the checkpoint counts them; None where nothing does.
+
+    Raises:
+        UnsupportedError: some of the trained parameters had fewer updates than others, or fewer or more than `said`.
+    """
+    trained = {name for group in groups for name in group.parameters}
+    counts: dict[str, int] = {}
+    for optimizer in checkpoint.optimizers:
+        for name, slots in optimizer.slots.items():
+            if COUNT in slots and matched.names.get(str(name)) in trained:
+                counts[str(name)] = count_of(slots[COUNT])
+    if not counts:
+        return checkpoint.step if said is None else said
+    most = max(counts.values())
+    behind = [name for name, count in counts.items() if count != most]
+    if behind:
+        raise UnsupportedError(
+            f"{list_names(behind, 5)} had fewer updates than other parameters, and training models count once for all",
+            hint="leave those out of training: `--freeze NAME`, or `freeze=[...]`",
+        )
+    if said not in (None, most):
+        raise UnsupportedError(
+            f"`step` is {said}, and the optimizer has counted {most} updates", hint="leave `--step` out"
+        )
+    return most
+
+
+def averages_of(
+    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], step: int
+) -> dict[str, Tensor]:
+    """Return averages of trainable parameters, as state of the training model; none if the checkpoint has none.
+
+    Raises:
+        UnsupportedError: the first update of the averages is still to come. That of PyTorch copies the weights.
+    """
+    if checkpoint.average_updates == 0:
+        raise UnsupportedError(
+            f"the averages in `{checkpoint.path}` have had no update, and the first one copies the weights",
+            hint="save it after that update; or leave `--ema` out, which continues without averages",
+        )
+    trained = {name for group in groups for name in group.parameters}
+    found = {
+        f"ema/{matched.names[theirs]}": matched.turn(theirs, tensor)
+        for theirs, tensor in checkpoint.averages.items()
+        if matched.names.get(theirs) in trained
+    }
+    count = step if checkpoint.average_updates is None else checkpoint.average_updates
+    return {**found, "ema/n_averaged": as_tensor(np.int64(count))} if found else {}
+
+
+def type_of(model: Model, name: str) -> ir.DataType:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return tensor.dtype
+
+
+# ---- scales of the loss ----------------------------------------------------------------------------------------------
+
+
+class Scaling(NamedTuple):
+    """How a training model scales its loss."""
+
+    words: str | float
+    """What `prepare` takes as `loss_scale`."""
+    state: Mapping[str, ArrayTensor]
+
+
+_OF_PYTORCH = ("growth_factor", "backoff_factor", "growth_interval")
+_OF_DEEPSPEED = ("scale_factor", "scale_window", "delayed_shift", "min_scale", "cur_hysteresis", "cur_iter")
+
+
+def scaling_of(scaler: Mapping[str, Any]) -> Scaling | None:
+    """What a scaler does; None where it does not say enough, or nothing that a recipe has words for."""
+    if _are_numbers(scaler, ("scale", *_OF_PYTORCH, "_growth_tracker")):
+        words = ",".join(f"{name}={scaler[name]:g}" for name in _OF_PYTORCH)
+        return Scaling(f"dynamic:{words}", _state(scaler["scale"], scaler["_growth_tracker"]))
+    if not _are_numbers(scaler, ("cur_scale",)):
+        return None
+    if not scaler.get("dynamic"):
+        return Scaling(float(scaler["cur_scale"]), {})
+    if not _are_numbers(scaler, (*_OF_DEEPSPEED, "last_overflow_iter")) or scaler.get("consecutive_hysteresis"):
+        return None
+    factor, window = scaler["scale_factor"], scaler["scale_window"]
+    words = f"growth_factor={factor:g},backoff_factor={1 / factor!r},growth_interval={window:g}"
+    words += f",hysteresis={scaler['delayed_shift']:g},min_scale={scaler['min_scale']!r},cooldown=1"
+    good = scaler["cur_iter"] - 1 - scaler["last_overflow_iter"]  # updates since, of which the first does not count
+    state = _state(scaler["cur_scale"], -1 if good == 0 else (good - 1) % window)
+    if scaler["delayed_shift"] > 1:
+        state["scaler/hysteresis_tracker"] = ArrayTensor(np.asarray(scaler["cur_hysteresis"], np.int64))
+    return Scaling(f"dynamic:{words}", state)
+
+
+def _are_numbers(scaler: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    return all(isinstance(scaler.get(name), int | float) and not isinstance(scaler[name], bool) for name in names)
+
+
+def _state(scale: float, tracker: float) -> dict[str, ArrayTensor]:
+    return {
+        "scaler/scale": ArrayTensor(np.asarray(scale, np.float32)),
+        "scaler/growth_tracker": ArrayTensor(np.asarray(tracker, np.int64)),
+    }

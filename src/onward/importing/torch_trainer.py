@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.side_models import Beside
 from onward.frameworks.torch.architecture import remember_example
+from onward.importing import Beside
 
 _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers").TrainerCallback
 

@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured, Format, missing_package
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.trees import has
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import StoredTensor
 from onward.checkpoint.tf.fitted import Fitted
 from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.errors import UnsupportedError
 from onward.model.storage.containers import BAD_ZIP, members_of, stored_range
 from onward.model.storage.files import blame_file, regular
 from onward.model.storage.hdf5 import HDF5
+from onward.run_state.tensors import StoredTensor
 
-_CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
+CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
 _BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"
 _ENDING = ".weights.h5"
 _LARGEST_JSON = 1 << 28
@@ -38,7 +37,7 @@ def matches(path: Path) -> bool:
             with open(path, "rb") as file:
                 return file.read(len(HDF5)) == HDF5
         with zipfile.ZipFile(path) as archive:
-            return {_CONFIG, _METADATA} <= set(archive.namelist())
+            return {CONFIG, _METADATA} <= set(archive.namelist())
     except BAD_ZIP:
         return False
 
@@ -58,7 +57,7 @@ def read(path: Path) -> Checkpoint:
             hint='load it with Keras, and save it again: `model.save("model.keras")`',
         )
     facts = Fitted(groups, None).facts()
-    return Checkpoint(path, FORMAT.name, "Keras, weights", trees={path.name: groups}, **facts)
+    return Checkpoint(path=path, format=FORMAT.name, title="Keras, weights", trees={path.name: groups}, **facts)
 
 
 def _read_backup(folder: Path) -> Checkpoint:
@@ -67,26 +66,26 @@ def _read_backup(folder: Path) -> Checkpoint:
     facts = Fitted(groups, None).facts()
     facts["progress"] = {**facts.get("progress", {}), **done}
     trees = {_BACKUP: groups, **({_PROGRESS: done} if done else {})}
-    return Checkpoint(folder, FORMAT.name, "Keras, backup of a run", trees=trees, data=done, **facts)
+    return Checkpoint(path=folder, format=FORMAT.name, title="Keras, backup of a run", trees=trees, data=done, **facts)
 
 
 def _read_archive(path: Path) -> Checkpoint:
     with blame_file(f"`{path}` is not a whole .keras file", *BAD_ZIP), zipfile.ZipFile(path) as archive:
         members = members_of(archive)
-        config, metadata = (read_zipped_json(archive, members[name]) for name in (_CONFIG, _METADATA))
+        config, metadata = (read_zipped_json(archive, members[name]) for name in (CONFIG, _METADATA))
         places = {name: stored_range(archive, info) for name, info in members.items() if not info.is_dir()}
     if _WEIGHTS not in places:
         raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
     groups = read_h5(path, *places[_WEIGHTS])
-    trees: dict[str, Any] = {_CONFIG: config, _METADATA: metadata, _WEIGHTS: groups}
+    trees: dict[str, Any] = {CONFIG: config, _METADATA: metadata, _WEIGHTS: groups}
     for name, (start, length) in places.items():
         if name not in trees:
             trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
     facts = Fitted(groups, config).facts()
     return Checkpoint(
-        path,
-        FORMAT.name,
-        f"Keras {metadata.get('keras_version', '')}".strip(),
+        path=path,
+        format=FORMAT.name,
+        title=f"Keras {metadata.get('keras_version', '')}".strip(),
         configuration={key: value for key, value in config.items() if key != "compile_config"},
         trees=trees,
         executes=tuple(dict.fromkeys(_code(config))),
@@ -127,20 +126,6 @@ def _is_of_keras(module: Any) -> bool:
     return isinstance(module, str) and module.startswith(("keras", "builtins"))
 
 
-def graph(path: Path) -> Captured:
-    """The layers and the loss of a `.keras` file, made by Keras of its own classes."""
-    checkpoint = read(path)
-    config = checkpoint.trees.get(_CONFIG)
-    if config is None or checkpoint.executes:
-        what = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights, and no layers"
-        raise UnsupportedError(f"`{path}` {what}", hint="give the ONNX model that it is of: `--like model.onnx`")
-    try:
-        from onward.frameworks.keras.capture import from_configuration
-    except ModuleNotFoundError as error:
-        raise missing_package(error) from error
-    return Captured(from_configuration(config, [(name, each.shape) for name, each in checkpoint.tensors.items()]), None)
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,8 +139,8 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
             hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
             "import the .keras file of the model, and write that",
         )
-    groups = Fitted(trees[weights], trees.get(_CONFIG)).renew(checkpoint)
-    if _CONFIG in trees:
+    groups = Fitted(trees[weights], trees.get(CONFIG)).renew(checkpoint)
+    if CONFIG in trees:
         _write_archive(path, {**trees, _WEIGHTS: groups})
     elif weights == _BACKUP:
         path.mkdir(parents=True, exist_ok=True)
@@ -194,6 +179,5 @@ FORMAT = Format(
     keeps=("tensors", "optimizers", "schedules", "step", "progress", "scaler", "averages", "clip", "loss",
            "configuration", "arguments", "data"),
     ending=".keras",
-    graph=graph,
     needs_names=False,
 )  # fmt: skip

@@ -7,7 +7,8 @@ import dataclasses
 import math
 import mmap
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +17,7 @@ import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
 from onward.model.storage.files import advance
-from onward.model.storage.tensor_places import HeldTensor, let_go
+from onward.model.storage.tensor_places import HeldTensor, hold_open, let_go
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""
@@ -296,3 +297,25 @@ def count_of(value: Any) -> int:
     if not isinstance(number, int | float) or not math.isfinite(number):
         raise InvalidModelError(f"something is counted as {number} in the checkpoint")
     return int(number)
+
+
+# ---- as initializers -------------------------------------------------------------------------------------------------
+
+
+def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:
+    """A tensor for a model, with a name and tags there."""
+    described: dict[str, Any] = {
+        "dtype": ir.DataType.from_numpy(tensor.dtype),
+        "shape": ir.Shape(tensor.shape),
+        "name": name,
+        "metadata_props": dict(tags or {}),
+    }
+    if isinstance(tensor, StoredTensor) and tensor.is_contiguous and tensor.nbytes:
+        path = Path(os.path.realpath(tensor.path))
+        source = hold_open(path)
+        if source is not None:
+            where = (source, path.name, tensor.offset, tensor.nbytes)
+            return HeldTensor(*where, base_dir=str(path.parent), **described)
+    if isinstance(tensor, ModelTensor | ArrayTensor):
+        return ir.Tensor(tensor.array(), **described)
+    return ir.LazyTensor(lambda: ir.Tensor(tensor.array(), dtype=described["dtype"]), **described)

@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.checkpoint.description import Checkpoint, Schedule
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import is_number, number_of
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import UntoldOptions
 from onward.recipe.spec import Spec, parse
-from onward.run_state.state import Group as RunGroup
-from onward.run_state.state import RunState
+from onward.run_state.state import ParameterGroup, RunState, SchedulerState
+from onward.run_state.tensors import is_number, number_of
 from onward.vocabulary.rate_formulas import Factor, complete
 
 
@@ -27,7 +26,7 @@ class Scheduled:
     """By updates; none where the rate stays."""
     step: int
     """Updates made."""
-    groups: Sequence[RunGroup]
+    groups: Sequence[ParameterGroup]
     """With the rates that the schedule multiplies."""
     notes: Mapping[str, bool]
     """True for an assumption that changes numbers where it is wrong."""
@@ -36,7 +35,7 @@ class Scheduled:
 def schedule_by_updates(
     checkpoint: Checkpoint,
     matched: Match,
-    groups: Sequence[RunGroup],
+    groups: Sequence[ParameterGroup],
     base: RunState | None,
     step: int | None,
     said: UntoldOptions,
@@ -65,9 +64,13 @@ def schedule_by_updates(
     elif base and base.schedule:
         words, origin = list(base.schedule), "that of the model"
         if not says_rate:
-            groups = [
-                _with_rate(group, _first_rate(base, group, rate)) for group, rate in zip(groups, rates, strict=True)
+            # What a schedule multiplies is the stored rate before any schedule, or else that of the model.
+            own = {name: each.lr for each in base.groups for name in each.parameters}
+            firsts = [
+                own.get(group.parameters[0]) if rate.first is None else rate.first
+                for group, rate in zip(groups, rates, strict=True)
             ]
+            groups = [_with_rate(group, first) for group, first in zip(groups, firsts, strict=True)]
     elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not tell the shape of its schedule",
@@ -87,7 +90,8 @@ def schedule_by_updates(
     if not origin:
         assert stored is not None
         if stored.every is None and every is None:
-            every = _every_of(base)
+            units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
+            every = units.pop() if len(units) == 1 else None
         step, every = _updates(checkpoint, stored, step, every)
         words = [_by_updates(spec, every) for spec in words]
     if step is None:
@@ -107,7 +111,7 @@ def schedule_by_updates(
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
-def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said: int | None) -> tuple[int, int]:
+def _updates(checkpoint: Checkpoint, schedule: SchedulerState, step: int | None, said: int | None) -> tuple[int, int]:
     """Return the updates made and those for each step of the scheduler, where no others are possible."""
     position = schedule.position or 0
     known = schedule.every
@@ -144,12 +148,6 @@ def _updates(checkpoint: Checkpoint, schedule: Schedule, step: int | None, said:
     )
 
 
-def _every_of(base: RunState | None) -> int | None:
-    """Return the updates for each step of the schedule of a model."""
-    units = {int(spec.options.get("every", 1)) for spec in base.schedule} if base else set()
-    return units.pop() if len(units) == 1 else None
-
-
 def _by_updates(spec: Spec, every: int) -> Spec:
     if every == 1:
         return spec
@@ -170,9 +168,8 @@ class _Rate(NamedTuple):
     """Whether `now` may be the rate of the last update, as what `inject_hyperparams` of optax keeps is."""
 
 
-def _rate_of(checkpoint: Checkpoint, matched: Match, group: RunGroup) -> _Rate:
-    theirs = {ours: name for name, ours in matched.names.items()}
-    own = theirs.get(group.parameters[0])
+def _rate_of(checkpoint: Checkpoint, matched: Match, group: ParameterGroup) -> _Rate:
+    own = matched.theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
         for each in optimizer.groups:
             if own not in each.parameters:
@@ -188,20 +185,14 @@ def _number(stored: Any) -> float | None:
     return float(number_of(stored)) if stored is not None and is_number(stored) else None
 
 
-def _first_rate(base: RunState, group: RunGroup, rate: _Rate) -> float | None:
-    """Return the rate that the schedule of a model multiplies: the stored one before any schedule, or the model's."""
-    own = (each.lr for each in base.groups if group.parameters[0] in each.parameters)
-    return next(own, None) if rate.first is None else rate.first
-
-
-def _with_rate(group: RunGroup, rate: float | None) -> RunGroup:
+def _with_rate(group: ParameterGroup, rate: float | None) -> ParameterGroup:
     spec = group.optimizer
     if rate is None or not isinstance(spec, Spec) or spec.options.get("lr") == rate:
         return group
     return dataclasses.replace(group, optimizer=Spec(spec.name, {**spec.options, "lr": rate}))
 
 
-def _notes_on_constant(groups: Sequence[RunGroup], rates: Sequence[_Rate]) -> Iterator[str]:
+def _notes_on_constant(groups: Sequence[ParameterGroup], rates: Sequence[_Rate]) -> Iterator[str]:
     for group, rate in zip(groups, rates, strict=True):
         if None not in (rate.now, rate.first) and not math.isclose(rate.now or 0, rate.first or 0):
             yield f"without a schedule the learning rate stays at {group.lr:g}; it was {rate.first:g} at first"
@@ -209,7 +200,7 @@ def _notes_on_constant(groups: Sequence[RunGroup], rates: Sequence[_Rate]) -> It
 
 
 def _check_rates(
-    words: Sequence[Spec], step: int, groups: Sequence[RunGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
+    words: Sequence[Spec], step: int, groups: Sequence[ParameterGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
 ) -> None:
     """Refuse a schedule that does not give the rates that are stored."""
     parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in words])

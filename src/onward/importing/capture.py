@@ -8,14 +8,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured, missing_package
-from onward.checkpoint.formats import FORMATS
-from onward.checkpoint.naming import TRAINER
+from onward.checkpoint.format import Captured, Checkpoint
+from onward.checkpoint.formats import FORMATS, keras
+from onward.checkpoint.matching import TRAINER
 from onward.checkpoint.pytorch.pickling import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
@@ -40,15 +39,42 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
     """
     if module is not None:
         return _of_module(checkpoint, module, example_inputs, loss)
-    graph = next((format.graph for format in FORMATS if format.name == checkpoint.format and format.graph), None)
+    graph = _graph_of(checkpoint)
     if graph is not None:
         return graph(checkpoint.path)
+    if checkpoint.format == keras.FORMAT.name:
+        return _of_layers(checkpoint)
     if checkpoint.configuration.get("architectures"):
         return _of_configuration(checkpoint, example_inputs, loss)
     raise UnsupportedError(
         f"`{checkpoint.path}` holds the state of a run, and not what it computes",
         hint="give the ONNX model that it is of: `--like model.onnx`, or `like=...`; or its module: `module=...`",
     )
+
+
+def has_model(checkpoint: Checkpoint) -> bool:
+    """True if a checkpoint says what it computes."""
+    is_keras = checkpoint.format == keras.FORMAT.name
+    return is_keras or _graph_of(checkpoint) is not None or bool(checkpoint.configuration.get("architectures"))
+
+
+def _graph_of(checkpoint: Checkpoint) -> Callable[[Path], Captured] | None:
+    return next((format.graph for format in FORMATS if format.name == checkpoint.format), None)
+
+
+def _of_layers(checkpoint: Checkpoint) -> Captured:
+    """Return the layers of a `.keras` file, made by Keras of its own classes."""
+    config = checkpoint.trees.get(keras.CONFIG)
+    if config is None or checkpoint.executes:
+        what = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights, and no layers"
+        raise UnsupportedError(
+            f"`{checkpoint.path}` {what}", hint="give the ONNX model that it is of: `--like model.onnx`"
+        )
+    try:
+        from onward.frameworks.keras.capture import from_configuration
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from error
+    return Captured(from_configuration(config, [(name, each.shape) for name, each in checkpoint.tensors.items()]), None)
 
 
 def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) -> Captured:
@@ -132,6 +158,20 @@ def _capture_module(made: Architecture, checkpoint: Checkpoint) -> Captured:
         if stored is not None:
             tied |= {name: stored for name in names if theirs[name] not in checkpoint.tensors}
     return Captured(made.model, made.loss, made.orders, tied, made.stored)
+
+
+def missing_package(error: ModuleNotFoundError) -> Exception:
+    """What to say where the model of a checkpoint cannot be made without a package."""
+    if str(error.name).startswith("onward"):
+        return error
+    package, _, part = str(error.name).partition(".")
+    if part:
+        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
+    package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
+    return UnsupportedError(
+        f"to make its model needs `{error.name}`, which is not installed",
+        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
+    )
 
 
 # ---- code of the user ------------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.format import Format
-from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number_of
+from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
+from onward.run_state.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.vocabulary.keras import OPTIMIZERS, shortest_decimal, snake_case
 
 _STATE = "checkpoint"
@@ -76,10 +76,10 @@ def read(path: Path) -> Checkpoint:
     steps += [progress[name] for name in ("step", "global_step") if name in progress]
     averages = {name: tree[key] for keys in meaning.optimizers for name, key in keys.averages.items()}
     return Checkpoint(
-        path,
-        FORMAT.name,
-        FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
-        {name: tree[key] for name, key in meaning.parameters.items()},
+        path=path,
+        format=FORMAT.name,
+        title=FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
+        tensors={name: tree[key] for name, key in meaning.parameters.items()},
         optimizers=optimizers,
         schedules=tuple(map(_schedule, optimizers)),
         step=int(max(steps)) if steps else None,
@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
+def _optimizer(keys: Keys, tree: Tree) -> OptimizerState:
     product = keys.numbers.get("u_product")
     shared = {SHARED: convert_dtype(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
@@ -104,14 +104,14 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
     if "learning_rate" in settings:
         settings["lr"] = shortest_decimal(settings.pop("learning_rate"))
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
-    group = Group(settings, tuple(keys.parameters), numbers=numbers)
-    return Optimizer(keys.families, (group,), slots, variant="keras")
+    group = ParameterGroup(None, tuple(keys.parameters), settings, numbers=numbers)
+    return OptimizerState(keys.families, (group,), slots, variant="keras")
 
 
-def _schedule(optimizer: Optimizer) -> Schedule:
+def _schedule(optimizer: OptimizerState) -> SchedulerState:
     """A rate that is stored is constant; of a schedule, nothing is."""
     settings = optimizer.groups[0].settings
-    return Schedule({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
+    return SchedulerState({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:
@@ -156,7 +156,7 @@ def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     return made
 
 
-def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: Optimizer, step: int | None) -> None:
+def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: OptimizerState, step: int | None) -> None:
     if step is not None and "iterations" in keys.numbers:
         _put(made, keys.numbers["iterations"], step)
     shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.side_models import Beside
 from onward.frameworks.torch.architecture import remember_example
+from onward.importing import Beside
 
 
 def _lightning() -> Any:

@@ -1,0 +1,464 @@
+"""Read the training of a step: what its graph computes, and what the file records about it.
+
+Nothing is required of a model here: what cannot be told is None, empty or a word such as "computed".
+`from_training_model` accepts only what is known completely; `describe` shows all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import DOMAIN, DOMAIN_VERSION, Builder
+from onward.constants import constant_tensor
+from onward.errors import Error, InvalidModelError
+from onward.model import TRAINING_DOMAIN, Model, Step
+from onward.model.core import string, values
+from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY, STEP, states
+from onward.model.walk import graphs_in, nested_graphs, source_of
+from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
+from onward.recipe.schedules import SCHEDULES, SchedulePart, schedule, sequence
+from onward.recipe.spec import Spec
+from onward.run_state.state import ParameterGroup, RunState
+from onward.runtime.sessions import evaluate
+from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
+
+Setting = float | str | list[Any] | None
+"""A number, a list of numbers, a word; None if unknown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """One summand of a loss, as the file records it."""
+
+    name: str
+    output: str
+    inputs: tuple[str, ...]
+    options: dict[str, Any]
+    scale: float
+
+
+def read_training(model: Model, index: int) -> RunState:
+    """Return the run that a step is of, as far as it can be told; without its state."""
+    with blame_model():
+        return _read_training(model, index)
+
+
+@contextmanager
+def blame_model() -> Iterator[None]:
+    """Turn errors that a broken model causes into an InvalidModelError."""
+    try:
+        yield
+    except Error:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        message = f"the model makes no sense: {error}"
+        raise InvalidModelError(message, hint="`onward check` names the place") from error
+
+
+def _read_training(model: Model, index: int) -> RunState:
+    step = model.step(index)
+    schedule = _schedule(step)
+    counters = {wanted_name(state.name): state for state in states(model, index) if state.role == "counter"}
+    counter = counters.get(STEP) or (next(iter(counters.values())) if len(counters) == 1 else None)
+    count = number(counter.value) if counter is not None else None
+    known = int(count) if isinstance(count, int | float) else None
+    fact = step.fact("train.progress")
+    recorded = plain(fact) if isinstance(fact, dict) else {}
+    return RunState(
+        model=model,
+        loss=read_terms(step),
+        groups=_groups(model, step, schedule, known),
+        step=known or 0,
+        schedule=schedule,
+        clip=_clip(step),
+        progress={**recorded, "step": known},
+        accumulate=current(step, "accumulate"),  # type: ignore[arg-type]
+        waiting=current(step, "micro_step"),  # type: ignore[arg-type]
+        average_decay=current(step, "ema/decay"),  # type: ignore[arg-type]
+        average_updates=current(step, "ema/n_averaged"),  # type: ignore[arg-type]
+        scaler=_scaler(step),
+    )
+
+
+def read_terms(step: Step) -> list[LossTerm]:
+    """Return the summands of the loss; none if the file does not record them."""
+    found = []
+    for fact in records(step.fact("train.loss")):
+        if "name" in fact:
+            options, scale = fact.get("options"), fact.get("scale")
+            found.append(
+                LossTerm(
+                    name=str(fact["name"]),
+                    output=str(fact.get("output", "")),
+                    inputs=texts(fact.get("inputs")),
+                    options=plain(options) if isinstance(options, dict) else {},
+                    scale=float(scale) if isinstance(scale, int | float) else 1.0,
+                )
+            )
+    return found
+
+
+def differentiated_values(model: Model, step: Step) -> dict[str, ir.Value | None]:
+    """Return the `y` of each Gradient, by name; None if there is no such value."""
+    graphs = [model.graph, *graphs_in(step.algorithm)]
+    known = {value.name: value for graph in graphs for value in values(graph)}
+    return {name: known.get(name) for node in step.gradients() if (name := string(node, "y"))}
+
+
+# ---- around the optimizer --------------------------------------------------------------------------------------------
+
+
+def _schedule(step: Step) -> list[Spec]:
+    """Return schedules as they are recorded, with the numbers that are in the graph now."""
+    facts = [fact for fact in records(step.fact("train.lr_scheduler")) if "name" in fact]
+    found = []
+    for i, fact in enumerate(facts):
+        place = "schedule" if len(facts) == 1 else f"schedule/{i}"
+        given = {key: plain(value) for key, value in fact.items() if key != "name"}
+        kind = SCHEDULES.get(str(fact["name"]))
+        choices = {key: value for key, value in given.items() if kind is not None and key in kind.choices}
+        known = dict.fromkeys([*given, *(kind.options if kind is not None else ())])
+        now = {key: current(step, f"{place}/{key}") for key in known if key not in choices}
+        numbers = {key: given.get(key) if value is None else value for key, value in now.items()}
+        if not numbers.get("warmup"):  # none, and so the graph has none
+            numbers = {key: value for key, value in numbers.items() if not key.startswith("warmup")}
+        found.append(Spec(str(fact["name"]), {k: v for k, v in numbers.items() if v is not None} | choices))
+    return found
+
+
+def _clip(step: Step) -> dict[str, Any] | None:
+    """Return how gradients are clipped. All are scaled by one norm, or each by its own."""
+    calls = [node for node in step.algorithm.all_nodes() if node.domain == DOMAIN]
+    by_value = [node for node in calls if node.op_type == clip_to_value.name]
+    by_norm = [node for node in calls if node.op_type in (scale_to_norm.name, scale_to_norm_optax.name)]
+    if by_value:
+        return {"value": setting(by_value[0].inputs[-1])}
+    if not by_norm:
+        return None
+    kind = "norm" if len({node.inputs[1] for node in by_norm}) == 1 else "tensor_norm"
+    variant = "optax" if by_norm[0].op_type == scale_to_norm_optax.name else "torch"
+    return {kind: setting(by_norm[0].inputs[-1]), "variant": variant}
+
+
+def _scaler(step: Step) -> dict[str, Any]:
+    dynamic = current(step, "scaler/scale")
+    if dynamic is None:
+        static = current(step, "loss_scale")
+        return {} if static is None else {"scale": static, "dynamic": False}
+    numbers = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "cooldown")
+    known = {name: current(step, f"scaler/{name}") for name in (*numbers, "growth_tracker", "hysteresis_tracker")}
+    return {"scale": dynamic, "dynamic": True, **{name: value for name, value in known.items() if value is not None}}
+
+
+def current(step: Step, name: str) -> Setting:
+    """Return the number of an initializer by its name, or by that name made unique."""
+    known = step.algorithm.initializers
+    if name in known:
+        return number(known[name])
+    alike = (value for other, value in known.items() if other.startswith(name) and wanted_name(other) == name)
+    return number(next(alike, None))
+
+
+# ---- groups of parameters --------------------------------------------------------------------------------------------
+
+# The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
+_STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
+    "Momentum": {
+        "alpha": ("momentum", 0.0),
+        "beta": ("dampening", 1.0),
+        "norm_coefficient": ("weight_decay", 0.0),
+        "mode": ("mode", "standard"),
+    },
+    "Adagrad": {
+        "decay_factor": ("lr_decay", 0.0),
+        "epsilon": ("eps", 1e-6),
+        "norm_coefficient": ("weight_decay", 0.0),
+    },
+    "Adam": {
+        "alpha": ("beta1", 0.9),
+        "beta": ("beta2", 0.999),
+        "epsilon": ("eps", 1e-6),
+        "norm_coefficient": ("weight_decay", 0.0),
+        "norm_coefficient_post": ("weight_decay_post", 0.0),
+    },
+}
+_SELDOM = ("mode", "weight_decay_post")
+"""What is mentioned only where it is not as usual."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """How one parameter gets its new value."""
+
+    parameter: str
+    optimizer: str | None
+    operator: str
+    hyper: dict[str, Setting]
+
+
+def trained_parameters(model: Model, step: Step) -> list[ir.Value]:
+    """Return the parameters of a step: state that its Gradients name; without a Gradient, the weights it updates."""
+    known, has_gradients = model.graph.initializers, bool(step.gradients())
+    wanted = step.differentiated() if has_gradients else list(known)
+    found = [known[name] for name in wanted if name in known and name in step.update]
+    if has_gradients:
+        return found
+    floating = [value for value in found if value.dtype is not None and value.dtype.is_floating_point()]
+    return [value for value in floating if not is_statistics(value)]
+
+
+def is_statistics(value: ir.Value) -> bool:
+    """True for a running mean or variance, or other values that a step measures."""
+    tags = value.const_value.metadata_props if value.const_value is not None else {}
+    if tags.get(ROLE_KEY) == "statistics":
+        return True
+    return any(use.node.op_type == "BatchNormalization" and use.idx in (3, 4) for use in value.uses())
+
+
+def _groups(model: Model, step: Step, schedule: Sequence[Spec], count: int | None) -> list[ParameterGroup]:
+    """Return the groups as the file records them; parameters that it does not mention are grouped by settings."""
+    computed = {value.name: value for value in values(step.algorithm)}
+    updates = {p.name or "": _update(model, step, p, computed) for p in trained_parameters(model, step)}
+    found = []
+    for fact in records(step.fact("train.optimizer")):
+        chosen = [updates.pop(name) for name in texts(fact.get("params")) if name in updates]
+        if chosen:
+            found.append(_group(step, chosen, fact, str(fact.get("group", "group0"))))
+    alike: dict[str, list[_Update]] = {}
+    for update in updates.values():
+        alike.setdefault(json.dumps([update.operator, update.hyper]), []).append(update)
+    for chosen in alike.values():
+        found.append(_group(step, chosen, {}, f"group{len(found)}"))
+    return [dataclasses.replace(group, rate=_rate(group, schedule, count)) for group in found]
+
+
+def _rate(group: ParameterGroup, schedule: Sequence[Spec], count: int | None) -> float | None:
+    rate = group.settings.get("lr")
+    if not isinstance(rate, int | float):
+        return None
+    if not schedule:
+        return float(rate)
+    return rate_now(schedule, float(rate), count) if count is not None else None
+
+
+def _update(model: Model, step: Step, parameter: ir.Value, computed: dict[str | None, ir.Value]) -> _Update:
+    name = parameter.name or ""
+    found = computing_node(computed.get(step.update[name]))
+    if found is None:
+        return _Update(name, None, "", {})
+    node = found[0]
+    if node.domain == TRAINING_DOMAIN and node.op_type in _STANDARD:
+        return _Update(name, node.op_type.lower(), operator_name(node), _standard_settings(node))
+    if function := model.functions.get(node.op_identifier()):
+        return _Update(name, node.op_type, operator_name(node), _call_settings(node, function, step))
+    return _Update(name, None, operator_name(node), {})
+
+
+def _standard_settings(node: ir.Node) -> dict[str, Setting]:
+    """The rate and the attributes of an operator of the standard, in the words of recipes."""
+    found: dict[str, Setting] = {"lr": setting(node.inputs[0]) if node.inputs else None}
+    for attribute, (word, default) in _STANDARD[node.op_type].items():
+        value = _attribute(node, attribute)
+        value = default if value is None else value
+        if word not in _SELDOM or value != default:
+            found[word] = 1 - value if word == "dampening" and isinstance(value, float) else value
+    return found
+
+
+def _call_settings(node: ir.Node, function: ir.Function, step: Step) -> dict[str, Setting]:
+    """The single numbers that a function is called with, and that no update changes, by the names of its inputs."""
+    found: dict[str, Setting] = {}
+    for formal, actual in zip(function.inputs, node.inputs, strict=False):
+        origin = source_of(actual)
+        if origin is None or origin.name in step.update:
+            continue
+        known = origin.producer() is None or number(origin) is not None
+        scalar = origin.shape is not None and origin.shape.rank() == 0
+        if (known and scalar) or formal.name == "lr":
+            found[formal.name or ""] = setting(origin)
+    attributes = {name: _attribute(node, name) for name in node.attributes}
+    return {**found, **{name: value for name, value in attributes.items() if value is not None}}
+
+
+def _attribute(node: ir.Node, name: str) -> Setting:
+    attribute = node.attributes.get(name)
+    if attribute is None or attribute.is_ref():
+        return None
+    if attribute.type == ir.AttributeType.FLOAT:
+        return plain(float(str(np.float32(attribute.as_float()))))  # 0.9, and not the nearest number in float32
+    simple = (ir.AttributeType.INT, ir.AttributeType.STRING, ir.AttributeType.INTS, ir.AttributeType.STRINGS)
+    return plain(attribute.value) if attribute.type in simple else None
+
+
+def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> ParameterGroup:
+    """A group: what the graph computes, and over what a recipe has recorded about it what the graph holds now."""
+    recorded, options, hyper = fact.get("hyper"), fact.get("options"), updates[0].hyper
+    if isinstance(options, dict) and "nesterov" in options:
+        hyper = {key: value for key, value in hyper.items() if key != "mode"}  # the same in other words
+    if fact:
+        known = plain(recorded) if isinstance(recorded, dict) else {}
+        is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
+        observed = {key: value for key, value in hyper.items() if key in known or is_standard}
+        hyper = {**known, **observed, **_tagged_numbers(step, name)}
+    name_of_optimizer = str(fact["name"]) if "name" in fact else updates[0].optimizer
+    choices = plain(options) if isinstance(options, dict) else {}
+    return ParameterGroup(
+        optimizer=None if name_of_optimizer is None else Spec(name_of_optimizer, {**hyper, **choices}),
+        parameters=tuple(update.parameter for update in updates),
+        settings=hyper,
+        name=name,
+        operators=tuple(dict.fromkeys(update.operator for update in updates if update.operator)),
+        slots=_slots(step, updates, name if fact else None),
+    )
+
+
+def _tagged_numbers(step: Step, group: str) -> dict[str, Setting]:
+    """The hyper-parameters of a group: `group0/lr`, or `group0/lr_1` where the first name was taken."""
+    found = {}
+    for name, value in step.algorithm.initializers.items():
+        tags = value.const_value.metadata_props if value.const_value is not None else {}
+        if tags.get(ROLE_KEY) == "hyper" and tags.get(GROUP_KEY) == group:
+            found[wanted_name(name).removeprefix(f"{group}/")] = number(value)
+    return found
+
+
+def wanted_name(name: str) -> str:
+    """A name without the number that made it unique."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _slots(step: Step, updates: Sequence[_Update], group: str | None = None) -> tuple[str, ...]:
+    """The names of the slots that parameters or their group have: as tagged, or as the end of `<param>/<slot>`."""
+    owners = {update.parameter for update in updates}
+    found: dict[str, None] = {}
+    for name, value in step.algorithm.initializers.items():
+        tags = value.const_value.metadata_props if value.const_value is not None else {}
+        owner, _, slot = name.rpartition("/")
+        is_owned = tags.get(PARAMETER_KEY) in owners or (PARAMETER_KEY not in tags and tags.get(GROUP_KEY) == group)
+        if is_owned and tags.get(ROLE_KEY) == "optimizer_state":
+            found[tags.get(SLOT_KEY, slot)] = None
+        elif ROLE_KEY not in tags and owner in owners and name in step.update:
+            found[slot] = None
+    return tuple(found)
+
+
+# ---- the rate of the next update -------------------------------------------------------------------------------------
+
+
+def rate_now(sections: Sequence[Spec], lr: float, step: int) -> float | None:
+    """The rate after `step` updates; None for a schedule that is not ours, or not complete."""
+    imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
+    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="rate")
+    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
+    op = Builder(graph, opset=COMMON_OPSET, functions=functions)
+    try:
+        parts = [_part(op, section) for section in sections]
+        rate = sequence(op, op.constant(np.float64(lr)), op.constant(np.int64(step)), parts)
+    except (Error, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    graph.outputs.append(rate.value)
+    (result,) = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(functions.values()))))
+    return float(result) if math.isfinite(result) else None
+
+
+def last_update(schedule: Sequence[Spec]) -> int | None:
+    """Return the update at which the last schedule ends; None if unknown. It begins where the one before it ends."""
+    if not schedule:
+        return None
+    last = schedule[-1].options
+    start = schedule[-2].options.get("until") if len(schedule) > 1 else 0
+    numbers = [number for number in (start, last.get("steps"), last.get("every", 1)) if isinstance(number, int | float)]
+    if len(numbers) < 3:
+        return None
+    begin, length, every = numbers
+    return int(begin + length * every)
+
+
+def _part(op: Builder, section: Spec) -> SchedulePart:
+    kind = schedule(section.name)
+    choices = {name: section.options.get(name, allowed[0]) for name, allowed in kind.choices.items()}
+    numbers = {k: op.constant(np.asarray(v, np.float64)) for k, v in section.options.items() if k not in choices}
+    until = numbers.pop("until", None)
+    return SchedulePart(kind, numbers, choices, until)
+
+
+# ---- single values ---------------------------------------------------------------------------------------------------
+
+_LONGEST_LIST = 64
+
+
+def number(value: ir.Value | None) -> Setting:
+    """The current number of a small initializer or constant; None for anything else. Large tensors are not touched."""
+    tensor = constant_tensor(value)
+    if tensor is None or tensor.size > _LONGEST_LIST or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    array = np.asarray(tensor.numpy())
+    return plain(array.reshape(-1)[0].item() if array.size == 1 else array.tolist())
+
+
+def plain(item: Any) -> Any:
+    """The same for JSON, which has no infinity, and no number that is not one."""
+    if isinstance(item, list | tuple):
+        return [plain(one) for one in item]
+    if isinstance(item, Mapping):
+        return {str(key): plain(one) for key, one in item.items()}
+    if isinstance(item, float) and not math.isfinite(item):
+        return str(item)
+    return item if isinstance(item, str | int | float | bool) or item is None else str(item)
+
+
+def setting(value: ir.Value | None) -> Setting:
+    """A number that steers an operator, as far as it can be told without running anything."""
+    origin = source_of(value)
+    if origin is None:
+        return None
+    if origin.is_graph_input() and not origin.is_initializer():
+        return f"input `{origin.name}`"
+    found = number(origin)
+    return "computed" if found is None else found
+
+
+def computing_node(value: ir.Value | None) -> tuple[ir.Node, int] | None:
+    """The operator that computes a new state, and which of its outputs it is; also in the branch of an `If`."""
+    seen: set[ir.Value] = set()
+    while value is not None and value not in seen:
+        seen.add(value)
+        node = value.producer()
+        if node is None:
+            return None
+        following = _behind(node, value.index() or 0)
+        if following is None:
+            return node, value.index() or 0
+        value = following
+    return None
+
+
+def _behind(node: ir.Node, index: int) -> ir.Value | None:
+    """The value that an operator hands on or chooses, if that is all it does."""
+    if node.op_type == "If":
+        outputs = [graph.outputs[index] for graph in nested_graphs(node) if index < len(graph.outputs)]
+        changing = [value for value in outputs if (origin := source_of(value)) and origin.producer()]
+        return changing[0] if changing else None
+    if node.op_type == "Where":
+        changing = [value for value in node.inputs[1:] if value is not None and value.producer()]
+        return changing[0] if len(changing) == 1 else None
+    return node.inputs[0] if node.op_type in ("Identity", "Cast") and node.inputs else None
+
+
+def records(fact: Any) -> list[dict[str, Any]]:
+    """A JSON fact that should be a list of objects; what is not one is left out."""
+    return [item for item in (fact if isinstance(fact, list) else [fact]) if isinstance(item, dict)]
+
+
+def texts(fact: Any) -> tuple[str, ...]:
+    """A JSON fact that should be a list of names."""
+    return tuple(item for item in fact if isinstance(item, str)) if isinstance(fact, list) else ()
