@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from onnx import defs
 
-from onward.engines import ENGINES, FRAMEWORKS, is_installed
+from onward.engines import ENGINES, is_installed
 from onward.engines.framework import ONLY_ON_HOST, Framework, framework_class
 from onward.kernels import library
 from onward.rules.registry import BODIES, RULES, Rewrite
@@ -48,7 +48,7 @@ def engines(*, load: bool = True) -> list[EngineInfo]:
     Args:
         load: Import frameworks, too
     """
-    return [_info(name, load or name not in FRAMEWORKS) for name in ENGINES]
+    return [_info(name, load or name in ("onnxruntime", "numpy")) for name in ENGINES]
 
 
 def devices(engine: str) -> list[str]:

@@ -256,7 +256,7 @@ def updates_made(
         )
     if said not in (None, most):
         raise UnsupportedError(
-            f"`step` is {said}, and the optimizer has counted {most} updates", hint="leave `--step` out"
+            f"`updates` is {said}, and the optimizer has counted {most} updates", hint="leave `--updates` out"
         )
     return most
 

@@ -61,14 +61,14 @@ from onward.transform.quantized import RANGE_KEY
 
 
 @checked()
-def describe(source: Source) -> Summary:
+def describe(model: Source) -> Summary:
     """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded.
 
         print(onward.describe("training.onnx"))
 
-    - `source`: any model
+    - `model`: any model
     """
-    model = load(source)
+    model = load(model)
     with blame_model():
         return _summary(model)
 
