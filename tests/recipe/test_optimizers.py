@@ -397,6 +397,7 @@ def keras_results(tmp_path_factory: pytest.TempPathFactory) -> list[Trajectory]:
     path = tmp_path_factory.mktemp("keras") / "results.npz"
     # On JAX, Keras computes float64 in float64; on TensorFlow it rounds settings to float32, on numpy even products.
     environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_ENABLE_X64": "1", "KERAS_HOME": str(path.parent)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, __file__, "keras", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

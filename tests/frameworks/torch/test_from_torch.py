@@ -519,13 +519,12 @@ class AcceleratedScheduler:
 def accelerate():
     """The real ones where they are installed, else what they are like."""
     try:
+        from accelerate import Accelerator
         from accelerate.optimizer import AcceleratedOptimizer as Optimizer
         from accelerate.scheduler import AcceleratedScheduler as Scheduler
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState()
     except ImportError:
         return AcceleratedOptimizer, AcceleratedScheduler
+    Accelerator(cpu=True)  # the wrappers read its state
     return Optimizer, Scheduler
 
 
