@@ -23,9 +23,9 @@ from unittest import mock
 import onnx_ir as ir
 import onnxruntime as ort
 from common import fill_in, keep, kept
+from lowered import LoweredStep
 from workloads import LARGE, LAYERS, SMALL, WORKLOADS, Workload
 
-from lowered import LoweredStep
 from onward.kernels import channels_last, rules
 from onward.shapes import Dims, dims
 
