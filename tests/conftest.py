@@ -167,7 +167,7 @@ def same_random_numbers() -> None:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are written are not tried, as where there is no interpreter to do it: that takes seconds each."""
-    monkeypatch.setattr("onward.frameworks.program.child.sys", types.SimpleNamespace(executable=""))
+    monkeypatch.setattr("onward.frameworks.program.trial.sys", types.SimpleNamespace(executable=""))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,8 @@ from models import digits_mlp, layers_without_names
 
 from onward.analysis.blocks import cut_into_parts, find_blocks
 from onward.analysis.repeats import Item, find_repeats
-from onward.frameworks.program.calls import Step, Value
-from onward.frameworks.program.expressions import Expression, Printer
-from onward.frameworks.program.loops import fold_repeats
-from onward.frameworks.program.statements import Statements
+from onward.frameworks.program.calls import Step, Value, fold_repeats
+from onward.frameworks.program.statements import Expression, Printer, Statements
 from onward.model import load
 
 

@@ -1,9 +1,12 @@
-"""Written programs, tried before they are announced: their first steps have the losses of the training model."""
+"""Steps of a program that was written, in a process of its own, compared with those of the training model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,50 @@ from onward.agreement.steps import LOSS, epsilon_in, steps_with_other_last_digit
 from onward.agreement.tolerance import Comparison, Tolerance
 from onward.agreement.verification import batches_made_up
 from onward.engines import start
-from onward.errors import Error, MismatchError
-from onward.frameworks.program.child import can_try
+from onward.errors import Error, MismatchError, UnsupportedError
 from onward.model import Model
 from onward.model.state import states
+
+_SECONDS = 600.0
+
+
+def can_try() -> bool:
+    """True if there is an interpreter to run programs with: an embedded one, or an application of its own, is not."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
+def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = None) -> bool:
+    """Run a file of ours with the names of others; whether there was a way to. It needs the framework only."""
+    if not can_try():
+        return False
+    # -P: the folder of the script must not become a source of modules. -B: nothing is written beside the program.
+    command = [sys.executable, "-P", "-B", script, *map(str, files)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _refusal(f"it did not end within {_SECONDS:.0f} s") from error
+    if done.returncode:
+        raise _refusal((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return True
+
+
+def _refusal(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the program that was made of the model does not run: {what}",
+        hint="please report the model; its live form needs no program: `onward.to_torch`, `onward.to_keras`",
+    )
+
+
+# ---- trial -----------------------------------------------------------------------------------------------------------
 
 _STEPS = 3
 """A forward pass, an update that shows in the second loss, and one with what the optimizer remembers."""

@@ -20,8 +20,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.files import compare, tensors_of, with_state
-from onward.frameworks.program.child import try_out
-from onward.frameworks.program.trial import step_trial
+from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.tensorflow import child
 from onward.frameworks.tensorflow.forward import to_tensorflow
 from onward.lowering.contract import contract_of

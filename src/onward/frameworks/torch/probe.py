@@ -25,8 +25,7 @@ from onward.agreement.tolerance import Comparison, Tolerance
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
-from onward.frameworks.program.child import try_out
-from onward.frameworks.program.trial import step_trial
+from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.forward import LIVE, OnnxModule

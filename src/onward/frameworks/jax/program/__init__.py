@@ -15,8 +15,7 @@ from onward.frameworks.jax.program import child
 from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_program
 from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
 from onward.frameworks.jax.runtime import write as write_arrays
-from onward.frameworks.program.child import try_out
-from onward.frameworks.program.trial import step_trial
+from onward.frameworks.program.trial import step_trial, try_out
 from onward.model import Model
 from onward.model.storage.containers import safetensors_header
 from onward.model.storage.files import reason, regular

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx import defs, helper
 
 from onward.engines.framework import FAMILIES
-from onward.frameworks.program import literals, names
-from onward.frameworks.program.names import Identifiers, quote
+from onward.frameworks.program import text
 from onward.frameworks.program.own_source import OwnSource, parse_module
+from onward.frameworks.program.text import Identifiers, quote
 
 _RUNTIME = "onward.frameworks.jax.runtime"
 INSTEAD = {
@@ -122,7 +122,7 @@ _FEW = 8
 
 def identifier(name: str) -> str:
     """A name of the graph as one of Python."""
-    return names.identifier(name.lower())  # operators are written with capitals
+    return text.identifier(name.lower())  # operators are written with capitals
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
@@ -152,7 +152,7 @@ def literal(array: np.ndarray) -> str | None:
 
 
 def write_literal(value: Any) -> str:
-    return literals.literal(value, "np")
+    return text.literal(value, "np")
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

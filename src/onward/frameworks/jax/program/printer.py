@@ -35,16 +35,13 @@ from onward.frameworks.jax.program.operators import (
     type_literal,
 )
 from onward.frameworks.jax.runtime import TYPES
-from onward.frameworks.program import expressions
-from onward.frameworks.program.calls import Body, Step, Value, call_key, in_order, with_stores
-from onward.frameworks.program.expressions import Expression, is_idle
+from onward.frameworks.program import statements
+from onward.frameworks.program.calls import Body, Step, Value, call_key, fold_repeats, in_order, with_stores
 from onward.frameworks.program.forms import Dialect, Given
-from onward.frameworks.program.literals import number
-from onward.frameworks.program.loops import fold_repeats
-from onward.frameworks.program.names import Identifiers, is_identifier, quote
 from onward.frameworks.program.own_source import OwnSource
 from onward.frameworks.program.sizes import Choices, Shaped, Size, Sizes, as_lists, is_open, on_host, vector
-from onward.frameworks.program.statements import Statements
+from onward.frameworks.program.statements import Expression, Statements, is_idle
+from onward.frameworks.program.text import Identifiers, is_identifier, number, quote
 from onward.model import Model
 from onward.model.core import values
 from onward.transform.inline import inline
@@ -119,7 +116,7 @@ class GraphPrinter:
         return f"constants[{quote(fresh)}]"
 
 
-class JaxPrinter(expressions.Printer):
+class JaxPrinter(statements.Printer):
     """Numbers stand beside arrays of their type as they are: JAX gives them that type."""
 
     special = "np"

@@ -16,9 +16,8 @@ from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, v
 from onward.frameworks.jax.program.printer import GraphPrinter
 from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.layout import arrange_imports, break_lines
-from onward.frameworks.program.names import docstring, quote
 from onward.frameworks.program.own_source import OwnSource
+from onward.frameworks.program.text import arrange_imports, break_lines, docstring, quote
 from onward.model import Model
 from onward.model.state import STEP
 

@@ -25,9 +25,8 @@ from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel, to_ke
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.frameworks.keras.program import child
 from onward.frameworks.keras.program.source import Source, write_program
-from onward.frameworks.program.child import try_out
-from onward.frameworks.program.names import program_beside
-from onward.frameworks.program.trial import StepTrial, step_trial
+from onward.frameworks.program.text import program_beside
+from onward.frameworks.program.trial import StepTrial, step_trial, try_out
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.storage.containers import BAD_ZIP, Stored, stored_range

@@ -22,13 +22,19 @@ from onward.engines.keras.layers import dropout
 from onward.engines.keras.types import available, constant
 from onward.errors import UnsupportedError
 from onward.frameworks.keras.graphs import GraphKeras, interpret
-from onward.frameworks.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
-from onward.frameworks.program.expressions import Expression, Printer, is_idle
+from onward.frameworks.program.calls import (
+    Step,
+    Value,
+    call_key,
+    fold_repeats,
+    in_order,
+    take_single_results,
+    with_stores,
+)
 from onward.frameworks.program.forms import Dialect, Given
-from onward.frameworks.program.loops import fold_repeats
-from onward.frameworks.program.names import Identifiers, identifier, is_identifier
 from onward.frameworks.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
-from onward.frameworks.program.statements import Statements
+from onward.frameworks.program.statements import Expression, Printer, Statements, is_idle
+from onward.frameworks.program.text import Identifiers, identifier, is_identifier
 from onward.model import Model
 from onward.transform.declare import way_out
 

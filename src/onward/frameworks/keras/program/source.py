@@ -16,10 +16,17 @@ from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.program.recording import MENTIONED, Program, record
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.calls import Step, in_order
-from onward.frameworks.program.layout import arrange_imports, break_lines
-from onward.frameworks.program.names import RESERVED, Identifiers, docstring, identifier, quote
 from onward.frameworks.program.own_source import OwnSource
 from onward.frameworks.program.sizes import Choices
+from onward.frameworks.program.text import (
+    RESERVED,
+    Identifiers,
+    arrange_imports,
+    break_lines,
+    docstring,
+    identifier,
+    quote,
+)
 from onward.model import Model
 from onward.model.state import STEP, states
 

@@ -12,8 +12,8 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import Step, Value
-from onward.frameworks.program.expressions import ATOM, SUM, UNARY, WIDE, Expression, Printer
-from onward.frameworks.program.literals import number
+from onward.frameworks.program.statements import ATOM, SUM, UNARY, WIDE, Expression, Printer
+from onward.frameworks.program.text import number
 from onward.frameworks.torch.forward import LIVE
 from onward.frameworks.torch.program.recording import TRAINING, WhileTraining, defaults_of
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from onward.frameworks.program.calls import Step, Value, values_in
-from onward.frameworks.program.literals import number
-from onward.frameworks.program.names import is_identifier, quote
+from onward.frameworks.program.text import is_identifier, number, quote
 from onward.frameworks.torch.program.recording import is_zero
 
 F_ = "torch.nn.functional."

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from onward.frameworks.program.calls import Step, Value, without_unused
-from onward.frameworks.program.expressions import Expression
-from onward.frameworks.program.literals import literal, number
-from onward.frameworks.program.names import Identifiers, identifier, quote
-from onward.frameworks.program.statements import LETTERS, Statements
+from onward.frameworks.program.statements import LETTERS, Expression, Statements
+from onward.frameworks.program.text import Identifiers, identifier, literal, number, quote
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.forward import OnnxModule
 from onward.frameworks.torch.program.expressions import TorchPrinter

@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.layout import arrange_imports, break_lines, indent
-from onward.frameworks.program.names import docstring, identifier, quote
 from onward.frameworks.program.own_source import OwnSource
+from onward.frameworks.program.text import arrange_imports, break_lines, docstring, identifier, indent, quote
 from onward.frameworks.torch.forward import OnnxModule
 from onward.frameworks.torch.probe import try_module
 from onward.frameworks.torch.program.model import ModelSource, argument_names, model_source
