@@ -143,7 +143,17 @@ def _candidates(whole: Model, model: Model, step: int, given: Arrays, seed: int)
     """Batches for the step as a whole, of other shapes each."""
     names = contract_of(whole).batch
     state = {s.name: s.value.const_value.numpy() for s in states(model, step) if s.value.const_value is not None}
+    class_axes = {
+        name: term["options"].get("axis", 1)
+        for term in model.step(step).fact("train.loss") or ()
+        if term["options"].get("target") == "probabilities"
+        for name in term["inputs"]
+    }
     for found in inputs_of_type(whole, {**given, **state}, seed):
+        for name in class_axes.keys() & found.keys():
+            # Losses of frameworks have another gradient where the targets of a row do not sum to 1.
+            weights = np.exp(found[name])
+            found[name] = (weights / weights.sum(class_axes[name], keepdims=True)).astype(found[name].dtype)
         yield {name: {**given, **found}[name] for value in whole.graph.inputs if (name := value.name or "") in names}
 
 
