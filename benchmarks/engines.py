@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from common import fill_in, keep
-from training import measured, prepare
 from training_tables import milliseconds, ratio
 from workloads import SMALL, WORKLOADS, cores
 from workloads.contenders import ALL
+
+from training import measured, prepare
 
 PAIRS = {"torch_compile": "onward_torch", "jax": "onward_jax", "tensorflow": "onward_tensorflow"}
 

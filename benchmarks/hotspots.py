@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
-from workloads import SMALL, WORKLOADS, Workload, cores
-
 from lowered import LoweredStep
+from workloads import SMALL, WORKLOADS, Workload, cores
 
 HERE = Path(__file__).parent
 WARM = 2

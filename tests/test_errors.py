@@ -7,10 +7,10 @@ import pickle
 import traceback
 
 import pytest
-
-import onward
 from commands import failed
 from models import digits_mlp
+
+import onward
 from onward import errors
 from onward.errors import Error, UnsupportedError, advising, first_line, message_of
 

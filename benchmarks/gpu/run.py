@@ -23,12 +23,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 import torch
+from models import GPT2, LENGTH, MLP, VOCABULARY, ResNet50
 from torch import nn
 from torch.nn import functional as F
 
 import onward
 import onward.engines
-from models import GPT2, LENGTH, MLP, VOCABULARY, ResNet50
 
 Step = Callable[[], Any]
 

@@ -19,9 +19,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import pytorch_lightning as lightning  # noqa: E402
 import torch  # noqa: E402
-from pytorch_lightning.callbacks import ModelCheckpoint  # noqa: E402
-
 from checkpoint_runs import data, lightning_module  # noqa: E402
+from pytorch_lightning.callbacks import ModelCheckpoint  # noqa: E402
 
 FOLDER = HERE / "lightning_loops"
 PER_EPOCH, AFTER, MORE = 4, 6, 6

@@ -136,12 +136,14 @@ class Shaped(NamedTuple):
 
 
 class Choices:
-    """Which sizes stand for those that are not known, twice. All that come first are taken to be that of the batch,
+    """Which sizes stand for those that are not known, twice. Those that come first are taken to be that of the batch,
     and so are others of the name that it has for the inputs of the model.
     """
 
-    def __init__(self, inputs: Iterable[ir.Value]) -> None:
+    def __init__(self, inputs: Iterable[ir.Value] = (), *, batch_first: bool = True) -> None:
+        """Without `batch_first`, sizes that come first are that of the batch only if they have no name."""
         self._known: dict[Any, Pair] = {}
+        self._batch_first = batch_first
         self._batch = {
             str(value.shape[0].value) for value in inputs if value.shape and not isinstance(value.shape[0], int)
         }
@@ -153,7 +155,8 @@ class Choices:
 
     def _pair(self, value: ir.Value, axis: int, name: str | None) -> Pair:
         """What tells a size from others: that of the batch, one that has a name, one that has none."""
-        key = None if axis == 0 or name in self._batch else name or (value.name, axis)
+        is_first = axis == 0 and (name is None or self._batch_first)
+        key = None if is_first or name in self._batch else name or (value.name, axis)
         place = 8 * (len(self._known) + 1)
         return self._known.setdefault(key, (place, place + 4))
 

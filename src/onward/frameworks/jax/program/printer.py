@@ -156,7 +156,7 @@ class _Recorder:
 
     def open(self, plan: Plan, given: Mapping[str, str]) -> None:
         """Have the inputs, as the expressions that are given."""
-        choices = Choices([])
+        choices = Choices(batch_first=False)
         names = Identifiers([*MENTIONED, *given.values()])
         for name, value in plan.inputs.items():
             made = Value(path=given[name])
