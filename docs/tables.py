@@ -102,7 +102,7 @@ def _declared(*kinds: type) -> str:
     lines = []
     for one in itertools.chain.from_iterable(map(options_of, kinds)):
         flags = ", ".join(sorted(one.flags, key=len))
-        lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.said))
+        lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.help))
     return rows("option|argument, key|what it says", lines)
 
 

@@ -49,7 +49,7 @@ def main() -> None:
         epochs=15,
         run=run,
     )
-    made.best.save(trained)
+    made.load_best().save(trained)
 
     step("look at the run", f"onward report {shown(run)}")
     page = onward.report(run)
@@ -57,7 +57,7 @@ def main() -> None:
 
     step("plain ONNX Runtime runs what came out")
     after = accuracy(trained, test)
-    claimed = max(event["accuracy"] for event in made.log if event["event"] == "validation")
+    claimed = max(event["accuracy"] for event in made.read_log() if event["event"] == "validation")
     say(f"accuracy on {shown(test)} after: {after:.1%} (on the validation data the run says {claimed:.1%})")
     nodes = [[node.op_type for node in onnx.load(file).graph.node] for file in (model, trained)]
     say(f"the graph is as it was: {nodes[0] == nodes[1]}")

@@ -1,7 +1,7 @@
-"""The options of a recipe and of a run, each declared once: type, range, default, and what it says.
+"""The options of a recipe and of a run, each declared once: type, range, default and help text.
 
 Arguments of `onward.prepare` and `onward.train`, their documentation, the options of the command line and the keys of
-configuration files are made of these fields. A new option is a new field here, and what is done with it.
+configuration files are generated from these fields. To add an option, add a field here and the code that uses it.
 """
 
 # ruff: noqa: RUF009
@@ -22,15 +22,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-_DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
-_FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
-_MACHINES, _PAGE, _WHOLE = "The machines", "The page", "The part `run`"
-UNTOLD = "What a checkpoint does not tell"
-_PANELS = (_MACHINES, _PAGE, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE, _WHOLE, UNTOLD)
+_DATA, _PREPROCESSING, _LOSS, _PARAMETERS = "Data", "Preprocessing", "Loss and optimizer", "Trainable parameters"
+_INITIAL, _RUN, ENGINE = "Initial values", "Run", "Engine"
+_CLUSTER, _PAGE, _WHOLE = "Cluster", "Page", "The part `run`"
+UNTOLD = "Missing from the checkpoint"
+_PANELS = (_CLUSTER, _PAGE, _DATA, _PREPROCESSING, _LOSS, _PARAMETERS, _INITIAL, _RUN, ENGINE, _WHOLE, UNTOLD)
 
 
 class Proto(Protocol):
-    """A message of ONNX, such as a `ModelProto` or a `FunctionProto`."""
+    """An ONNX message, such as a `ModelProto` or a `FunctionProto`."""
 
     def SerializeToString(self) -> bytes: ...
 
@@ -42,14 +42,14 @@ class InMemory(Protocol):
 
 
 class Parsed(Protocol):
-    """An optimizer or a schedule that was read already."""
+    """A parsed optimizer or schedule."""
 
     @property
     def name(self) -> str: ...
 
 
 class Indexed(Protocol):
-    """Samples by number, such as a `Dataset` of PyTorch."""
+    """Samples by index, such as a `Dataset` of PyTorch."""
 
     def __len__(self) -> int: ...
 
@@ -69,7 +69,7 @@ Data: TypeAlias = (
 )
 Validation: TypeAlias = float | Data
 OPENED.update((Named, Loss, Optimizer, Schedule, Teacher, Preprocess, Data, Validation))
-"""These are checked where they are opened, with messages of their own."""
+"""Types that are not checked here, but where their values are opened."""
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
@@ -80,39 +80,39 @@ Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline", "deepspeed"]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A field as people see it."""
+    """A field with its help text."""
 
     name: str
     hint: Any
     default: Any
     panel: str
-    """Under which heading it stands."""
+    """Heading in help and docstrings."""
     metavar: str | None
-    """What stands for its value where it is typed."""
+    """Placeholder of the value in help."""
     text: str
-    """What it says: a sentence without its capital and full stop."""
+    """Help text: a sentence without its capital and full stop."""
     flags: tuple[str, ...]
     repeated: bool
     also: str
-    """What can be given in Python only."""
+    """Further values, in Python only."""
     formerly: tuple[str, ...]
-    """Other names that it has until the next release: an argument, a flag."""
+    """Deprecated names, until the next release: an argument, a flag."""
 
     @property
-    def said(self) -> str:
-        """What it says, and what is so unless it is given."""
-        usual = "so it is" if self.default is True else f"`{_word(self.default)}`" if self.default else None
-        return self.text + (f"; {usual} unless given" if usual else "")
+    def help(self) -> str:
+        """Help text with the default."""
+        default = "on" if self.default is True else f"`{_word(self.default)}`" if self.default else None
+        return self.text + (f" (default: {default})" if default else "")
 
     @property
     def sentence(self) -> str:
-        return f"{self.said[:1].upper()}{self.said[1:]}.{' May be repeated.' if self.repeated else ''}"
+        return f"{self.help[:1].upper()}{self.help[1:]}.{' May be repeated.' if self.repeated else ''}"
 
     @property
     def line(self) -> str:
-        """Its line in the documentation of a function."""
-        told = f"{self.text}; {self.also}" if self.also else self.text
-        return f"- `{self.name}`: {told}" + (
+        """Line in the docstring of a function."""
+        text = f"{self.text}; {self.also}" if self.also else self.text
+        return f"- `{self.name}`: {text}" + (
             "" if self.default in (None, False, (), {}) else f" (default: {self.default})"
         )
 
@@ -140,26 +140,26 @@ def _option(
 
 
 _data = functools.partial(_option, panel=_DATA)
-_first = functools.partial(_option, panel=_FIRST)
-_how = functools.partial(_option, panel=_HOW)
-_what = functools.partial(_option, panel=_WHAT)
-_from = functools.partial(_option, panel=_FROM)
+_preprocess = functools.partial(_option, panel=_PREPROCESSING)
+_loss = functools.partial(_option, panel=_LOSS)
+_parameters = functools.partial(_option, panel=_PARAMETERS)
+_initial = functools.partial(_option, panel=_INITIAL)
 _run = functools.partial(_option, panel=_RUN)
 _engine = functools.partial(_option, panel=ENGINE)
-_machines = functools.partial(_option, panel=_MACHINES)
+_cluster = functools.partial(_option, panel=_CLUSTER)
 _page = functools.partial(_option, panel=_PAGE)
 _whole = functools.partial(_option, panel=_WHOLE)
 
 
 def as_in(kind: type, name: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
-    """Declare an option as another class does, but for its default and what is `said` of it."""
+    """Declare an option of another class again, with another default or other metadata."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
     default = declared.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={**declared.metadata, **said})
 
 
 def options_of(kind: type) -> Iterator[Option]:
-    """All options among the fields of a dataclass, panel by panel."""
+    """Yield the options among the fields of a dataclass, panel by panel."""
     hints = get_type_hints(kind, include_extras=True)
     declared = [field for field in dataclasses.fields(kind) if field.metadata]
     for field in sorted(declared, key=lambda field: _PANELS.index(field.metadata["panel"])):
@@ -170,7 +170,7 @@ def options_of(kind: type) -> Iterator[Option]:
 
 
 class Fields:
-    """A dataclass of options that are checked when it is made, and shown where they differ from their defaults."""
+    """A dataclass of options: checks them when it is created, shows those that differ from their defaults."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -187,7 +187,7 @@ class Fields:
 
 
 def documented(kind: type[_T]) -> type[_T]:
-    """Add the lines of its options to the documentation of a dataclass."""
+    """Add the help of its options to the docstring of a dataclass."""
     kind.__doc__ = "\n\n".join([inspect.cleandoc(kind.__doc__ or ""), *_sections(options_of(kind))])
     return kind
 
@@ -200,13 +200,13 @@ def field_types(kind: Any) -> dict[str, Any]:
 
 
 def _differs(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Arrays are not compared: they are no defaults."""
+    """True if a value is not the default of a field. Arrays are never defaults and are not compared."""
     default = {} if field.default is dataclasses.MISSING else field.default
     return value is not default and not (type(value) in (str, bool, int, float, tuple, dict) and value == default)
 
 
 def former_names(kind: type) -> dict[str, str]:
-    """Return the names and flags that options of a dataclass had, and those that they have now."""
+    """Return the deprecated names and flags of options, with their current ones."""
     return {
         old: option.flags[0] if old.startswith("--") else option.name
         for option in options_of(kind)
@@ -243,7 +243,7 @@ def taking(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., 
 
 
 def _sections(options: Iterable[Option]) -> Iterator[str]:
-    """Yield the documentation of options, heading by heading."""
+    """Yield the help of options, heading by heading."""
     for panel, group in itertools.groupby(options, lambda option: option.panel):
         lines = (textwrap.fill(o.line, 116, subsequent_indent="  ", break_on_hyphens=False) for o in group)
         yield "\n".join([f"{panel}:\n", *lines])
@@ -254,128 +254,135 @@ def _sections(options: Iterable[Option]) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """What turns an inference model into a training model."""
+    """Options that turn an inference model into a training model."""
 
-    loss: Loss = _how(
+    loss: Loss = _loss(
         None,
         "SPEC",
-        "what to minimise: a loss by name, such as `cross_entropy:label_smoothing=0.1`; `OUTPUT=SPEC` where the model "
-        "has several outputs, and with `constant=1` an output is compared with that number and not with data; a loss "
-        "as an .onnx file; or `value:NAME` for one that the model computes. Several are added up",
+        "loss to minimize: a name with options, such as `cross_entropy:label_smoothing=0.1`; `OUTPUT=SPEC` if "
+        "the model has several outputs; an .onnx file; or `value:NAME` for a loss that the model computes. "
+        "`constant=1` compares an output with that number instead of a label. Several losses are summed",
         repeated=True,
         also="an ONNX model or function, or a mapping or list of several",
     )
-    sample_weight: str | Mapping[str, Any] | None = _how(
+    sample_weight: str | Mapping[str, Any] | None = _loss(
         None,
         "COLUMN",
-        "a column by which the loss of each sample is multiplied: an input of the step. The mean is over samples, or "
-        "with `COLUMN:by=weights` the sum is divided by that of the weights",
+        "column of per-sample loss weights. The loss is averaged over samples; with `COLUMN:by=weights` it is "
+        "divided by the sum of weights",
     )
-    optimizer: Optimizer = _how(
+    optimizer: Optimizer = _loss(
         "adamw",
         "SPEC",
-        "by name, such as `adamw:lr=1e-3,weight_decay=0.01`",
-        also='an ONNX model or function, which can be given a rate: `{"function": update, "lr": 1e-3}`',
+        "optimizer: a name with options, such as `adamw:lr=1e-3,weight_decay=0.01`",
+        also='an ONNX model or function, alone or with a learning rate: `{"function": update, "lr": 1e-3}`',
     )
-    lr: float | None = _how(None, "X", "the learning rate, where the optimizer does not say it")
-    schedule: Schedule = _how(
+    lr: float | None = _loss(None, "X", "learning rate, if the optimizer does not set it")
+    schedule: Schedule = _loss(
         None,
         "SPEC",
-        "how the learning rate changes, such as `cosine:steps=1000,warmup=50`. Several follow one another, each but "
-        "the last with `until=STEP`",
+        "learning rate schedule, such as `cosine:steps=1000,warmup=50`. Several run one after another; all "
+        "but the last need `until=STEP`",
         repeated=True,
     )
-    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _how(
+    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _loss(
         None,
         "SPEC",
-        "limit gradients: `norm:1` that of all together, which a number alone means, too; `tensor_norm:1` that of "
-        "each; `value:0.5` each element",
+        "clip gradients: `norm:1` by global norm (a bare number means the same), `tensor_norm:1` by the norm "
+        "of each tensor, `value:0.5` by value",
     )
-    accumulate: Count = _how(1, "N", "make one update from N batches")
-    ema: Annotated[float, Range(least=0, below=1)] | None = _how(None, "DECAY", "keep a moving average of parameters")
-    loss_scale: Annotated[float, Range(above=0)] | str | None = _how(
-        None, "X", "scale the loss, for float16: a number, or `dynamic`, such as `dynamic:growth_interval=1000`"
+    accumulate: Count = _loss(1, "N", "accumulate gradients over N batches per update")
+    ema: Annotated[float, Range(least=0, below=1)] | None = _loss(
+        None, "DECAY", "keep an exponential moving average of the parameters"
     )
-    master_weights: bool | None = _how(
-        None, None, "whether float32 copies of parameters in float16 and bfloat16 are kept; they are unless given"
+    loss_scale: Annotated[float, Range(above=0)] | str | None = _loss(
+        None, "X", "loss scale for float16: a number, or `dynamic`, such as `dynamic:growth_interval=1000`"
     )
-    variance: Variance = _how(
-        "population", "KIND", "running variance of BatchNormalization, as in ONNX, or `sample` as in PyTorch"
+    master_weights: bool | None = _loss(
+        None, None, "keep float32 master weights of float16 and bfloat16 parameters (default: yes)"
     )
-    teacher: Teacher = _how(None, "MODEL", "a model to learn from, beside the loss or alone", also="then `loss=None`")
-    distill: Distill = _how(
-        None, "SPEC", "how to learn from the teacher, such as `kl:temperature=4,weight=0.5`", repeated=True
+    variance: Variance = _loss(
+        "population",
+        "KIND",
+        "running variance of BatchNormalization: `population` as in ONNX, or `sample` as in PyTorch",
     )
-    new_head: str | Mapping[str, Any] | int | None = _what(
+    teacher: Teacher = _loss(
+        None,
+        "MODEL",
+        "teacher model for distillation, with or without a loss",
+        also="`loss=None` to learn from the teacher only",
+    )
+    distill: Distill = _loss(None, "SPEC", "distillation loss, such as `kl:temperature=4,weight=0.5`", repeated=True)
+    new_head: str | Mapping[str, Any] | int | None = _parameters(
         None,
         "OPTIONS",
-        "first give the model a new last layer: `5` classes, or `5,layer=fc`",
-        also="or what `replace_head` takes as a mapping",
+        "replace the last layer: `5` classes, or `5,layer=fc`",
+        also="a mapping of the arguments of `replace_head`",
     )
-    lora: str | Mapping[str, Any] | int | None = _what(
+    lora: str | Mapping[str, Any] | int | None = _parameters(
         None,
         "OPTIONS",
-        "first add low-rank adapters, such as `8,targets=*attn*`, and train them alone",
-        also="or what `lora.add` takes as a mapping",
+        "add low-rank adapters and train only them, such as `8,targets=*attn*`",
+        also="a mapping of the arguments of `lora.add`",
     )
-    quantize: str | Mapping[str, Any] | None = _what(
+    quantize: str | Mapping[str, Any] | None = _parameters(
         None,
         "SPEC",
-        "train a model that computes with integers afterwards: `int8`, `int4`, or "
-        "`int8:weights=int4,block=32,keep=first+last,ranges=lsq`",
+        "quantization-aware training: `int8`, `int4`, or `int8:weights=int4,block=32,keep=first+last,ranges=lsq`",
     )
-    prune: str | Mapping[str, Any] | None = _what(
-        None, "SPEC", "leave out the smallest weights: `magnitude:sparsity=0.5`, or `2of4`"
+    prune: str | Mapping[str, Any] | None = _parameters(
+        None, "SPEC", "prune the smallest weights: `magnitude:sparsity=0.5`, or `2of4`"
     )
-    trainable: Sequence[str] | str | None = _what(
-        None, "PATTERN", "train these parameters alone; also `biases`, `norms` or the `head`", repeated=True
+    trainable: Sequence[str] | str | None = _parameters(
+        None, "PATTERN", "train only these parameters: a pattern, `biases`, `norms` or `head`", repeated=True
     )
-    freeze: Sequence[str] | str | None = _what((), "PATTERN", "do not train these", repeated=True)
-    groups: Sequence[str | Mapping[str, Any]] = _what(
+    freeze: Sequence[str] | str | None = _parameters((), "PATTERN", "freeze these parameters", repeated=True)
+    groups: Sequence[str | Mapping[str, Any]] = _parameters(
         (),
         "PATTERN:...",
-        "settings of the optimizer for some parameters, such as `*.bias:weight_decay=0`",
+        "optimizer settings for some parameters, such as `*.bias:weight_decay=0`",
         flags="--group",
         repeated=True,
     )
-    lr_decay: Annotated[float, Range(above=0, most=1)] | None = _what(
-        None, "X", "give each block of the network X times the learning rate of the block after it, such as 0.8"
+    lr_decay: Annotated[float, Range(above=0, most=1)] | None = _parameters(
+        None,
+        "X",
+        "layer-wise learning rate decay: each block gets X times the learning rate of the next block, such as 0.8",
     )
-    preprocess: Preprocess = _first(
+    preprocess: Preprocess = _preprocess(
         None,
         "SPECS",
-        "what happens to data before the model, such as `resize:size=32 scale channels_first`, or an .onnx file that "
-        "does it; `INPUT=...` where several inputs take pictures",
+        "preprocessing: operations such as `resize:size=32 scale channels_first`, or an .onnx file; "
+        "`INPUT=...` if several inputs take images",
         repeated=True,
     )
-    augment: Preprocess = _first(
-        None, "SPECS", "what happens to them in training alone, such as `flip crop:padding=4`", repeated=True
+    augment: Preprocess = _preprocess(
+        None, "SPECS", "augmentation, in training only, such as `flip crop:padding=4`", repeated=True
     )
-    move_with_image: Sequence[str] | str | None = _first(
+    move_with_image: Sequence[str] | str | None = _preprocess(
         None,
         "NAME",
         "the inputs and targets that `flip` and `crop` of `augment` move with the image (default: those with its "
         "height and width); `none` for none",
         repeated=True,
     )
-    init: str | Sequence[str] | Mapping[str, Any] = _from(
+    init: str | Sequence[str] | Mapping[str, Any] = _initial(
         "file",
         "SPEC",
-        "what `train` and `reset` make of parameters first: an initializer by name, such as `kaiming_normal`, or "
-        "`PATTERN=SPEC` for some",
+        "initial values of parameters, for `train` and `reset`: a name such as `kaiming_normal`, or `PATTERN=SPEC`",
         repeated=True,
         also="a mapping by pattern",
     )
-    seed: Seed = _from(0, "N", "for initial values, and for random numbers in training")
+    seed: Seed = _initial(0, "N", "for initial values, and for random numbers in training")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(RecipeOptions):
-    """A recipe, and which step of a model it becomes."""
+    """Options of a recipe that becomes one step of a model."""
 
-    append: bool = _what(False, None, "add a step to those that the model has")
-    name: str | None = _what(None, "NAME", "what the step is called")
-    times: Count = _what(1, "N", "how often the step runs while others run once, such as a discriminator")
+    append: bool = _parameters(False, None, "append a step to the steps of the model")
+    name: str | None = _parameters(None, "NAME", "name of the step")
+    times: Count = _parameters(1, "N", "number of times the step runs in each round, such as 5 for a discriminator")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -383,27 +390,28 @@ class StepOptions(RecipeOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ModelAndData:
-    """What functions take without a name."""
+    """Positional arguments."""
 
     model: Any = None
     data: Data = _data(
         None,
         "DATA",
-        "a .npz, .csv, .parquet, .arrow or .safetensors file, or several (`'tokens/*.parquet'`), a folder of images or "
-        "of a data set of Hugging Face, or `NAME=FILE.npy` for each column",
+        "training data: one or several .npz, .csv, .parquet, .arrow or .safetensors files "
+        "(`'tokens/*.parquet'`), a folder of images, a Hugging Face dataset folder, or `NAME=FILE.npy` for "
+        "each column",
         repeated=True,
-        also="arrays by name, or anything that gives batches",
+        also="a mapping of arrays, or an iterable of batches",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Which data a model gets, and in which order."""
+    """Options of the data and their order."""
 
     columns: Mapping[str, str | Sequence[str]] = _data(
         {},
         "INPUT=COLUMN",
-        "which column an input takes, such as `image=pixels`, where names and shapes do not say it",
+        "data column for an input, such as `image=pixels` (default: matched by name and shape)",
         flags="--column",
         repeated=True,
         formerly="--map",
@@ -411,179 +419,180 @@ class DataOptions:
     batch_size: BatchSize | None = _data(
         None,
         "N",
-        "samples in a batch; 32 unless given. A model for one size is made to take any, where that is possible",
+        "batch size (default: 32). A fixed batch size in the model is made dynamic if possible",
         flags="--batch-size -b",
     )
-    last: Last = _data("keep", "HOW", "a last batch that is not full: `keep`, `drop` or `pad` it")
-    shuffle: bool = _data(True, None, "whether samples are taken in another order in each epoch")
+    last: Last = _data("keep", "HOW", "last batch, if incomplete: `keep`, `drop` or `pad`")
+    shuffle: bool = _data(True, None, "shuffle the data every epoch")
     classes: Sequence[str] | None = _data(
         None,
         "NAME",
-        "what the numbers of labels stand for, in order, where data name classes; what the data say unless given",
+        "class names in label order (default: taken from the data)",
         flags="--class",
         repeated=True,
     )
-    seed: Seed | None = _from(
+    seed: Seed | None = _initial(
         None,
         "N",
-        "for initial values, the order of samples and random numbers in training; 0 unless given, and for a reset what "
-        "the model has",
+        "random seed of initial values, shuffling and training (default: 0; for a reset, the seed in the model)",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedOptions(DataOptions):
-    """Which data a model gets, and what executes it."""
+    """Options of the data and the engine."""
 
     noise: Mapping[str, str] = _data(
-        {}, "INPUT=KIND", "an input that is no data but random: `z=normal`, `z=uniform:low=-1`", repeated=True
+        {}, "INPUT=KIND", "random input that is not in the data: `z=normal`, `z=uniform:low=-1`", repeated=True
     )
     window: Annotated[int, Range(least=0)] | None = _data(
         None,
         "N",
-        "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
-        "suits the files unless given",
+        "shuffle buffer: shuffle the chunks of the files, then samples within N chunks; 0 shuffles all "
+        "samples at once (default: chosen by file type)",
     )
-    engine: str = _engine("onnxruntime", "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow`, `keras` or `numpy`")
-    device: str = _engine("cpu", "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
-    threads: Threads | None = _engine(None, "N", "threads of the CPU")
-    precision: str | None = _engine(None, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
+    engine: str = _engine(
+        "onnxruntime",
+        "NAME",
+        "engine that executes the training: `onnxruntime`, `torch`, `jax`, `tensorflow`, `keras` or `numpy`",
+    )
+    device: str = _engine("cpu", "NAME", "device: `cpu`, `cuda`, `directml` ...; `onward engines` lists them")
+    threads: Threads | None = _engine(None, "N", "number of CPU threads (default: chosen by the engine)")
+    precision: str | None = _engine(
+        None, "TYPE", "mixed precision: `bfloat16`, `float16` or `tf32`, if the engine supports it"
+    )
     compile: bool = _engine(True, None, "compile the step on torch, jax and tensorflow")
-    kernels: bool = _engine(True, None, "native kernels for ONNX Runtime on the CPU, where they are compiled")
-    deterministic: bool = _engine(False, None, "the same numbers in every run, where the engine has it")
+    kernels: bool = _engine(True, None, "use native kernels for ONNX Runtime on the CPU, if they are installed")
+    deterministic: bool = _engine(False, None, "make runs reproducible bit for bit, if the engine supports it")
     recompute: int | str | Sequence[str] | None = _engine(
         None,
         "N|PATTERN",
-        "save memory: compute nodes a second time on the way back, those whose names match, or all, keeping the result "
-        "of every N-th layer",
+        "recompute activations in the backward pass to save memory: of nodes that match a pattern, or of all "
+        "but every N-th layer",
         repeated=True,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldOutOptions:
-    """What a model is validated with."""
+    """Options of validation."""
 
-    validation: Validation = _data(None, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    validation: Validation = _data(
+        None, "DATA", "validation data, or the fraction of the data to hold out, such as 0.1"
+    )
     stratify: bool | None = _data(
-        None, None, "whether a share for validation has its part of every class; so it is where labels are classes"
+        None, None, "stratify the validation split by class (default: on if labels are classes)"
     )
 
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TrainConfig(Fields, HeldOutOptions, FeedOptions):
-    """How a run goes: data, epochs, metrics, folder, engine. What it trains with is a `Recipe`.
+    """Options of a run: data, epochs, metrics, folder, engine. A `Recipe` holds the loss, optimizer and so on.
 
         config = onward.TrainConfig(epochs=10, validation=0.1, engine="torch")
         run = onward.train("digits.onnx", "digits.npz", recipe=onward.Recipe(loss="cross_entropy"), config=config)
 
-    `dataclasses.replace(config, seed=1)` makes another like it.
+    `dataclasses.replace(config, seed=1)` returns a changed copy.
     """
 
     checkpoint: str | os.PathLike[str] | None = _run(
-        None, "CHECKPOINT", "go on from a checkpoint of another framework, which is of the model", formerly="--from"
+        None, "CHECKPOINT", "checkpoint of another framework to start from, of the same model", formerly="--from"
     )
     names: Mapping[str, str] | Sequence[str] | None = _run(
         None,
         "FILE",
-        "names that rules do not find: a JSON object from those of the checkpoint to those of the model; or the "
-        "parameters of its optimizer in their order, one in each line",
+        "names that could not be matched: a JSON object of checkpoint names to model names, or the parameters "
+        "of the checkpoint's optimizer in order, one per line",
         also="a mapping or a list",
     )
     updates: Annotated[int, Range(least=0)] | None = _run(
         None,
         "N",
-        "updates that the run of a checkpoint has made, where the checkpoint does not count them",
+        "number of updates that a checkpoint has made, if it does not store it",
         formerly="step --step",
     )
     updates_per_epoch: Count | None = _run(
         None,
         "N",
-        "updates for each step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update",
+        "updates per step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update",
     )
     folds: Annotated[int, Range(least=2)] | None = _data(
         None,
         "K",
-        "cross-validate: divide the data into K equal parts and train K times, each time validating on another part "
-        "(in Python: `onward.cross_validate`; `onward.train` takes it with `fold`)",
+        "k-fold cross-validation: train K times, each time validating on another fold (in Python: "
+        "`onward.cross_validate`; `onward.train` takes it with `fold`)",
     )
     fold: Annotated[int, Range(least=1)] | None = _data(
-        None, "N", "with `folds`: train only the run that validates on part N, counted from 1"
+        None, "N", "with `folds`: train one run, which validates on fold N, counted from 1"
     )
-    keep_preprocessing: bool = _first(
-        False, None, "the model that comes out takes data as they are, not what the model took"
+    keep_preprocessing: bool = _preprocess(
+        False, None, "keep preprocessing in the trained model, so that it takes raw data"
     )
-    epochs: Annotated[int, Range(least=0)] = _run(1, "N", "times through the data", flags="--epochs -e")
+    epochs: Annotated[int, Range(least=0)] = _run(1, "N", "number of epochs", flags="--epochs -e")
     steps: str | Mapping[str, Count] | None = _run(
-        None, "STEPS", "of a model with several: which run, and how often in a round: `discriminator:2,generator`"
+        None,
+        "STEPS",
+        "training steps to run, with repeats per round, for a model with several: `discriminator:2,generator`",
     )
     metrics: Sequence[str] | str | None = _run(
         None,
         "SPEC",
-        "measured on validation data: `accuracy`, `top_k:k=5`, `f1` ...; what suits the loss unless given",
+        "validation metrics: `accuracy`, `top_k:k=5`, `f1` ... (default: chosen by the loss)",
         flags="--metric",
         repeated=True,
     )
-    monitor: str | None = _run(
-        None, "METRIC", "what decides which model is the best; it is measured, too, and `loss` can be it"
-    )
-    patience: Count | None = _run(None, "N", "stop after N epochs without a better model")
+    monitor: str | None = _run(None, "METRIC", "metric that selects the best model, or `loss`; it is measured too")
+    patience: Count | None = _run(None, "N", "early stopping: stop after N epochs without improvement")
     reset: bool = _run(
-        False, None, "start from the initialization of a training model, and not from its state; `seed` draws anew"
+        False, None, "start from the initialization of a training model instead of its state; `seed` draws new values"
     )
     save_every: Annotated[float, Range(least=0)] = _run(
-        60.0, "SECONDS", "after how many seconds the state is saved, also within an epoch"
+        60.0, "SECONDS", "seconds between saves of the state, also within an epoch"
     )
-    tensorboard: bool = _run(False, None, "write event files of TensorBoard, too")
-    statistics: bool = _run(
-        True, None, "whether norms of gradients and histograms of weights are logged, which the report shows"
-    )
+    tensorboard: bool = _run(False, None, "write TensorBoard event files")
+    statistics: bool = _run(True, None, "log gradient norms and weight histograms for the report")
     strategy: Parallel | None = _engine(
         None,
         "HOW",
-        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given; on "
-        "torch also `fsdp`, `hybrid` and `deepspeed`, dividing the state, `tensor` and `pipeline`, dividing the "
-        "model",
+        "parallel strategy of several processes: `ddp` (default) shards the batch; on torch also `fsdp`, "
+        "`hybrid` and `deepspeed` (shard the state), `tensor` and `pipeline` (shard the model)",
     )
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = _engine(
         None,
         "JSON",
-        "DeepSpeed's own configuration file, such as `ds.json`; what it leaves open or calls `auto` is as in the "
-        "training model",
+        "DeepSpeed configuration file, such as `ds.json`; missing and `auto` values are taken from the training model",
         also="a mapping",
     )
     sync_batch_norm: bool = _engine(
         True,
         None,
-        "whether BatchNormalization has the statistics of the whole batch, or in each process those of its part",
+        "synchronize BatchNormalization statistics over all processes",
     )
     mesh: str | None = _engine(
         None,
         "AXES",
-        "devices of JAX, or processes of torch, such as `data=4,model=2`: `data` have other samples, `fsdp` (on JAX) "
-        "also divide parameters, `model` divide products; an axis without a size takes the devices that are left; "
-        "`file` for the mesh in the file",
+        "device mesh of JAX or torch, such as `data=4,model=2`: `data` shards the batch, `fsdp` (JAX) also "
+        "the parameters, `model` the matmuls; an axis without a size takes the remaining devices; `file` "
+        "reads the mesh from the model",
     )
     shard: Mapping[str, str | Sequence[str | None]] = _engine(
         {},
         "PATTERN=AXES",
-        "which axes of the mesh divide the axes of a tensor, such as `*.fc1.weight=-,model`, where it is not as usual",
+        "mesh axes that shard a tensor, such as `*.fc1.weight=-,model` (default: chosen from the graph)",
         repeated=True,
     )
     micro_batches: Count | None = _engine(
         None,
         "N",
-        "into how many parts a batch is divided that goes through a pipeline; four for each process unless given",
+        "micro-batches per batch in a pipeline (default: four per process)",
     )
-    run: str | os.PathLike[str] | None = _run(
-        None, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
-    )
+    run: str | os.PathLike[str] | None = _run(None, "FOLDER", "run folder (default: a new folder in `runs/`)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TrainOptions(TrainConfig, RecipeOptions, ModelAndData):
-    """Everything that a training can be told: the keys of a configuration file."""
+    """All options of a training: the keys of a configuration file."""
 
 
 def _untold(name: str, **said: str) -> Any:
@@ -592,10 +601,10 @@ def _untold(name: str, **said: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UntoldOptions:
-    """What a checkpoint of another framework may not hold, and a user or a training model says."""
+    """Options that a checkpoint of another framework may not hold."""
 
     loss: Loss = _untold("loss")
-    optimizer: Named = _untold("optimizer", also="numbers given here win over stored ones")
+    optimizer: Named = _untold("optimizer", also="these numbers override stored ones")
     schedule: Named = _untold("schedule")
     updates: Annotated[int, Range(least=0)] | None = _untold("updates")
     updates_per_epoch: Count | None = _untold("updates_per_epoch")
@@ -613,20 +622,20 @@ class UntoldOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeRunOptions:
-    """What is settled when entire training becomes one ONNX model. All else is told to it when it runs."""
+    """Options of entire training as one ONNX model. Its other settings are inputs of that model."""
 
     batch_size: BatchSize | None = as_in(
         TrainConfig,
         "batch_size",
         panel=_WHOLE,
-        text="samples in a batch; 32 unless given, or as many as the model is for",
+        text="batch size (default: the model's fixed batch size, or 32)",
     )
     last: Last = as_in(TrainConfig, "last", panel=_WHOLE)
     shuffle: bool = as_in(TrainConfig, "shuffle", panel=_WHOLE)
     batch_inputs: Sequence[str] | str = _whole(
         (),
         "INPUT",
-        "an input that takes no rows of the data but numbers for each batch, such as the noise of a GAN",
+        "input that is not a data column but is passed for each batch, such as the noise of a GAN",
         flags="--batch-input",
         repeated=True,
         formerly="noise --noise",
@@ -634,7 +643,7 @@ class WholeRunOptions:
     validate: bool = _whole(
         False,
         None,
-        "evaluate on validation data, which are inputs of their own, after every epoch, and keep the best state",
+        "evaluate after every epoch on validation data, which are separate inputs, and keep the best state",
         formerly="validation --validation",
     )
     metrics: Sequence[str] | str | None = as_in(TrainConfig, "metrics", panel=_WHOLE)
@@ -647,17 +656,17 @@ class WholeRunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageOptions(HeldOutOptions, DataOptions, RecipeOptions, ModelAndData):
-    """What a page trains, and on what."""
+    """Options of a page that trains."""
 
-    title: str | None = _page(None, "TEXT", "the heading of the page; the name of the model unless given")
+    title: str | None = _page(None, "TEXT", "heading of the page (default: the name of the model)")
     picture: str | None = _page(
         None,
         "HxW",
-        "numbers in a row are the pixels of a picture, such as `8x8`, or `none`: what people may draw, drop and take "
-        "with a camera; what the shape says unless given",
+        "image size of a flat input, such as `8x8`, so that users can draw, drop or film it; or `none` "
+        "(default: chosen by the input shape)",
     )
     runtime: str | os.PathLike[str] | None = _page(
-        None, "FOLDER", "the package `onnxruntime-web`, where it is installed; npm gets it unless given"
+        None, "FOLDER", "folder of the installed package `onnxruntime-web` (default: installed with npm)"
     )
 
 
@@ -666,43 +675,45 @@ class PageOptions(HeldOutOptions, DataOptions, RecipeOptions, ModelAndData):
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions(RecipeOptions):
-    """What a training is to be spread over, and how."""
+    """Options of a plan: devices, network, strategy."""
 
     model: Any = None
     _: dataclasses.KW_ONLY
-    devices: Count = _machines(1, "N", "how many devices there are")
-    memory: str | Annotated[float, Range(above=0)] | None = _machines(
-        None, "BYTES", "what a device has, such as `80GB` or `64GiB`"
+    devices: Count = _cluster(1, "N", "number of devices")
+    memory: str | Annotated[float, Range(above=0)] | None = _cluster(
+        None, "BYTES", "memory per device, such as `80GB` or `64GiB`"
     )
-    per_machine: Count = _machines(8, "N", "how many devices of a machine are neighbours")
-    bandwidth: str | Annotated[float, Range(above=0)] | None = _machines(
-        None, "BYTES", "what a device sends to its neighbours in a second, such as `450GB`"
+    per_machine: Count = _cluster(8, "N", "devices per machine")
+    bandwidth: str | Annotated[float, Range(above=0)] | None = _cluster(
+        None, "BYTES", "bandwidth between devices of a machine, per second, such as `450GB`"
     )
-    network: str | Annotated[float, Range(above=0)] | None = _machines(
-        None, "BYTES", "the same between machines, such as `50GB`; as between neighbours unless given"
+    network: str | Annotated[float, Range(above=0)] | None = _cluster(
+        None, "BYTES", "bandwidth between machines, per second, such as `50GB` (default: as within a machine)"
     )
-    flops: str | Annotated[float, Range(above=0)] | None = _machines(
-        None, "NUMBER", "operations of a device in a second, at its best, such as `989T`"
+    flops: str | Annotated[float, Range(above=0)] | None = _cluster(
+        None, "NUMBER", "peak FLOP/s of a device, such as `989T`"
     )
-    utilization: Annotated[float, Range(above=0, most=1)] = _machines(0.4, "X", "the share of that which is reached")
-    strategy: Strategy | None = _machines(
+    utilization: Annotated[float, Range(above=0, most=1)] = _cluster(
+        0.4, "X", "fraction of the peak FLOP/s that is reached"
+    )
+    strategy: Strategy | None = _cluster(
         None,
         "NAME",
-        "`ddp`, `zero1`, `zero2`, `fsdp` (or `zero3`), `hybrid`, `tensor` or `tensor+fsdp`; all are compared unless "
-        "given",
+        "strategy: `ddp`, `zero1`, `zero2`, `fsdp` (or `zero3`), `hybrid`, `tensor` or `tensor+fsdp` "
+        "(default: compare all)",
     )
     batch_size: Count | None = _data(
-        None, "N", "samples in a batch, on all devices together; one on each unless given", flags="--batch-size -b"
+        None, "N", "global batch size, over all devices (default: one sample per device)", flags="--batch-size -b"
     )
     shape: Mapping[str, str | Sequence[int | str]] = _data(
-        {}, "INPUT=SIZES", "sizes of an input that the file leaves open, such as `tokens=N,2048`", repeated=True
+        {}, "INPUT=SIZES", "shape of an input with dynamic axes, such as `tokens=N,2048`", repeated=True
     )
     engine: Literal["torch", "jax", "onnxruntime"] = _engine(
-        "torch", "NAME", "`torch` and `jax`, which do not keep the scores of attention, or `onnxruntime`"
+        "torch", "NAME", "engine: `torch` or `jax`, which do not store attention scores, or `onnxruntime`"
     )
     precision: Literal["bfloat16", "float16"] | None = _engine(
-        None, "TYPE", "`bfloat16` or `float16` for products of a model in float32"
+        None, "TYPE", "mixed precision for matmuls of a float32 model: `bfloat16` or `float16`"
     )
     recompute_blocks: bool = _engine(
-        False, None, "compute blocks a second time on the way back, to save memory", formerly="recompute --recompute"
+        False, None, "recompute blocks in the backward pass to save memory", formerly="recompute --recompute"
     )
