@@ -92,6 +92,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "docs/engines.md",
     "docs/frameworks/jax.md",
     "docs/frameworks/torch.md",
+    "docs/how-to/export.md",
+    "docs/how-to/images.md",
+    "docs/how-to/tables.md",
     "docs/lowered-steps.md",
     "docs/transfer.md",
 )
