@@ -23,7 +23,7 @@ from onnx.backend.base import Backend, BackendRep, namedtupledict
 
 from onward.arguments import fitting
 from onward.engines import check_engine, function, is_installed
-from onward.engines.catalogue import devices
+from onward.engines.availability import devices
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.standard import is_standard

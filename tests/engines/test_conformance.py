@@ -17,7 +17,7 @@ from representatives import by_mode, by_operators, first_of_each
 
 from onward import engines
 from onward.engines import ENGINES, framework
-from onward.engines.catalogue import UNWRITTEN, lacking
+from onward.engines.availability import UNWRITTEN, lacking
 from onward.engines.framework import framework_class
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ENGINES if name != "onnxruntime"]

@@ -16,7 +16,7 @@ from marks import needs
 from models import digits_mlp
 
 import onward
-from onward.engines import failures, function, start
+from onward.engines import function, start, step_errors
 from onward.engines.numpy import Numpy
 from onward.errors import DataError, Error, InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
@@ -182,7 +182,7 @@ def test_a_loop_that_never_ends_is_refused(name):
 
 
 def test_a_loop_ends_when_memory_does(monkeypatch):
-    monkeypatch.setattr(failures, "_memory", lambda: 1 << 22)
+    monkeypatch.setattr(step_errors, "_memory", lambda: 1 << 22)
     with pytest.raises(OutOfMemoryError, match="a Loop has collected more than fits"):
         function(with_a_loop(2**63 - 1, "Identity (more)"))(FEED)
 

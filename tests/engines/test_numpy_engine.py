@@ -16,9 +16,9 @@ from sessions import session
 
 import onward
 from onward.engines import function, start
-from onward.engines.calls import express
 from onward.engines.framework_engine import Interpreted
 from onward.engines.numpy import Numpy
+from onward.engines.operator_forms import express
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import load
 

@@ -243,14 +243,14 @@ def engines(
 
     What only a framework itself can tell takes a while to load: `--devices` asks for it.
     """
-    from onward.engines import catalogue
+    from onward.engines import availability
 
     with working("loading the engines") if devices else nullcontext():
-        found = catalogue.engines(load=devices)
+        found = availability.engines(load=devices)
     if as_json:
         print_json([asdict(info) | {"install": info.install} for info in found])
         return
-    total = len(catalogue.standard_operators())
+    total = len(availability.standard_operators())
     rows = [["engine", "version", "devices", "operators"]]
     for info in found:
         if info.version is None:

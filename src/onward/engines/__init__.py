@@ -15,7 +15,7 @@ from typing import Any
 from onward.arguments import Threads, fitting
 from onward.differentiate.gradients import check_gradients_of
 from onward.engines.engine import Engine, check_options, fitting_inputs
-from onward.engines.failures import refuse_endless_loops
+from onward.engines.step_errors import refuse_endless_loops
 from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
 from onward.lowering.rounds import Steps
 from onward.lowering.step import has_training_operators, lower_for_engine

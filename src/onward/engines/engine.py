@@ -1,4 +1,4 @@
-"""What all engines can do."""
+"""The interface of all engines: update, evaluate, and exchange state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.distributed import Alone, ProcessGroup
-from onward.engines.failures import refuse_endless_loops
+from onward.engines.step_errors import refuse_endless_loops
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
@@ -25,29 +25,29 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class StateShard:
-    """A shard of a tensor of the state: numbers in a row."""
+    """A shard of a state tensor: consecutive elements of the flattened tensor."""
 
     start: int
-    """Which of its numbers is the first of them."""
+    """Index of the first element in the flattened tensor."""
     numbers: np.ndarray
     size: int
-    """How many the whole tensor has."""
+    """Number of elements of the full tensor."""
 
 
 class Results(dict[str, Any]):
-    """Results by name. A name that is not among them is an error that lists those that are."""
+    """Results by name. A missing name raises an error that suggests the closest one."""
 
     def __missing__(self, name: str) -> Any:
         raise no_result(name, self)
 
 
 def no_result(name: str, results: Iterable[str]) -> UnknownNameError:
-    """Return the error for a result that there is not."""
+    """Return the error for a missing result."""
     return UnknownNameError(f"there is no result `{name}`", hint=near_or_first(str(name), results))
 
 
 class Engine(ABC):
-    """Runs a step of a training model, or a round of several, and holds its state meanwhile."""
+    """Executor of one step of a training model, or of a round of several. Owns their state."""
 
     def __init__(self, model: Model, step: Steps):
         self.model = model
@@ -56,71 +56,75 @@ class Engine(ABC):
         executed = self._one.model.step(self._one.index)
         refuse_endless_loops([*graphs_of(model), executed.algorithm])
         self.inputs: dict[str, ir.Value] = {}
-        """What a batch must hold, by name."""
-        self._known = {value.name or "": value for value in (*model.inputs, *executed.algorithm.inputs)}
-        """What it may hold: to evaluate may take more than a step."""
+        """Required inputs of a batch, by name."""
+        self._declared = {value.name or "": value for value in (*model.inputs, *executed.algorithm.inputs)}
+        """Accepted inputs of a batch. Evaluation may need more than a step."""
         self.loss = "loss"
-        """The metric that is minimised."""
+        """Name of the minimized metric."""
         self.on_compile: Callable[[str], None] = lambda text: None
-        """Told when a step is compiled, which takes a while."""
+        """Callback that is called before a step is compiled, which takes a while."""
         self.rows: int | None = None
-        """How many rows a whole batch of the training has, if it is known: a step is not compiled for smaller ones."""
+        """Rows of a full batch, if known. A step is not compiled for smaller batches."""
         self.group: ProcessGroup = Alone()
-        """The processes that train together."""
+        """Processes that train together."""
         self.is_sharded = False
-        """Whether this process has only a part of the state, so that all must take part when it is asked for."""
+        """True if this process has shards of the state. Then reading the state is collective."""
         self._takes_tensors = False
-        """Whether a batch may be on a device, as tensors of another framework."""
+        """True if a batch may hold tensors of another framework, on a device."""
         self._carried = {state.name: state.value for state in carried_state(self._one.model, self._one.index)}
 
     @property
     def batches(self) -> int:
-        """How many batches a step takes: of a round of several, as many as the most frequent one runs."""
+        """Number of batches per call of `step`: the runs of the most frequent step of a round."""
         return self._one.batches
 
     @property
     def of_a_batch(self) -> dict[str, ir.Value]:
-        """The inputs of one batch, where a step takes several."""
+        """Inputs of one batch, if a step takes several batches."""
         others = {input_of_run(name, number) for name in self.inputs for number in range(1, self.batches)}
         return {name: value for name, value in self.inputs.items() if name not in others}
 
     def states(self) -> list[State]:
-        """The state, as it was when it was loaded: what is what."""
+        """Return the roles and values of the state as loaded from the file."""
         return states(self._one.model, self._one.index)
 
     @abstractmethod
     def step(self, batch: Arrays | Sequence[Arrays]) -> Arrays:
-        """One update of the state by a batch; the metrics of the step. If the loss is not finite, the state stays.
+        """Update the state by a batch and return the metrics. Keep the state if the loss is not
+        finite.
 
-        A round in which a step runs several times takes a list of so many batches.
+        If a step runs several times in a round, pass a list of that many batches.
         """
 
     @abstractmethod
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
-        """The gradient of the loss by each parameter. The state stays."""
+        """Return the gradient of the loss by each parameter. Keep the state."""
 
     @abstractmethod
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
-        """The metrics and the outputs of the model for a batch, as inference computes them. The state stays."""
+        """Return metrics and outputs of the model for a batch, in inference mode. Keep the state."""
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
-        """A copy of the state."""
+        """Return a copy of the state."""
 
     @abstractmethod
     def load_state(self, state: Arrays) -> None:
-        """Replace the state, or the part of it that is given."""
+        """Replace the named tensors of the state."""
 
     def reset(self) -> None:
-        """Start over: the state as it is in the file, then as its initializations make it, the same on every engine."""
+        """Reset the state to the file, then run its initializations.
+
+        The result is the same on every engine.
+        """
         from onward.engines.initialization import start_over
 
         fresh = start_over(self.model)
-        self.load_state({name: fresh.array(*self._place(name)) for name in self._carried})
+        self.load_state({name: fresh.array(*self._origin(name)) for name in self._carried})
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory and devices."""
+        """Free memory and devices."""
 
     def _refuse_state_unless(self, is_held: Callable[[ir.DataType], bool], holder: str) -> None:
         for name, value in self._carried.items():
@@ -133,68 +137,75 @@ class Engine(ABC):
                 )
 
     def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
-        """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
-        with fewer words; a part may take less."""
-        arrays = batch if isinstance(batch, Mapping) else of_round(_as_batches(batch))
-        known = self._known | self.inputs
-        given = {name: _array(array) for name, array in arrays.items() if name not in known or name in names}
-        check_names(given, names)
-        wrong = [misfit(name, given[name], known[name].dtype, known[name].shape, self._takes_tensors) for name in names]
-        if any(wrong):
-            raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
-        sizes = [given[name].shape for name in names if given[name].shape]
-        if sizes and all(0 in shape for shape in sizes):  # a mean of nothing is 0 to some runtimes; others crash
+        """Return the named inputs of a batch. Raise if they do not fit the model."""
+        batch = batch if isinstance(batch, Mapping) else of_round(_as_batches(batch))
+        declared = self._declared | self.inputs
+        arrays = {name: _array(array) for name, array in batch.items() if name not in declared or name in names}
+        check_names(arrays, names)
+        _raise_misfits(
+            "batch", (self._misfit(name, arrays[name], declared[name].dtype, declared[name].shape) for name in names)
+        )
+        shapes = [arrays[name].shape for name in names if arrays[name].shape]
+        if shapes and all(0 in shape for shape in shapes):  # some runtimes return 0 as the mean; others crash
             raise DataError("the batch has no rows", hint="leave out empty batches")
-        return given
+        return arrays
 
     def _fitting_state(self, state: Arrays) -> dict[str, Any]:
-        """What is given in place of the state, or of a part of it."""
-        wrong = []
-        given = {name: _array(array) for name, array in state.items()}
-        for name, array in given.items():
+        """Return named tensors of the state as arrays. Raise if they do not fit the model."""
+        misfits = []
+        arrays = {name: _array(array) for name, array in state.items()}
+        for name, array in arrays.items():
             if name not in self._carried:
                 raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._carried))
             tensor = self._carried[name].const_value
             assert tensor is not None
-            wrong.append(misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy()), self._takes_tensors))
-        if any(wrong):
-            raise DataError("the state does not fit the model: " + "; ".join(filter(None, wrong)))
-        return given
+            misfits.append(self._misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy())))
+        _raise_misfits("state", misfits)
+        return arrays
+
+    def _misfit(self, name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None) -> str | None:
+        return misfit(name, array, dtype, shape, self._takes_tensors)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Model | None]:
-        """The training model as it is now, to be written within. None in a process that only helps the first to it."""
+        """Yield the training model with the current state, to be written inside the context.
+
+        Yield None in a process that only sends its shards to the first process.
+        """
         yield self.updated()
 
     def shards(self) -> dict[str, StateShard] | None:
-        """A copy of what this process has to write of the state, where several divide it: each number is in one of
-        them. None where the state is whole, or is not divided into rows of numbers; then `snapshot` has it."""
+        """Return the state shards that this process writes. Every element is in the shards of one
+        process.
+
+        Return None if the state is not sharded into consecutive elements. Then use `snapshot`.
+        """
         return None
 
     def find_not_finite(self) -> str | None:
-        """A weight that training has made NaN or infinite, in whatever process it is."""
+        """Return the name of a weight that is NaN or infinite in any process, or None."""
         learned = {state.name for state in self.states() if state.role in ("parameter", "statistics")}
         return next((n for n, array in self.state().items() if n in learned and not np.isfinite(array).all()), None)
 
     def updated(self) -> Model:
-        """A copy of the training model that holds the state as it is now."""
+        """Return a copy of the training model with the current state."""
         model = self.model.copy()
         for name, array in self.state().items():
-            place, step = self._place(name)
-            model.set(place, array, step)
+            original, step = self._origin(name)
+            model.set(original, array, step)
         return model
 
     def with_state(self, hold: Callable[[str, ir.TensorProtocol], ir.TensorProtocol]) -> Model:
-        """A copy of the training model that holds other tensors as state: those that are made of its own, by name."""
+        """Return a copy of the training model whose state tensors are `hold(name, tensor)`."""
         model = self.model.copy()
         for name in self._carried:
-            place = model.initializer(*self._place(name))
-            assert place.const_value is not None
-            place.const_value = hold(name, place.const_value)
+            value = model.initializer(*self._origin(name))
+            assert value.const_value is not None
+            value.const_value = hold(name, value.const_value)
         return model
 
-    def _place(self, name: str) -> tuple[str, int]:
-        """The name of state in the model itself, and the step that it is of."""
+    def _origin(self, name: str) -> tuple[str, int]:
+        """Return the name of a state tensor in the file, and the index of its step."""
         step, original = self._one.origins.get(name, (self._one.index, name))
         return original, step
 
@@ -205,22 +216,20 @@ class Engine(ABC):
         self.close()
 
 
-_ELSEWHERE = 'torch, jax and tensorflow have it: `engine="torch"` (`--engine torch`)'
-
-
-def check_options(engine: str, options: Iterable[str], made: Callable[..., Any]) -> None:
-    """Refuse options that an engine does not have, by the signature of what makes it."""
-    parameters = inspect.signature(made).parameters.values()
-    known = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
+def check_options(engine: str, options: Iterable[str], factory: Callable[..., Any]) -> None:
+    """Raise if the function or class that makes an engine does not take these options."""
+    parameters = inspect.signature(factory).parameters.values()
+    accepted = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
     for name in options:
-        if name not in known:
-            has = f"it has {', '.join(known)}" if known else None
-            hint = _ELSEWHERE if name in ("precision", "deterministic") else near(name, known) or has
+        if name not in accepted:
+            hint = near(name, accepted) or (f"it has {', '.join(accepted)}" if accepted else None)
+            if name in ("precision", "deterministic"):
+                hint = 'torch, jax and tensorflow have it: `engine="torch"` (`--engine torch`)'
             raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
 
 
 def check_names(batch: Collection[str], inputs: Collection[str], defaults: Collection[str] = ()) -> None:
-    """Refuse names that are missing or not inputs; those with a default may be given or not."""
+    """Raise if inputs are missing, or names are neither inputs nor inputs with a default."""
     missing = [name for name in inputs if name not in batch]
     unknown = [name for name in batch if name not in inputs and name not in defaults]
     if missing or unknown:
@@ -232,48 +241,53 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
 
 
 def fitting_inputs(
-    given: Any, inputs: Mapping[str, ir.Value], defaults: Mapping[str, ir.Value], takes_tensors: bool
+    arrays: Any, inputs: Mapping[str, ir.Value], defaults: Mapping[str, ir.Value], takes_tensors: bool
 ) -> dict[str, Any]:
-    """Return the inputs of a graph as arrays, lists of them and None; raise if they do not fit it."""
-    if not isinstance(given, Mapping):
+    """Return the inputs of a graph as arrays, lists of arrays and None.
+
+    Raise if they do not fit it.
+    """
+    if not isinstance(arrays, Mapping):
         raise DataError(
-            f"the inputs are {type(given).__name__}, not arrays by name", hint=f"it takes {', '.join(inputs)}"
+            f"the inputs are {type(arrays).__name__}, not arrays by name", hint=f"it takes {', '.join(inputs)}"
         )
-    check_names(given, inputs, defaults)
-    values = {name: _array(value) for name, value in given.items()}
-    known = {**defaults, **inputs}
-    wrong = [_misfit_of(known[name], value, takes_tensors) for name, value in values.items()]
-    if any(wrong):
-        raise DataError("the inputs do not fit the model: " + "; ".join(filter(None, wrong)))
+    check_names(arrays, inputs, defaults)
+    values = {name: _array(value) for name, value in arrays.items()}
+    declared = {**defaults, **inputs}
+    _raise_misfits("inputs", (_input_misfit(declared[name], x, takes_tensors) for name, x in values.items()))
     return values
 
 
+def _raise_misfits(subject: str, misfits: Iterable[str | None]) -> None:
+    if reasons := "; ".join(filter(None, misfits)):
+        raise DataError(f"the {subject} {'do' if subject == 'inputs' else 'does'} not fit the model: {reasons}")
+
+
 def _as_batches(batch: Any) -> Sequence[Arrays]:
-    """Return the batches of a round of several steps; raise if they are no such thing."""
-    if isinstance(batch, list | tuple) and all(isinstance(each, Mapping) for each in batch):
+    if isinstance(batch, list | tuple) and all(isinstance(arrays, Mapping) for arrays in batch):
         return batch
     raise DataError(f"the batch is {type(batch).__name__}, not arrays by name", hint="give a dict: input -> array")
 
 
-def _misfit_of(declared: ir.Value, value: Any, takes_tensors: bool) -> str | None:
-    """What is wrong with an input that may be a sequence, in words."""
+def _input_misfit(declared: ir.Value, value: Any, takes_tensors: bool) -> str | None:
+    """Return an error text if a tensor or a sequence of tensors does not fit an input, else None."""
     name = declared.name or ""
     if isinstance(declared.type, ir.TensorType):
         return misfit(name, value, declared.dtype, declared.shape, takes_tensors)
     if isinstance(declared.type, ir.SequenceType):
         if not isinstance(value, list):
             return f"`{name}` is {type(value).__name__}, not a list of arrays"
-        parts = (
-            misfit(f"{name}[{i}]", _array(part), declared.dtype, None, takes_tensors) for i, part in enumerate(value)
+        misfits = (
+            misfit(f"{name}[{i}]", _array(item), declared.dtype, None, takes_tensors) for i, item in enumerate(value)
         )
-        return next(filter(None, parts), None)
+        return next(filter(None, misfits), None)
     return None
 
 
 def misfit(
     name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None, takes_tensors: bool = False
 ) -> str | None:
-    """What is wrong with an array, in words."""
+    """Return an error text if an array does not have this type and shape, else None."""
     if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
         return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
     expected = dtype.numpy() if dtype is not None else None
@@ -282,24 +296,24 @@ def misfit(
         and isinstance(array, np.ndarray)
         and not (array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US"))
     ):
-        return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
+        return f"`{name}` is {array.dtype}, not {expected}"  # for a tensor on a device, the framework raises
     if shape is None:
         return None
     fits = len(shape) == len(array.shape) and all(
-        not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
+        not isinstance(size, int) or size == length for size, length in zip(shape, array.shape, strict=True)
     )
     return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_show_shape(shape)}"
 
 
-_IN_MEMORY_OF_THE_CPU = (1, 3, 11)
-"""Numbers of devices in the protocol by which frameworks exchange tensors: the CPU, and memory that GPUs read, too."""
+_HOST_DEVICES = (1, 3, 11)
+"""DLPack device types in host memory: kDLCPU, kDLCUDAHost (pinned) and kDLROCMHost."""
 
 
 def _array(value: Any) -> Any:
-    """What is given as an array, without a copy; what is on another device stays there, for the framework to take."""
+    """Return a value as an array without a copy. A tensor on another device is returned unchanged."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
         return np.asarray(value) if isinstance(value, np.generic) else value
-    if value.__dlpack_device__()[0] not in _IN_MEMORY_OF_THE_CPU:
+    if value.__dlpack_device__()[0] not in _HOST_DEVICES:
         return value
     try:
         return np.from_dlpack(value)

@@ -12,13 +12,13 @@ import onnx_ir as ir
 
 from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
-from onward.engines.calls import express
 from onward.engines.engine import Arrays, Engine, Results, no_result
-from onward.engines.failures import memory_of
 from onward.engines.framework import ONLY_ON_HOST, Framework, Function, framework_of
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
+from onward.engines.operator_forms import express
 from onward.engines.plan import GraphPlan, plan
+from onward.engines.step_errors import memory_of
 from onward.errors import OutOfMemoryError, UnsupportedError
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.rounds import Steps

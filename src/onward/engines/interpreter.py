@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines.failures import is_ours
 from onward.engines.framework import HOST_INPUTS, Framework, NotOnHost, counts_far
 from onward.engines.plan import Differentiation, FusedCall, GraphPlan, OperatorCall
+from onward.engines.step_errors import is_ours
 from onward.errors import Error, UnsupportedError
 
 Values = dict[ir.Value, Any]

@@ -17,8 +17,8 @@ import onnxruntime as ort
 from onward.differentiate.recompute import Choice
 from onward.engines.distributed import copies_of, join_group
 from onward.engines.engine import Arrays, Engine, Results
-from onward.engines.failures import memory_of
 from onward.engines.narrow_types import wide, widen_edges
+from onward.engines.step_errors import memory_of
 from onward.errors import DataError, UnsupportedError
 from onward.kernels import PASSES, library, update_in_place
 from onward.lowering.contract import contract_of
@@ -138,7 +138,7 @@ class OnnxRuntime(Engine):
             return array
         if array.dtype.isbuiltin == 1:
             return ort.OrtValue.ortvalue_from_numpy(contiguous(array))
-        dtype = (self._known | self.inputs)[name].dtype
+        dtype = (self._declared | self.inputs)[name].dtype
         assert dtype is not None
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous(array), dtype.value)
 

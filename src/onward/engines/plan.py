@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import is_relu6, tensor_in
-from onward.engines.calls import array_of, newest_form
 from onward.engines.framework import ONLY_ON_HOST, Function, keywords
 from onward.engines.fusion import FusionMatch, matches
+from onward.engines.operator_forms import array_of, newest_form
 from onward.model.core import is_gradient, string, strings, visible
 from onward.model.walk import ancestors, between, nested_nodes, read_by
 from onward.standard import is_standard

@@ -34,8 +34,8 @@ from onward.engines.distributed.torch_forward import (
     run_parts,
 )
 from onward.engines.engine import Arrays, Engine, StateShard
-from onward.engines.failures import memory_of
 from onward.engines.framework_engine import FetchedResults, if_finite, interpreter
+from onward.engines.step_errors import memory_of
 from onward.engines.torch import Torch
 from onward.engines.torch.layers import batch_normalization_at_once
 from onward.errors import ArgumentError, UnsupportedError

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.engines.failures import check_growth
 from onward.engines.framework import NotOnHost, Operators
 from onward.engines.shared.control import columns, stack
+from onward.engines.step_errors import check_growth
 
 operators = Operators()
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.engines.failures import check_growth
 from onward.engines.framework import Framework, Operators
+from onward.engines.step_errors import check_growth
 
 operators = Operators()
 

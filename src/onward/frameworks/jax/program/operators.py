@@ -19,7 +19,7 @@ from onward.frameworks.program.text import Identifiers, quote
 
 _RUNTIME = "onward.frameworks.jax.runtime"
 INSTEAD = {
-    "onward.engines.failures.check_growth": _RUNTIME,
+    "onward.engines.step_errors.check_growth": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
     "onward.engines.shared.arrays.dtype_of": _RUNTIME,
     "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",

@@ -13,13 +13,13 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.build import Names
-from onward.engines.failures import is_ours
 from onward.engines.framework import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.framework_engine import make_plan
 from onward.engines.jax import Jax
 from onward.engines.plan import GraphPlan as Plan
 from onward.engines.plan import OperatorCall as Call
 from onward.engines.shared import sequence
+from onward.engines.step_errors import is_ours
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.program.operators import (
     MENTIONED,
