@@ -1,1 +1,1 @@
-"""What exporters, `inspect` and engines need to know about graphs: blocks, repeats, segments, matmuls."""
+"""Analysis of graphs: blocks, repeats, weights that devices can divide."""

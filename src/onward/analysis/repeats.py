@@ -1,7 +1,8 @@
-"""Blocks that a graph repeats: layers of a transformer, stages of a network of residuals.
+"""Repeated blocks in a sequence of calls, recognized by names.
 
-Blocks are known by the names of what they hold, `blocks.0.norm.weight`, `blocks.1.norm.weight`, and are the same if
-they compute the same from it. What one block computes for the next is carried.
+Names such as `blocks.0.norm.weight` and `blocks.1.norm.weight` number the blocks. Blocks are equal
+if they compute the same from their own parameters. The values that a block computes for the next
+one are carried.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A node or a call, as far as it matters here."""
+    """A node or a call."""
 
     key: Hashable
-    """What it computes, whatever its inputs are."""
+    """Key of the computation, without its inputs."""
     paths: tuple[str, ...]
-    """The names of the state that it reads and writes."""
+    """Names of the state that it reads and writes."""
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Items from `start` on, as many as `length`, and those that follow and are the same."""
+    """`count` equal blocks of `length` items each, from `start` on."""
 
     start: int
     length: int
     count: int
     prefix: str
-    """What blocks are called before their number."""
+    """Name of the container: what stands before the number."""
     first: int
     """The number of the first block."""
     carried: dict[Any, tuple[Any, Any]]
-    """By what the first block reads from before it: what it makes of that for the next, and the last of all."""
+    """Value that the first block reads -> the output of the first block that replaces it, and of the last."""
 
     @property
     def end(self) -> int:
@@ -43,53 +44,59 @@ class Repeat:
 
 
 def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[Repeat]:
-    """All that follow one another and do not overlap; `results` are read by others."""
+    """Return the repeats of consecutive items, which do not overlap. `results` are read from
+    outside.
+    """
     finder = _Finder(items, results)
-    found: list[Repeat] = []
+    repeats: list[Repeat] = []
     for prefix, starts in _number_blocks(items).items():
         repeat = next(finder.repeats(prefix, starts), None)
-        if repeat and all(repeat.start >= other.end or other.start >= repeat.end for other in found):
-            found.append(repeat)
-    return sorted(found, key=lambda repeat: repeat.start)
+        if repeat and all(repeat.start >= other.end or other.start >= repeat.end for other in repeats):
+            repeats.append(repeat)
+    return sorted(repeats, key=lambda repeat: repeat.start)
 
 
 def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:
-    """By the names of containers, the outermost first: where the block of each number is first mentioned."""
-    found: dict[str, dict[int, int]] = {}
+    """Return, by container from the outermost in, the index of the first item of each numbered
+    block.
+    """
+    first_items: dict[str, dict[int, int]] = {}
     for at, item in enumerate(items):
         for path in item.paths:
             parts = path.split(".")
             for i, part in enumerate(parts[:-1]):
                 if part.isdecimal():
-                    found.setdefault(".".join(parts[:i]), {}).setdefault(int(part), at)
-    return dict(sorted(found.items(), key=lambda pair: pair[0].count(".")))
+                    first_items.setdefault(".".join(parts[:i]), {}).setdefault(int(part), at)
+    return dict(sorted(first_items.items(), key=lambda pair: pair[0].count(".")))
 
 
 class _Finder:
     def __init__(self, items: Sequence[Item], results: Collection[Any]):
         self._items = items
-        self._made = {value: (at, i) for at, item in enumerate(items) for i, value in enumerate(item.outputs)}
-        self._read: dict[Any, list[int]] = {}
+        self._sources = {value: (at, i) for at, item in enumerate(items) for i, value in enumerate(item.outputs)}
+        self._readers: dict[Any, list[int]] = {}
         for at, item in enumerate(items):
             for value in item.inputs:
-                self._read.setdefault(value, []).append(at)
+                self._readers.setdefault(value, []).append(at)
         for value in results:
-            self._read.setdefault(value, []).append(len(items))
+            self._readers.setdefault(value, []).append(len(items))
 
     def repeats(self, prefix: str, starts: dict[int, int]) -> Iterator[Repeat]:
-        """Those of a container, the longest first."""
+        """Yield the candidates in a container, the longest first."""
         numbers = sorted(starts)
         for count in range(len(numbers), 1, -1):
             for i in range(len(numbers) - count + 1):
-                chosen = numbers[i : i + count]
-                length = starts[chosen[1]] - starts[chosen[0]]
-                steady = all(starts[number] == starts[chosen[0]] + j * length for j, number in enumerate(chosen))
-                if length < 2 or not steady or chosen[-1] - chosen[0] != count - 1:
+                block_numbers = numbers[i : i + count]
+                length = starts[block_numbers[1]] - starts[block_numbers[0]]
+                evenly_spaced = all(
+                    starts[number] == starts[block_numbers[0]] + j * length for j, number in enumerate(block_numbers)
+                )
+                if length < 2 or not evenly_spaced or block_numbers[-1] - block_numbers[0] != count - 1:
                     continue
-                for earlier in range(min(length, starts[chosen[0]] + 1)):
-                    found = self._repeat(starts[chosen[0]] - earlier, length, count, prefix, chosen[0])
-                    if found is not None:
-                        yield found
+                for earlier in range(min(length, starts[block_numbers[0]] + 1)):
+                    repeat = self._repeat(starts[block_numbers[0]] - earlier, length, count, prefix, block_numbers[0])
+                    if repeat is not None:
+                        yield repeat
 
     def _repeat(self, start: int, length: int, count: int, prefix: str, first: int) -> Repeat | None:
         end = start + length * count
@@ -130,9 +137,11 @@ class _Finder:
         slots: dict[Any, tuple[int, int]],
         fixed: set[Any],
     ) -> bool:
-        """Whether what a block reads, and what the next reads in its place, are the same in each."""
-        old_at, i = self._made.get(old, (-1, 0))
-        new_at, j = self._made.get(new, (-1, 0))
+        """True if the input of a block and that of the next are the same value, or related alike in
+        all blocks.
+        """
+        old_at, i = self._sources.get(old, (-1, 0))
+        new_at, j = self._sources.get(new, (-1, 0))
         if old == new:
             fixed.add(old)
             return old_at < start
@@ -146,11 +155,11 @@ class _Finder:
         return (old_at, i) == (begin - length + slot[0], slot[1]) and slot in slots.values()
 
     def _stays_inside(self, start: int, length: int, end: int, slots: set[tuple[int, int]]) -> bool:
-        """Whether others read only what the last block carries."""
+        """True if nothing outside reads more than the carried values of the last block."""
         for at in range(start, end):
             block_end = start + ((at - start) // length + 1) * length
             for i, value in enumerate(self._items[at].outputs):
-                last = max(self._read.get(value, [at]))
+                last = max(self._readers.get(value, [at]))
                 is_carried = ((at - start) % length, i) in slots
                 allowed = len(self._items) + 1 if block_end == end and is_carried else block_end + length * is_carried
                 if last >= allowed:

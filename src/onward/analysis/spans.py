@@ -1,8 +1,9 @@
-"""Where a row of operators begins to repeat itself.
+"""Search for the blocks in a sequence of operators that repeats itself.
 
-Of all ways to cut a row that its words or the names of its parameters suggest, the one is taken that is the shortest
-description of it: one block, what is different in the others, what changes from one to the next, and what belongs to
-none. A cut is a place where little is handed on: what is read soon after it counts against it, unless it is one value.
+Candidate cuts come from equal operators and from the names of parameters. The best cut gives the
+shortest description: one block, the differences of the others from it, the changes from block to
+block, and the operators outside of blocks. A cut is good where few values cross it. Values that are
+read soon after a cut count against it, except for one.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from typing import NamedTuple
 import numpy as np
 
 _BLOCK_COST, _CHANGE_COST, _GAP_COST = 0.5, 0.5, 2.0
-"""Of a cut, of a word that is different from one block to the next, of a word between blocks."""
+"""Cost of a cut, of a word that changes from one block to the next, of a word between blocks."""
 _EXCESS_COST, _LONG_COST = 3.0, 0.25
-"""Of a cut across which more than one value is handed on that is read soon, and of each that is read later."""
+"""Cost of a cut that several soon-read values cross, and of each value that is read later."""
 _NAMES_PREFERRED = 0.6
 _MOST_DIFFERENT, _MOST_DIFFERENT_BESIDE = 0.5, 0.3
-"""Of a block, in parts of its length; what is less alike is none. Where no cut was suggested, it must be more alike."""
+"""Largest difference between blocks, relative to their length; the smaller one without a suggested cut."""
 _MOST_LEFT, _MOST_LEFT_INSIDE = 0.9, 0.7
-"""Of the length of a row, and of a block: what a description of it by blocks may need."""
+"""Largest cost of a description by blocks, relative to the length of a row, and of a block."""
 _GRAMS = 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64
-"""How many words are looked at to know a place again."""
+"""Numbers of words that are compared to recognize a position."""
 _DEPTHS = range(1, 5)
-"""How many numbers of a name are looked at."""
+"""Numbers in a name that are compared: the first, the first two, and so on."""
 _MOST_RUNS = 200
 _NUMBER = re.compile(r"\d+")
 
 Words = tuple[int, ...]
-"""Those of operators that read parameters are odd."""
+"""Operators as integers; odd for operators that read parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,14 @@ class OperatorRow:
     """Operators in their order."""
 
     words: Sequence[Hashable]
-    """What each computes, roughly."""
+    """Key of each computation, without sizes."""
     details: Sequence[Hashable]
-    """What each computes, with the sizes of its parameters."""
+    """Key of each computation, with the sizes of its parameters."""
     reads_parameters: Sequence[bool]
     paths: Sequence[str]
-    """The name of the first parameter that each reads, if no other does, or nothing."""
+    """Name of the first parameter that each reads and no other operator reads; else empty."""
     lives: Sequence[tuple[int, int]]
-    """Of each value that is handed on: who makes it, and who reads it last."""
+    """Indices of the producer and of the last reader of each value."""
 
 
 class Span(NamedTuple):
@@ -60,15 +61,15 @@ class Span(NamedTuple):
 
 
 def find_spans(row: OperatorRow) -> list[Span]:
-    """The blocks of a row, which do not overlap, in order; at least two, or none."""
+    """Return the blocks of a row in order, without overlap; at least two, or none."""
     finder = _Finder(row)
     spans, by_name = finder.best(0, len(row.words))
     if not spans:
         return []
     least = sum(end - start for start, end in spans) / len(spans) / 2
     for start, end in list(_gaps(spans, len(row.words))):
-        found, _ = finder.best(start, end)
-        spans += found if found and min(span.end - span.start for span in found) >= least else []
+        spans_in_gap, _ = finder.best(start, end)
+        spans += spans_in_gap if spans_in_gap and min(span.end - span.start for span in spans_in_gap) >= least else []
     spans = finder.trim(sorted(spans))
     return spans if by_name else finder.merge_pairs(spans)
 
@@ -90,38 +91,42 @@ class _Finder:
         self._paths = row.paths
         self._repeating: dict[Words, bool] = {}
         self._crossing: list[list[int]] = [[] for _ in row.words]
-        """At each place, who reads last what is handed on across it."""
-        for made, read in row.lives:
-            for at in range(made + 1, read + 1):
-                self._crossing[at].append(read)
+        """At each index, the last readers of the values that cross it."""
+        for producer, last_reader in row.lives:
+            for i in range(producer + 1, last_reader + 1):
+                self._crossing[i].append(last_reader)
 
     def best(self, start: int, end: int) -> tuple[list[Span], bool]:
-        """The cheapest blocks in a part of the row, if any make it shorter, and whether names told."""
-        least, best, by_name = _MOST_LEFT * (end - start), list[Span](), False
+        """Return the cheapest blocks between two indices, empty if none are cheap enough, and True
+        if names led to them.
+        """
+        lowest, best, by_name = _MOST_LEFT * (end - start), list[Span](), False
         for cuts in self._cuts_by_name(start, end):
-            cost, spans = self._evaluate(cuts, start, end, least / _NAMES_PREFERRED)
-            if cost * _NAMES_PREFERRED < least and len(spans) > 1:
-                least, best, by_name = cost * _NAMES_PREFERRED, spans, True
+            cost, spans = self._evaluate(cuts, start, end, lowest / _NAMES_PREFERRED)
+            if cost * _NAMES_PREFERRED < lowest and len(spans) > 1:
+                lowest, best, by_name = cost * _NAMES_PREFERRED, spans, True
         for cuts in self._cuts_by_words(start, end):
-            cost, spans = self._evaluate(cuts, start, end, least)
-            if cost < least and len(spans) > 1 and not self._repeats_itself(spans):
-                least, best, by_name = cost, spans, False
+            cost, spans = self._evaluate(cuts, start, end, lowest)
+            if cost < lowest and len(spans) > 1 and not self._repeats_itself(spans):
+                lowest, best, by_name = cost, spans, False
         return best, by_name
 
     def _repeats_itself(self, spans: Sequence[Span]) -> bool:
-        """Whether blocks of a length that is usual are several themselves."""
+        """True if a block of median length consists of smaller blocks."""
         start, end = sorted(spans, key=lambda span: span.end - span.start)[len(spans) // 2]
         words = self._words[start:end]
         if words not in self._repeating:
-            most = _MOST_LEFT_INSIDE * (end - start)
-            found = (self._evaluate(cuts, start, end, most, excess=0) for cuts in self._cuts_by_words(start, end))
-            self._repeating[words] = any(cost < most and len(inner) > 1 for cost, inner in found)
+            limit = _MOST_LEFT_INSIDE * (end - start)
+            evaluations = (
+                self._evaluate(cuts, start, end, limit, excess=0) for cuts in self._cuts_by_words(start, end)
+            )
+            self._repeating[words] = any(cost < limit and len(inner) > 1 for cost, inner in evaluations)
         return self._repeating[words]
 
     # ---- the last touches --------------------------------------------------------------------------------------------
 
     def trim(self, spans: list[Span]) -> list[Span]:
-        """Blocks without what follows them, where their beginning is another block."""
+        """Cut the end off blocks that begin like a shorter block."""
         words = [self._words[start:end] for start, end in spans]
         trimmed = []
         for (start, end), whole in zip(spans, words, strict=True):
@@ -131,7 +136,7 @@ class _Finder:
         return trimmed
 
     def merge_pairs(self, spans: list[Span]) -> list[Span]:
-        """Where two kinds take turns, such as attention to oneself and to an encoder, both are one block."""
+        """Merge alternating blocks of two kinds, such as self-attention and cross-attention."""
         merged: list[Span] = []
         while spans:
             count = self._turns(spans) // 2 * 2
@@ -140,7 +145,7 @@ class _Finder:
         return merged
 
     def _turns(self, spans: Sequence[Span]) -> int:
-        """How many of the first blocks take turns; none, unless some of them are the same each time."""
+        """Return the number of first blocks that alternate; 0 if none of them are equal."""
         words = [self._words[start:end] for start, end in spans]
         kinds = [tuple(self._details[start:end]) for start, end in spans]
         count = 1
@@ -154,39 +159,43 @@ class _Finder:
     # ---- places to cut -----------------------------------------------------------------------------------------------
 
     def _cuts_by_name(self, start: int, end: int) -> Iterator[list[int]]:
-        """Where the first number of names changes, or one of the first two, and so on."""
+        """Yield cuts where the first number in the names changes, or one of the first two, and so
+        on.
+        """
         for depth in _DEPTHS:
-            cuts, last, key = [], start - 1, ""
-            for at in range(start, end):
-                if self._paths[at]:
-                    new = _container(self._paths[at], depth)
+            cuts, last_named, key = [], start - 1, ""
+            for i in range(start, end):
+                if self._paths[i]:
+                    new = _container(self._paths[i], depth)
                     if new != key:
-                        gap = range(last + 1, at + 1)
-                        cuts.append(min(gap, key=lambda place: (max(len(self._crossing[place]), 1), -place)))
-                    last, key = at, new
+                        gap = range(last_named + 1, i + 1)
+                        cuts.append(min(gap, key=lambda cut: (max(len(self._crossing[cut]), 1), -cut)))
+                    last_named, key = i, new
             if len(cuts) > 1:
                 yield cuts
 
     def _cuts_by_words(self, start: int, end: int) -> list[list[int]]:
-        """Where the same words follow, and little is handed on."""
+        """Return cuts where the same words follow and few values cross."""
         narrow = [at for at in range(start, end) if self._is_narrow(at, start, end)]
-        found: dict[tuple[int, ...], None] = {}
+        candidates: dict[tuple[int, ...], None] = {}
         for length in _GRAMS:
-            places: dict[Words, list[int]] = {}
+            positions: dict[Words, list[int]] = {}
             for at in narrow:
-                places.setdefault(self._words[at : min(at + length, end)], []).append(at)
-            for same in places.values():
-                widths = sorted({len(self._crossing[at]) for at in same})
+                positions.setdefault(self._words[at : min(at + length, end)], []).append(at)
+            for group in positions.values():
+                widths = sorted({len(self._crossing[at]) for at in group})
                 for width in {*widths[:2], widths[-1]}:
-                    found[tuple(at for at in same if len(self._crossing[at]) <= width)] = None
-        cuts = [list(places) for places in found if len(places) > 1]
-        runs = [places for places in cuts if len({self._words[a:b] for a, b in itertools.pairwise(places)}) == 1]
+                    candidates[tuple(at for at in group if len(self._crossing[at]) <= width)] = None
+        cuts = [list(positions) for positions in candidates if len(positions) > 1]
+        runs = [
+            positions for positions in cuts if len({self._words[a:b] for a, b in itertools.pairwise(positions)}) == 1
+        ]
         both = [a + b for a, b in itertools.product(runs, runs) if a[-1] < b[0]]  # an encoder, and a decoder
         return cuts + both[:_MOST_RUNS]
 
     def _is_narrow(self, at: int, start: int, end: int) -> bool:
-        """Whether more is handed on after it, or no less before it."""
-        before, here, after = (len(self._crossing[place]) for place in (at - 1, at, min(at + 1, end - 1)))
+        """True if more values cross the next index, or no fewer the previous one."""
+        before, here, after = (len(self._crossing[position]) for position in (at - 1, at, min(at + 1, end - 1)))
         return at == start or here < after or here <= before
 
     # ---- what they cost ----------------------------------------------------------------------------------------------
@@ -194,14 +203,16 @@ class _Finder:
     def _evaluate(
         self, cuts: Sequence[int], start: int, end: int, most: float, excess: float = _EXCESS_COST
     ) -> tuple[float, list[Span]]:
-        """What a row costs that is cut in these places, and its blocks; none, if it must cost more than `most`."""
+        """Return the cost of a row with these cuts, and its blocks; no blocks if it costs more than
+        `most`.
+        """
         pieces = [self._words[a:b] for a, b in zip(cuts, [*cuts[1:], end], strict=True)]
         counts = Counter(pieces)
         models = [model for model in _models(counts) if _least_cost(model, counts) < most]
         if not models:
             return most, []
         described = ((*_describe(model, counts), model) for model in models)
-        cost, lengths, model = min(described, key=lambda found: found[0])
+        cost, lengths, model = min(described, key=lambda description: description[0])
         before = self._words[start : cuts[0]][::-1]  # a block that lacks what others begin with, perhaps
         lacking, different = _fit(before, model[::-1], _MOST_DIFFERENT_BESIDE)
         spans = [Span(cuts[0] - lacking, cuts[0])] if lacking else []
@@ -214,42 +225,47 @@ class _Finder:
         return cost + sum(self._changes(spans)) + sum(self._handing_on(spans, end, excess)), spans
 
     def _changes(self, spans: Sequence[Span]) -> Iterator[float]:
-        """What is different from one block to the next."""
+        """Yield the cost of the differences from one block to the next."""
         words = [self._words[start:end] for start, end in spans]
         return (_CHANGE_COST * _differences(a, b)[-1] for a, b in itertools.pairwise(words) if a != b)
 
     def _handing_on(self, spans: Sequence[Span], end: int, excess: float) -> Iterator[float]:
-        places = sorted({place for span in spans for place in span if place < end})
-        for at, following in itertools.pairwise([*places, end]):
+        """Yield the cost of the values that cross each cut."""
+        cuts = sorted({cut for span in spans for cut in span if cut < end})
+        for at, following in itertools.pairwise([*cuts, end]):
             soon = sum(read < following for read in self._crossing[at])
             yield _BLOCK_COST + excess * (soon > 1) + _LONG_COST * (len(self._crossing[at]) - soon)
 
 
 def _container(path: str, depth: int) -> str:
-    """`encoder.layer.3` of `encoder.layer.3.norm1.weight`, where one number counts."""
+    """Return `encoder.layer.3` for `encoder.layer.3.norm1.weight` at depth 1."""
     numbers = list(_NUMBER.finditer(path))
     return path[: numbers[depth - 1].end()] if len(numbers) >= depth else path.rpartition(".")[0] or path
 
 
 def _models(counts: Counter[Words]) -> list[Words]:
-    """Blocks that others may be like: the most common ones, and those of a usual length."""
+    """Return candidates for the typical block: the most common pieces, and those of median length."""
     by_length = sorted(counts, key=len)
     middle = len(by_length) // 2
     return list(dict.fromkeys([piece for piece, _ in counts.most_common(2)] + by_length[middle : middle + 2]))
 
 
 def _least_cost(model: Words, counts: Counter[Words]) -> int:
-    """What there is to say at least, by the number of words of each kind, which is known sooner."""
+    """Return a lower bound of the cost of a description, from counts of words alone, which are
+    faster.
+    """
     expected, cost = Counter(model), len(model)
     for piece in counts:
         if len(piece) < 1.5 * len(model):  # a longer one may be several
-            found = Counter(piece)
-            cost += min(len(piece), max((expected - found).total(), (found - expected).total()))
+            piece_counts = Counter(piece)
+            cost += min(len(piece), max((expected - piece_counts).total(), (piece_counts - expected).total()))
     return cost
 
 
 def _describe(model: Words, counts: Counter[Words]) -> tuple[float, dict[Words, list[int]]]:
-    """What there is to say if one block is `model`, and how long the blocks are that each piece begins with."""
+    """Return the cost of a description by one block, and the lengths of the blocks at the start of
+    each piece.
+    """
     cost, lengths = float(len(model)), {}
     for piece, count in counts.items():
         lengths[piece], different = _split(piece, model)
@@ -259,7 +275,7 @@ def _describe(model: Words, counts: Counter[Words]) -> tuple[float, dict[Words, 
 
 @functools.lru_cache(4096)
 def _split(piece: Words, model: Words) -> tuple[list[int], int]:
-    """The lengths of the blocks that a piece begins with, and how much is different in them."""
+    """Return the lengths of the blocks at the start of a piece, and their number of differences."""
     lengths, total = [], 0
     length, different = _fit(piece, model, _MOST_DIFFERENT)
     while length:
@@ -272,14 +288,16 @@ def _split(piece: Words, model: Words) -> tuple[list[int], int]:
 
 @functools.lru_cache(4096)
 def _fit(piece: Words, model: Words, most: float) -> tuple[int, int]:
-    """How much of a piece is a block like another, and how much is different: nothing of it, if that is too much."""
+    """Return the length of the block at the start of a piece that is like `model`, and the
+    differences; (0, 0) if unlike.
+    """
     different = _differences(piece[: 2 * len(model) + 1], model)
     end = min(range(len(different)), key=lambda n: (different[n] - n, different[n]))
     return (end, different[end]) if end > 1 and _are_alike(piece[:end], model, most) else (0, 0)
 
 
 def _are_alike(a: Words, b: Words, most: float = _MOST_DIFFERENT_BESIDE) -> bool:
-    """Whether few words are different, and of those with parameters fewer than so many."""
+    """True if few words differ, and few of those that read parameters."""
     a_reads, b_reads = (tuple(word for word in words if word % 2) for words in (a, b))
     is_near = _differences(a, b)[-1] <= most * max(len(a), len(b))
     return is_near and _differences(a_reads, b_reads)[-1] < most * max(len(a_reads), len(b_reads), 1)
@@ -287,7 +305,9 @@ def _are_alike(a: Words, b: Words, most: float = _MOST_DIFFERENT_BESIDE) -> bool
 
 @functools.lru_cache(4096)
 def _differences(piece: Words, model: Words) -> list[int]:
-    """How many words have to be changed to make the model of no word of a piece, of the first, the first two, ..."""
+    """Return the edit distances from the model to the empty prefix of a piece, to its first word,
+    first two, and so on.
+    """
     words, steps = np.array(model), np.arange(len(model) + 1)
     row = steps
     different = [len(model)]

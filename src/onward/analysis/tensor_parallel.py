@@ -1,8 +1,9 @@
-"""Which weights of products can be divided among devices, so that few results must be put together.
+"""Weights of matmuls that devices can divide so that few results must be summed.
 
-The first product of a pair divides its columns, and so the features of what it makes; the second its rows, and what it
-makes is a sum over devices, whole again: the two layers of an MLP, or the projections before and after attention. What
-is between them may be any operator that leaves features apart. Sizes of batches need not be known.
+The first matmul of a pair divides its columns, and so its output features. The second divides its
+rows, and its output is a sum over devices. Examples are the two layers of an MLP, and the
+projections before and after attention. Between them may stand any operator that treats features
+independently. Batch sizes may be unknown.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _ENDS = {
     "LayerNormalization", "NegativeLogLikelihoodLoss", "RMSNormalization", "Shape", "SimplifiedLayerNormalization",
     "Size", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "SoftmaxCrossEntropyLoss",
 }  # fmt: skip
-"""Operators that need all features. Reductions do, too."""
+"""Operators that need all features, besides reductions."""
 _SAME = ("Identity", "Cast")
-"""What may stand between a weight and its product, beside a Transpose."""
+"""Operators allowed between a weight and its matmul, besides Transpose."""
 
 
-def divide_products(graph: ir.Graph, devices: int) -> dict[str, int]:
-    """The weights that so many devices divide among them, and the axis along which they do."""
+def divide_matmuls(graph: ir.Graph, devices: int) -> dict[str, int]:
+    """Return the weights that `devices` devices divide among them, with the axis."""
     follower = _Follower(graph, devices)
     for node in graph:
         follower.follow(node)
@@ -38,11 +39,11 @@ class _Follower:
         """Values whose features are divided."""
 
     def follow(self, node: ir.Node) -> None:
-        if node.op_type in ("MatMul", "Gemm") and (found := self._weight(node.inputs[1])) is not None:
-            self._multiply(node, *found)
+        if node.op_type in ("MatMul", "Gemm") and (weight := self._weight(node.inputs[1])) is not None:
+            self._multiply(node, *weight)
         elif node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
-            if (found := self._weight(node.inputs[0])) is not None and not found[1]:
-                self._claim(found[0], 0)  # rows of a table, each of which one device has
+            if (weight := self._weight(node.inputs[0])) is not None and not weight[1]:
+                self._claim(weight[0], 0)  # rows of a table, each of which one device has
         elif (
             node.op_type not in _ENDS
             and not node.op_type.startswith("Reduce")
@@ -52,8 +53,8 @@ class _Follower:
             for value in node.inputs:
                 self._claim_bias(value)
 
-    def _multiply(self, node: ir.Node, weight: ir.Value, turned: bool) -> None:
-        columns = 0 if turned != bool(node.attributes.get_int("transB", 0)) else 1
+    def _multiply(self, node: ir.Node, weight: ir.Value, is_transposed: bool) -> None:
+        columns = 0 if is_transposed != bool(node.attributes.get_int("transB", 0)) else 1
         if node.inputs[0] in self._divided:
             self._claim(weight, 1 - columns)
         elif self._claim(weight, columns):
@@ -62,22 +63,22 @@ class _Follower:
                 self._claim_bias(node.inputs[2])
 
     def _weight(self, value: ir.Value | None) -> tuple[ir.Value, bool] | None:
-        """The matrix that a product reads, and whether it reads it transposed."""
-        turned = False
+        """Return the matrix that a matmul reads, and True if it reads it transposed."""
+        is_transposed = False
         while value is not None and (node := value.producer()) is not None:
             if node.op_type not in (*_SAME, "Transpose"):
                 return None
-            turned ^= node.op_type == "Transpose"
+            is_transposed ^= node.op_type == "Transpose"
             value = node.inputs[0]
         is_matrix = value is not None and value.name in self._weights and value.shape is not None
-        return (value, turned) if is_matrix and value is not None and len(value.shape or ()) == 2 else None
+        return (value, is_transposed) if is_matrix and value is not None and len(value.shape or ()) == 2 else None
 
     def _claim_bias(self, value: ir.Value | None) -> None:
         if value is not None and value.name in self._weights and value.shape is not None and len(value.shape) == 1:
             self._claim(value, 0)
 
     def _claim(self, weight: ir.Value, axis: int) -> bool:
-        """Divide a weight along an axis, unless it is divided along another, or cannot be."""
+        """Divide a weight along an axis. Return False if it is divided along another, or cannot be."""
         size = weight.shape[axis] if weight.shape is not None else None
         if not isinstance(size, int) or size % self._devices:
             return False

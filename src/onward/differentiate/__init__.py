@@ -13,7 +13,7 @@ from onward.differentiate.functions import FunctionRules
 from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
-from onward.differentiate.sweep import Find, pull_back, way
+from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
@@ -32,19 +32,18 @@ from onward.transform.training import drop_unused_definitions
 def gradient(
     model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
 ) -> Model:
-    """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
+    """Return the model with an output for the derivative of `y`, or of its sum, by each of `xs`.
 
         onward.gradient("digits.onnx", "logits", ["image", "fc1.weight"]).save("gradient.onnx")
 
     A derivative is called `<x>/grad` and has the type and shape of its x.
 
     - `model`: any model
-    - `y`, `xs`: inputs, initializers or values in between, by name
-    - `recompute`: the way back reads many of the values in between, which takes memory. Those named here are computed a
-      second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`)
-    - `keep_functions`: functions of the model on the way are replaced by their bodies. With this they stay: each gets a
-      twin that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own,
-      `<Function>_backward`
+    - `y`, `xs`: names of inputs, initializers or intermediate values
+    - `recompute`: intermediate values to compute a second time in the backward pass, to save
+      memory: patterns of node names (`"*gelu*"`), or n to keep the result of every n-th layer
+    - `keep_functions`: differentiate functions of the model as functions, `<Function>_forward` and
+      `<Function>_backward` (default: replace them by their bodies)
     """
     model, target, sources = _open_model(model, y, xs, keep_functions)
     op, last = _builder(model)
@@ -55,9 +54,9 @@ def gradient(
 
 @checked()
 def vjp(model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
-    """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
+    """Return a model with one more input `dy`, like `y`, whose outputs are the gradients of `xs`.
 
-        backward = onward.vjp("digits.onnx", "logits", ["image"])
+    backward = onward.vjp("digits.onnx", "logits", ["image"])
 
     - `model`, `y`, `xs`, `recompute`, `keep_functions`: as for `gradient`
     """
@@ -72,14 +71,15 @@ def vjp(model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, k
 
 @checked()
 def jvp(model: Source, y: str, xs: Sequence[str]) -> Model:
-    """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
+    """Return a model with a direction `d<x>` as input for each x, and the derivative `d<y>` along
+    them as output.
 
         forward = onward.jvp("digits.onnx", "logits", ["image"])
 
     - `model`, `y`, `xs`: as for `gradient`
 
-    Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their
-    product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.
+    Forward mode from reverse mode: the gradients are linear in `dy`. The derivative by `dy` of
+    their inner product with the directions is the derivative of y along the directions.
     """
     model, target, sources = _open_model(model, y, xs)
     graph, (op, last) = model.graph, _builder(model)
@@ -90,8 +90,8 @@ def jvp(model: Source, y: str, xs: Sequence[str]) -> Model:
         direction = ir.Value(name=op.names.fresh(f"d{x.name}"), type=content_type(x), shape=x.shape)
         graph.inputs.append(direction)
         products.append(_inner_product(op, grad, op(direction)))
-    along = (products[0] if len(products) == 1 else op.Sum(*products)).value
-    (tangent,) = _pulled_back(op, along, op.filled_like(along, 1), [dy])
+    inner_product = (products[0] if len(products) == 1 else op.Sum(*products)).value
+    (tangent,) = _pulled_back(op, inner_product, op.filled_like(inner_product, 1), [dy])
     dy.replace_all_uses_with(op.filled_like(target, 0).value)
     graph.outputs.clear()
     graph.outputs.append(op.Identity(tangent).named(f"d{y}").like(target).value)
@@ -105,37 +105,37 @@ def _open_model(
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy(steps=False)
     write_padding(model)
-    known = {value.name: value for value in values(model.graph) if value.name}
-    missing = [name for name in (y, *xs) if name not in known]
-    if missing:
-        listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
+    known_values = {value.name: value for value in values(model.graph) if value.name}
+    unknown = [name for name in (y, *xs) if name not in known_values]
+    if unknown:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        raise UnknownNameError(f"there is no value {names}", hint=near_or_first(unknown[0], known_values))
     context = Context(model)
     lower_gradients(context)
     expand(context, y, xs, keep_functions=keep_functions)
     model = context.model
-    known = {value.name: value for value in values(model.graph) if value.name}
-    context.fill_in_types(known.values())
-    if known[y].type is None:
+    known_values = {value.name: value for value in values(model.graph) if value.name}
+    context.fill_in_types(known_values.values())
+    if known_values[y].type is None:
         raise UnsupportedError(
             f"the type of `{y}` is not known", hint="state it in the file, among its outputs or in its `value_info`"
         )
-    return model, known[y], [known[x] for x in xs]
+    return model, known_values[y], [known_values[x] for x in xs]
 
 
 def _builder(model: Model) -> tuple[Builder, ir.Node | None]:
-    """A builder for the graph of a model, and the last node that is there already."""
+    """Return a builder for the graph of a model, and its last node."""
     graph = model.graph
     op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     return op, graph[-1] if len(graph) else None
 
 
 def _pulled_back(
-    op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value], recompute: Choice = None, find: Find = lookup
+    op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value], recompute: Choice = None, find: RuleLookup = lookup
 ) -> list[Expr]:
-    nodes = way(y, xs, find)
-    found = pull_back(op, nodes, {y: dy}, xs, recomputation=recomputation(recompute, nodes, xs), find=find)
-    return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
+    nodes = nodes_to_differentiate(y, xs, find)
+    gradients = pull_back(op, nodes, {y: dy}, xs, recomputation=recomputation(recompute, nodes, xs), find=find)
+    return [gradients[x] if x in gradients else op.filled_like(x, 0) for x in xs]
 
 
 def _finish(
@@ -144,13 +144,13 @@ def _finish(
     model: Model,
     xs: Sequence[ir.Value],
     grads: Sequence[Expr],
-    kept: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
 ) -> Model:
-    """Make the gradients outputs, under names of their own, and drop what nothing reads."""
-    graph, made = model.graph, nodes_after(last, model.graph)
-    new = set(made)
+    """Make the gradients outputs with new names, and drop unused nodes."""
+    graph, added = model.graph, nodes_after(last, model.graph)
+    new = set(added)
     graph.outputs.clear()
-    graph.outputs.extend(kept)
+    graph.outputs.extend(outputs)
     for x, grad in zip(xs, grads, strict=True):
         is_free = grad.value.producer() in new and not grad.value.is_graph_output()
         output = grad if is_free else op.Identity(grad)
@@ -162,7 +162,9 @@ def _finish(
 
 
 def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
-    """The sum of the products of all elements: of two tensors, of all tensors in two sequences."""
+    """Return the sum of the products of all elements of two tensors, or of the tensors in two
+    sequences.
+    """
     if not is_sequence(a.value):
         product: Expr = op.ReduceSum(a * b, keepdims=0)
         return product
@@ -172,7 +174,7 @@ def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def _wrap_optional(op: Builder, grad: Expr, x: ir.Value) -> Expr:
-    """The gradient of what an Optional holds as an Optional: an empty one has an empty one."""
+    """Return the gradient of the content of an Optional as an Optional, empty if `x` is."""
     some = op.subgraph(lambda inner: inner.Optional(grad))
     none = op.subgraph(lambda inner: inner.Identity(x))
     wrapped: Expr = op.If(op.OptionalHasElement(x), then_branch=some, else_branch=none)

@@ -1,4 +1,4 @@
-"""Replacing what has no derivative of its own: functions by their bodies, some operators by simpler ones."""
+"""Replacement of nodes without a rule: functions by their bodies, some operators by simpler ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def expand(
 ) -> None:
     """Rewrite the nodes between `xs` and `y` until each has a rule, as far as possible.
 
-    A scope says what the names mean: the outermost graph; for a nested graph, all graphs around it and itself. Where
-    functions are replaced by their bodies, the context gets another model. With `keep_functions`, those functions of
-    the model stay that can be differentiated as such.
+    `scope_in` returns the graphs in which the names are looked up, the outermost first. Inlining
+    functions gives the context another model. With `keep_functions`, functions that can be
+    differentiated as such stay.
     """
     names = list(xs)
     while True:
@@ -39,12 +39,12 @@ def expand(
         nodes = between(known_values[y], [known_values[x] for x in names], scope)
         nodes += [inner for node in nodes for inner in nested_nodes(node)]
         unknown = [node for node in nodes if lookup(node) is None]
-        known: dict[ir.OperatorIdentifier, bool] = {}
-        kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
+        answers: dict[ir.OperatorIdentifier, bool] = {}
+        kept_calls = {node for node in unknown if keep_functions and _can_stay(model, node, answers)}
         calls = {
             (node.domain, node.op_type)
             for node in unknown
-            if node not in kept
+            if node not in kept_calls
             and (node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain))
         }
         if any(lookup_rewrite(node) for node in nodes):
@@ -56,24 +56,28 @@ def expand(
         context.continue_with(inline_operators(model, calls))
 
 
-def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bool]) -> bool:
-    """Whether a node calls a function that can be differentiated as one; `known` are answers found so far.
+def _can_stay(model: Model, node: ir.Node, answers: dict[ir.OperatorIdentifier, bool]) -> bool:
+    """True if a node calls a function that can be differentiated as one. `known` caches the
+    answers.
 
-    What stands for the numbers that it was rounded from must be seen as such: it does not cross the border.
+    Quantized values must not cross the border of a function: their gradient needs the node that
+    rounded them.
     """
     function = model.functions.get(node.op_identifier())
     if function is None or _is_rounded(*node.inputs, *function.outputs):
         return False
-    if node.op_identifier() not in known:
-        known[node.op_identifier()] = _is_self_contained(model, function, known)
-    return known[node.op_identifier()]
+    if node.op_identifier() not in answers:
+        answers[node.op_identifier()] = _is_self_contained(model, function, answers)
+    return answers[node.op_identifier()]
 
 
-def _is_self_contained(model: Model, function: ir.Function, known: dict[ir.OperatorIdentifier, bool]) -> bool:
-    """Whether a function has no operators that must be seen: those that draw numbers."""
+def _is_self_contained(model: Model, function: ir.Function, answers: dict[ir.OperatorIdentifier, bool]) -> bool:
+    """True if a function, and all functions that it calls, can stay; one that draws random numbers
+    cannot.
+    """
     inner = list(function.all_nodes())
     calls = (node for node in inner if node.op_identifier() in model.functions)
-    return not any(map(is_random, inner)) and all(_can_stay(model, call, known) for call in calls)
+    return not any(map(is_random, inner)) and all(_can_stay(model, call, answers) for call in calls)
 
 
 def _is_rounded(*values: ir.Value | None) -> bool:
@@ -82,9 +86,9 @@ def _is_rounded(*values: ir.Value | None) -> bool:
 
 
 def _rewrite_all(context: Context, nodes: Iterable[ir.Node], xs: Sequence[str]) -> bool:
-    """Apply the rewrites, in order; True if there were any.
+    """Apply the rewrites, in order; return True if any applied.
 
-    Types that follow from them are passed on, since onnx does not know all operators.
+    The types are declared along the way, since onnx does not know all operators.
     """
     rewritten = False
     for node in nodes:
@@ -99,7 +103,9 @@ def _rewrite_all(context: Context, nodes: Iterable[ir.Node], xs: Sequence[str]) 
 
 
 def replace_node(context: Context, node: ir.Node, rewrite: Rewrite, xs: Sequence[str] = ()) -> bool:
-    """Replace a node by what its rewrite makes of it, under the same names; False if the rewrite does not apply."""
+    """Replace a node by the results of its rewrite, under the same names; return False if it does
+    not apply.
+    """
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     last = graph[-1]
@@ -107,15 +113,15 @@ def replace_node(context: Context, node: ir.Node, rewrite: Rewrite, xs: Sequence
     results = apply(rewrite, op, node, xs=xs)
     if results is NotImplemented:
         return False
-    made = nodes_after(last, graph)
+    added = nodes_after(last, graph)
     for old, new in zip(node.outputs, results if isinstance(results, tuple | list) else (results,), strict=False):
         if not old.name or new is None:
             continue
-        if new.value.producer() not in made or new.value.is_graph_output():
+        if new.value.producer() not in added or new.value.is_graph_output():
             new = op.Identity(new)
-            made.append(new.value.producer())
+            added.append(new.value.producer())
         context.replace(old, new)
-    graph.remove(made)
-    graph.insert_before(node, made)
+    graph.remove(added)
+    graph.insert_before(node, added)
     graph.remove(node, safe=True)
     return True

@@ -1,8 +1,9 @@
-"""Gradients of functions that stay functions: each is differentiated once for every kind of call.
+"""Gradients of functions that stay functions: each is differentiated once per kind of call.
 
-A call `y = f(x)` becomes `y, kept... = f_forward(x)`, where `kept` is what the way back reads of what happens inside,
-and its gradient is `dx = f_backward(x, y, kept..., dy)`. Two calls are of a kind if types, shapes and small constants
-among their inputs are the same, their attributes, the inputs that need a gradient and the outputs that have one.
+A call `y = f(x)` becomes `y, saved... = f_forward(x)`, where `saved` are the intermediate values
+that the backward pass reads. Its gradient is `dx = f_backward(x, y, saved..., dy)`. Two calls are
+of one kind if they agree in attributes, in types, shapes and small constants among their inputs, in
+the inputs that need a gradient, and in the outputs that have one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from onward.build import Builder, Expr, Names
 from onward.constants import constant_ints
 from onward.differentiate.expand import expand
 from onward.differentiate.simplify import tidy
-from onward.differentiate.sweep import pull_back, way
+from onward.differentiate.sweep import nodes_to_differentiate, pull_back
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -34,20 +35,20 @@ from onward.transform.training import drop_unused_definitions
 
 @dataclasses.dataclass(frozen=True)
 class _Halves:
-    """A function that was differentiated."""
+    """A differentiated function: the names of its two halves and their interface."""
 
     forward: str
     backward: str
-    kept: tuple[tuple[str, ir.TypeProtocol | None], ...]
-    """What the first half puts out after the outputs of the function."""
+    saved: tuple[tuple[str, ir.TypeProtocol | None], ...]
+    """Further outputs of the first half."""
     read: tuple[int, ...]
-    """What the second half reads, by positions among the inputs, the outputs and what is kept; then come gradients."""
+    """Inputs of the second half before the gradients: indices among inputs, outputs and saved values."""
     gradients: dict[int, ir.TypeProtocol | None]
-    """What the second half puts out, by the position of the input that it is the gradient of."""
+    """Outputs of the second half: index of an input of the function -> type of its gradient."""
 
 
 class FunctionRules:
-    """Finds rules as the table does, and has one for calls of the functions of a model, to which it adds."""
+    """Lookup of rules that also has one for calls of the functions of a model, to which it adds."""
 
     def __init__(self, model: Model):
         self._functions = model.functions
@@ -59,58 +60,58 @@ class FunctionRules:
         self._contents: dict[tuple[object, ...], str] = {}
 
     def __call__(self, node: ir.Node) -> Rule | Rewrite | NoGradient | None:
-        known = lookup(node)
-        if known is not None or node.op_identifier() not in self._functions:
-            return known
+        rule = lookup(node)
+        if rule is not None or node.op_identifier() not in self._functions:
+            return rule
         keywords = {"node": None, "wanted": None}
         return Rule((node.domain, node.op_type), self._gradient, keywords=keywords, many=True)
 
     def _gradient(
         self, op: Builder, dys: Sequence[Expr | None], *inputs: Expr | None, node: ir.Node, wanted: Sequence[int]
     ) -> list[Expr | None]:
-        """Have the call put out what the way back reads, and call the second half."""
-        given = [i for i, dy in enumerate(dys) if dy is not None]
-        halves = self._of_kind(node, wanted, given)
-        found: list[Expr | None] = [None] * len(inputs)
+        """Let the call return what the backward pass reads, and call the second half."""
+        with_gradient = [i for i, dy in enumerate(dys) if dy is not None]
+        halves = self._halves_for(node, wanted, with_gradient)
+        gradients: list[Expr | None] = [None] * len(inputs)
         if halves is None:
-            return found
-        seen = [*inputs, *map(op, _call_forward(op, node, halves))]
-        read = [*(seen[i] for i in halves.read), *(dys[i] for i in given)]
-        results = op.node(node.domain, halves.backward, *read, outputs=len(halves.gradients))
+            return gradients
+        available = [*inputs, *map(op, _call_forward(op, node, halves))]
+        inputs_of_backward = [*(available[i] for i in halves.read), *(dys[i] for i in with_gradient)]
+        results = op.node(node.domain, halves.backward, *inputs_of_backward, outputs=len(halves.gradients))
         results = results if isinstance(results, tuple) else (results,)
-        for result, (i, kind) in zip(results, halves.gradients.items(), strict=True):
-            result.value.type = kind
-            found[i] = result
-        return found
+        for result, (i, type_) in zip(results, halves.gradients.items(), strict=True):
+            result.value.type = type_
+            gradients[i] = result
+        return gradients
 
-    def _of_kind(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:
+    def _halves_for(self, node: ir.Node, wanted: Sequence[int], with_gradient: Sequence[int]) -> _Halves | None:
         attributes = (ir.serde.serialize_attribute(attribute) for attribute in node.attributes.values())
-        kind = (
+        key = (
             node.op_identifier(),
             _signature_key(node.inputs),
             tuple(sorted(attribute.SerializeToString(deterministic=True) for attribute in attributes)),
             len(node.outputs),
             tuple(wanted),
-            tuple(given),
+            tuple(with_gradient),
         )
-        if kind not in self._halves:
+        if key not in self._halves:
             try:
-                self._halves[kind] = self._differentiated(node, wanted, given)
+                self._halves[key] = self._differentiated(node, wanted, with_gradient)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{error.message}\nin the function `{node.op_type}`", hint=error.hint) from error
-        return self._halves[kind]
+        return self._halves[key]
 
-    def _differentiated(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:
-        """The two halves for calls like this one; None if no gradient flows through it."""
+    def _differentiated(self, node: ir.Node, wanted: Sequence[int], with_gradient: Sequence[int]) -> _Halves | None:
+        """Return the two halves for a kind of call; None if no gradient flows through it."""
         model, formals = self._body(node)
         context = Context(model)
-        for i in given:
+        for i in with_gradient:
             output = context.graph.outputs[i].name or ""
             expand(context, output, [formals[x] for x in wanted], keep_functions=True)
         model = context.model
-        known = {value.name: value for value in values(model.graph)}
-        context.fill_in_types(known.values())
-        inputs = [known[name] if name in known else ir.Value(name=name) for name in formals]
+        by_name = {value.name: value for value in values(model.graph)}
+        context.fill_in_types(by_name.values())
+        inputs = [by_name[name] if name in by_name else ir.Value(name=name) for name in formals]
         graph, last, outputs = model.graph, model.graph[-1], list(model.graph.outputs)
 
         names = context.names
@@ -119,36 +120,36 @@ class FunctionRules:
             graph, opset=self._opset, names=names, functions=self._functions, imports=self._imports, share=True
         )
         sources = [inputs[i] for i in wanted]
-        on_the_way = {inner for i in given for inner in way(outputs[i], sources, self)}
+        path_nodes = {inner for i in with_gradient for inner in nodes_to_differentiate(outputs[i], sources, self)}
         dys = {
             y: ir.Value(name=names.fresh(f"d{y.name}"), type=content_type(y), shape=y.shape)
-            for y in (outputs[i] for i in given)
+            for y in (outputs[i] for i in with_gradient)
         }
         seeds = {output: op(dy) for output, dy in dys.items()}
-        found = pull_back(op, [inner for inner in graph if inner in on_the_way], seeds, sources, find=self)
-        if not found:
+        gradients = pull_back(op, [inner for inner in graph if inner in path_nodes], seeds, sources, find=self)
+        if not gradients:
             return None
 
-        backward, read = split_off(op, last, list(dys.values()), found, [*inputs, *outputs])
-        kept = [value for value in read if value not in inputs and value not in outputs]
+        backward, read = split_backward(op, last, list(dys.values()), gradients, [*inputs, *outputs])
+        saved = [value for value in read if value not in inputs and value not in outputs]
         graph.initializers.clear()
         graph.inputs.clear()
         graph.inputs.extend(inputs)
-        graph.outputs.extend(kept)
-        seen = [*inputs, *outputs, *kept]
+        graph.outputs.extend(saved)
+        available = [*inputs, *outputs, *saved]
         return _Halves(
-            kept=tuple((value.name or "", value.type) for value in kept),
-            read=tuple(seen.index(value) for value in read),
-            gradients={inputs.index(x): gradient.value.type for x, gradient in found.items()},
-            forward=self._written(graph, node, "forward", "with what its gradient needs"),
-            backward=self._written(backward, node, "backward", "on the way back"),
+            saved=tuple((value.name or "", value.type) for value in saved),
+            read=tuple(available.index(value) for value in read),
+            gradients={inputs.index(x): gradient.value.type for x, gradient in gradients.items()},
+            forward=self._add_function(graph, node, "forward", "with the values that its gradient reads"),
+            backward=self._add_function(backward, node, "backward", "backward pass"),
         )
 
     def _body(self, node: ir.Node) -> tuple[Model, list[str]]:
-        """A model of what happens inside a call; and what the inputs of the call are called there.
+        """Return a model of the body of a call, and the names of the inputs of the call in it.
 
-        Small constants among the inputs are constants in the model, which rules and the inference of shapes may look
-        at. An input that the call leaves out has a name, but is not there.
+        Small constants among the inputs become constants in the model, for rules and shape
+        inference. An omitted input has a name but no value.
         """
         function = self._functions[node.op_identifier()]
         inputs = [_input(value, formal) for value, formal in zip(node.inputs, function.inputs, strict=False)]
@@ -158,25 +159,27 @@ class FunctionRules:
         )
         for output, formal in zip(call.outputs, function.outputs, strict=True):
             output.name = formal.name
-        there = [value for value in inputs if value is not None]
+        present = [value for value in inputs if value is not None]
         graph = ir.Graph(
-            [value for value in there if value.const_value is None],
+            [value for value in present if value.const_value is None],
             call.outputs[: len(node.outputs)],
             nodes=[call],
-            initializers=[value for value in there if value.const_value is not None],
+            initializers=[value for value in present if value.const_value is not None],
             opset_imports=dict(self._imports),
             name=function.name,
         )
         InlinePass()(ir.Model(graph, ir_version=self._ir_version or IR_VERSION, functions=[function]))
-        for inner, written in zip(graph.all_nodes(), function.all_nodes(), strict=True):
-            inner.name = written.name  # the pass gives all of them names, such as node_7
+        for inner, original in zip(graph.all_nodes(), function.all_nodes(), strict=True):
+            inner.name = original.name  # the pass gives all of them names, such as node_7
         model = Model(ir.Model(graph, ir_version=self._ir_version or IR_VERSION, functions=[*self._functions.values()]))
         drop_unused_definitions(model)
         return model, [formal.name or "" for formal in function.inputs][: len(inputs)]
 
-    def _written(self, graph: ir.Graph, node: ir.Node, half: str, meaning: str) -> str:
-        """The name of a function with this graph: a new one, unless another kind of call has led to the same."""
-        for value in values(graph):  # it serves all calls of a kind, and symbols of one mean nothing to another
+    def _add_function(self, graph: ir.Graph, node: ir.Node, half: str, meaning: str) -> str:
+        """Return the name of a function with this graph: a new one, unless another kind of call led
+        to the same.
+        """
+        for value in values(graph):  # the function serves all calls of a kind; symbols of one mean nothing to another
             value.type = value.shape = None
         graph.name = None
         domains = {inner.domain for inner in graph.all_nodes()} & self._imports.keys() - {*STANDARD}
@@ -197,7 +200,9 @@ class FunctionRules:
 
 
 def _signature_key(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
-    """What gradients of functions depend on. Of symbols among the sizes it only matters which are the same."""
+    """Return the types, shapes and small constants of inputs. Symbols count only by which are the
+    same.
+    """
     symbols: dict[object, str] = {}
 
     def size(n: int | ir.SymbolicDim) -> int | str | None:
@@ -214,7 +219,7 @@ def _signature_key(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
 
 
 def _input(value: ir.Value | None, formal: ir.Value) -> ir.Value | None:
-    """What a call reads, as the function sees it."""
+    """Return the input of a call as the function sees it."""
     if value is None:
         return None
     inside = ir.Value(name=formal.name, type=value.type, shape=value.shape)
@@ -226,13 +231,13 @@ def _input(value: ir.Value | None, formal: ir.Value) -> ir.Value | None:
 
 
 def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]:
-    """Have a node call the first half in the place of the function; its outputs."""
+    """Let a node call the first half instead of the function; return its outputs."""
     count, label = len(node.outputs), node.name or node.op_type
     node.op_type, node.overload = halves.forward, ""
     node.attributes.clear()
-    node.resize_outputs(count + len(halves.kept))
-    for output, (name, kind) in zip(node.outputs[count:], halves.kept, strict=True):
-        output.name, output.type = op.names.fresh(f"{label}/{name}"), kind
+    node.resize_outputs(count + len(halves.saved))
+    for output, (name, type_) in zip(node.outputs[count:], halves.saved, strict=True):
+        output.name, output.type = op.names.fresh(f"{label}/{name}"), type_
     for output in node.outputs[:count]:  # ONNX Runtime takes none that is left out before another
         output.name = output.name or op.names.fresh(f"{label}/unused")
     return list(node.outputs)
@@ -241,28 +246,29 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
 # ---- cutting the backward pass off -----------------------------------------------------------------------------------
 
 
-def split_off(
-    op: Builder, last: ir.Node, dys: Sequence[ir.Value], gradients: Mapping[ir.Value, Expr], known: Sequence[ir.Value]
+def split_backward(
+    op: Builder, last: ir.Node, dys: Sequence[ir.Value], gradients: Mapping[ir.Value, Expr], first: Sequence[ir.Value]
 ) -> tuple[ir.Graph, list[ir.Value]]:
-    """Move the nodes after `last` into a graph of their own, with `gradients` as outputs; what that reads of the rest.
+    """Move the nodes after `last` into a new graph with `gradients` as outputs; return it and what
+    it reads.
 
-    Its inputs are what it reads, first of what is `known`, and then `dys`. Constants are not among them: they are
-    copied.
+    Its inputs are the values that it reads, those of `known` first, and then `dys`. Constants are
+    copied instead.
     """
     graph = op.graph
-    made = set(nodes_after(last, graph))
-    results = [_put_out(op, made, x, gradient) for x, gradient in gradients.items()]
+    added_nodes = set(nodes_after(last, graph))
+    results = [_output_gradient(op, added_nodes, x, gradient) for x, gradient in gradients.items()]
     added = nodes_after(last, graph)
     tidy(graph, added)
 
-    made = set(added)
-    nodes = [node for node in graph if node in made]
+    added_nodes = set(added)
+    nodes = [node for node in graph if node in added_nodes]
     inside = {*nodes, *(inner for node in nodes for inner in nested_nodes(node))}
     all_read = dict.fromkeys(value for node in nodes for value in read_by(node))
     outside = [value for value in all_read if value.graph is graph and value.producer() not in inside]
     constants = [value for value in outside if _is_constant(value)]
     others = [value for value in outside if value not in constants]
-    read = [*(value for value in known if value in others), *(value for value in others if value not in known)]
+    read = [*(value for value in first if value in others), *(value for value in others if value not in first)]
 
     for value in results:
         graph.outputs.remove(value)
@@ -277,9 +283,9 @@ def split_off(
     return ir.Graph([*inputs, *dys], results, nodes=[*copies, *nodes], opset_imports={}), read
 
 
-def _put_out(op: Builder, made: set[ir.Node], x: ir.Value, gradient: Expr) -> ir.Value:
-    """Make a gradient an output, under a name of its own; a copy of it where it is something else already."""
-    is_free = gradient.value.producer() in made and not gradient.value.is_graph_output()
+def _output_gradient(op: Builder, added: set[ir.Node], x: ir.Value, gradient: Expr) -> ir.Value:
+    """Make a gradient an output with a new name; a copy of it if it is an output or an older value."""
+    is_free = gradient.value.producer() in added and not gradient.value.is_graph_output()
     result = (gradient if is_free else op.Identity(gradient)).named(f"d{x.name}").value
     op.graph.outputs.append(result)
     return result

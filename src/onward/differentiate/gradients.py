@@ -1,8 +1,8 @@
-"""Replacing the standard's `Gradient` operator by what it computes.
+"""Replacement of the standard's `Gradient` operator by plain nodes.
 
-`xs` and `zs` name the independent variables of a subgraph and `y` its result; the inputs of the node are values for the
-variables, usually these tensors themselves. Then the forward pass that is there is differentiated; else a copy of it
-that reads the given values.
+`xs` and `zs` name the independent variables of a subgraph, and `y` names its result. The inputs of
+the node are values for the variables, usually these tensors themselves. Then the existing forward
+pass is differentiated; otherwise a copy of it that reads the given values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Builder, twin
 from onward.differentiate.expand import expand
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.sweep import Find, pull_back, way
+from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import gradients_in, is_gradient, names_of, string, strings, visible
@@ -26,16 +26,17 @@ from onward.transform.context import Context
 from onward.transform.inline import inline_calls
 
 
-def lower_gradients(context: Context, *, recompute: Choice = None, find: Find = lookup) -> Model:
-    """Replace every `Gradient` of a model without steps, those of higher order in order; return the model.
+def lower_gradients(context: Context, *, recompute: Choice = None, find: RuleLookup = lookup) -> Model:
+    """Replace every `Gradient` of a model without steps, in order, also nested ones; return the
+    model.
 
-    Functions that have one are replaced by their bodies. `find` knows the rules.
+    Functions that contain one are replaced by their bodies. `find` looks up the rules.
     """
     if not has_gradients(context.model):
         return context.model
     inline_calls(context.model, _functions_with_gradients(context.model), context.names)
-    while (place := next(gradients_in(context.graph), None)) is not None:
-        node, scope = place
+    while (match := next(gradients_in(context.graph), None)) is not None:
+        node, scope = match
         xs, y = strings(node, "xs"), string(node, "y")
         _check_names(node, scope)
         _fill_in_types_inside(context, scope, y)
@@ -45,12 +46,14 @@ def lower_gradients(context: Context, *, recompute: Choice = None, find: Find = 
 
 
 def has_gradients(model: Model) -> bool:
-    """Whether there is a Gradient in the main graph or in a function."""
+    """True if the main graph or a function has a Gradient."""
     return any(map(is_gradient, nodes_of(model)))
 
 
 def check_gradients_of(model: Model) -> None:
-    """That what the Gradients of the main graph and of functions name exists, and does not depend on themselves."""
+    """Raise if a Gradient of the main graph or of a function names a missing value, or depends on
+    itself.
+    """
     for graph in graphs_of(model):
         needs: dict[ir.Node, set[ir.Node]] = {}
         for node, scope in gradients_in(graph):
@@ -68,30 +71,32 @@ def check_gradients_of(model: Model) -> None:
 
 
 def _functions_with_gradients(model: Model) -> list[str]:
-    """The functions that have a Gradient, or call one that has."""
+    """Return the functions that have a Gradient, or call one that has."""
     calls = {key: {node.op_identifier() for node in function.all_nodes()} for key, function in model.functions.items()}
-    found = {key for key, function in model.functions.items() if any(map(is_gradient, function.all_nodes()))}
-    while more := {key for key in calls.keys() - found if calls[key] & found}:
-        found |= more
-    return [f"{domain}.{name}" for domain, name, _ in found]
+    keys = {key for key, function in model.functions.items() if any(map(is_gradient, function.all_nodes()))}
+    while callers := {key for key in calls.keys() - keys if calls[key] & keys}:
+        keys |= callers
+    return [f"{domain}.{name}" for domain, name, _ in keys]
 
 
 def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:
-    known = visible(scope)
+    known_values = visible(scope)
     names = names_of(node)
-    missing = [name for name in names if name not in known]
-    given = sum(value is not None for value in node.inputs)
-    if missing or len(names) - 1 != given:
+    missing = [name for name in names if name not in known_values]
+    input_count = sum(value is not None for value in node.inputs)
+    if missing or len(names) - 1 != input_count:
         raise InvalidModelError(
             f"the Gradient `{node.name}` names `{missing[0]}`, which does not exist"
             if missing
-            else f"the Gradient `{node.name}` has {given} inputs for {len(names) - 1} variables",
+            else f"the Gradient `{node.name}` has {input_count} inputs for {len(names) - 1} variables",
             hint="`onward check` says more",
         )
 
 
 def _fill_in_types_inside(context: Context, scope: Sequence[ir.Graph], y: str) -> None:
-    """The types of what `y` is computed from in nested graphs: a file states few of them there."""
+    """Fill in the types of the values that `y` depends on in nested graphs: a file states few of
+    them there.
+    """
     if len(scope) == 1:
         return
     target = visible(scope)[y]
@@ -101,41 +106,43 @@ def _fill_in_types_inside(context: Context, scope: Sequence[ir.Graph], y: str) -
         fill_in_types_of(context.builder(graph, share=True), [node for node in graph if node in needed])
 
 
-def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice, find: Find) -> None:
-    graph, known = scope[-1], visible(scope)
+def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice, find: RuleLookup) -> None:
+    graph, known_values = scope[-1], visible(scope)
     xs, y = strings(node, "xs"), string(node, "y")
-    given = [value for value in node.inputs if value is not None]
-    variables, target = [known[name] for name in (*xs, *strings(node, "zs"))], known[y]
-    context.fill_in_types_before((target, *given))
+    inputs = [value for value in node.inputs if value is not None]
+    variables, target = [known_values[name] for name in (*xs, *strings(node, "zs"))], known_values[y]
+    context.fill_in_types_before((target, *inputs))
     _fill_in_types_inside(context, scope, y)
     op = context.builder(graph, share=True)
-    if given != variables:
-        variables, target = _at(op, target, dict(zip(variables, given, strict=True)), scope)
-    wanted = variables[: len(xs)]
-    nodes = way(target, wanted, find, scope)
+    if inputs != variables:
+        variables, target = _at(op, target, dict(zip(variables, inputs, strict=True)), scope)
+    sources = variables[: len(xs)]
+    nodes = nodes_to_differentiate(target, sources, find, scope)
     if target.dtype is None:
         raise UnsupportedError(f"the type of `{y}` is not known", hint="state it in the file, in a `value_info`")
     last = graph[-1]
-    again = recomputation(recompute, nodes, wanted)
+    copies = recomputation(recompute, nodes, sources)
     seeds = {target: op.filled_like(target, 1)}
-    found = pull_back(op, nodes, seeds, wanted, cut=set(variables), recomputation=again, find=find)
-    made = set(nodes_after(last, graph))
-    for x, output in zip(wanted, node.outputs, strict=False):
+    gradients = pull_back(op, nodes, seeds, sources, cut=set(variables), recomputation=copies, find=find)
+    added = set(nodes_after(last, graph))
+    for x, output in zip(sources, node.outputs, strict=False):
         if output.name:
-            result = found[x] if x in found else op.filled_like(x, 0)
-            is_free = result.value.producer() in made and not result.value.is_graph_output()
+            result = gradients[x] if x in gradients else op.filled_like(x, 0)
+            is_free = result.value.producer() in added and not result.value.is_graph_output()
             context.replace(output, result if is_free else op.Identity(result))
     graph.remove(node, safe=True)
     context.graph.sort()
 
 
 def _at(
-    op: Builder, y: ir.Value, given: dict[ir.Value, ir.Value], scope: Sequence[ir.Graph]
+    op: Builder, y: ir.Value, substitutes: dict[ir.Value, ir.Value], scope: Sequence[ir.Graph]
 ) -> tuple[list[ir.Value], ir.Value]:
-    """A copy of the subgraph from the variables to `y` that reads the given values; those, and the copy's `y`."""
-    new = dict(given)
-    for node in between(y, list(given), scope):
-        if all(output in given for output in node.outputs):
+    """Copy the subgraph from the variables to `y`, reading the given values; return these and the
+    copy's `y`.
+    """
+    new = dict(substitutes)
+    for node in between(y, list(substitutes), scope):
+        if all(output in substitutes for output in node.outputs):
             continue
         copy = twin(
             node, [new.get(value, value) if value is not None else None for value in node.inputs], op.names, "{}/at"
@@ -143,9 +150,9 @@ def _at(
         for name, attribute in copy.attributes.items():
             if attribute.type == ir.AttributeType.GRAPH:
                 copy.attributes[name] = ir.AttrGraph(name, _nested_at(op, attribute.as_graph(), new))
-        new |= {old: output for old, output in zip(node.outputs, copy.outputs, strict=True) if old not in given}
+        new |= {old: output for old, output in zip(node.outputs, copy.outputs, strict=True) if old not in substitutes}
         op.graph.append(copy)
-    return [new[value] for value in given], new.get(y, y)
+    return [new[value] for value in substitutes], new.get(y, y)
 
 
 def _nested_at(op: Builder, graph: ir.Graph, new: Mapping[ir.Value, ir.Value]) -> ir.Graph:

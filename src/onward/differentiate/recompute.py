@@ -1,8 +1,9 @@
-"""Activation checkpointing: computing parts of the forward pass a second time, for the way back, to save memory.
+"""Activation checkpointing: recomputation of parts of the forward pass in the backward pass, to
+save memory.
 
-A part is copied behind the gradient that arrives at its end. What it reads comes to the copy through a `Where` that has
-the same tensor in both branches and waits for that gradient: a runtime can neither run the copy earlier, when the
-memory is not free yet, nor find that it is equal to the original and drop it.
+A part is copied behind the gradient that arrives at its end. The copy reads its inputs through a
+`Where` that has the same tensor in both branches and waits for that gradient. So a runtime can
+neither run the copy earlier, when the memory is not free yet, nor merge it with the original.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model.walk import is_random, nested_graphs
 
 Choice = int | str | Sequence[str] | None
-"""Nodes to compute again: those whose names match patterns, or all, keeping the result of every n-th layer."""
+"""Nodes to recompute: patterns of their names, or a number n to keep the result of every n-th layer."""
 
 
 class Recomputation:
-    """Gives the sweep copies of nodes to differentiate, a part at a time, when it comes to the end of the part."""
+    """Copies of nodes for the reverse sweep to differentiate, made a part at a time."""
 
-    def __init__(self, parts: Iterable[Sequence[ir.Node]], given: Collection[ir.Value], *, keep_ends: bool):
-        """Of a part whose ends are kept, the nodes behind it read what was computed at first."""
-        self._given = given
+    def __init__(self, parts: Iterable[Sequence[ir.Node]], sources: Collection[ir.Value], *, keep_ends: bool):
+        """Take the parts to copy. With `keep_ends`, the nodes behind a part read its original
+        results.
+        """
+        self._sources = sources
         self._part = {node: part for part in parts for node in part}
         self._keep_ends = keep_ends
         self._copies: dict[ir.Node, ir.Node] = {}
 
     def seen(self, op: Builder, node: ir.Node, dys: Sequence[Expr | None]) -> tuple[ir.Node, Sequence[ir.Value | None]]:
-        """What a rule is to look at in the place of a node that the gradients `dys` have reached, and its inputs."""
+        """Return the node that a rule differentiates in place of `node`, which the gradients `dys`
+        reached, and its inputs.
+        """
         dy = next(dy for dy in dys if dy is not None)
         if node in self._part:
             copy = self._copy_of(op, node, dy)
@@ -53,14 +58,14 @@ class Recomputation:
         return self._copies[node]
 
     def _copy(self, op: Builder, part: Sequence[ir.Node], dy: Expr) -> None:
-        arrived = op.IsNaN(op.ReduceSum(dy, keepdims=0))  # whatever it is, it is known only then
+        is_nan = op.IsNaN(op.ReduceSum(dy, keepdims=0))  # its value does not matter, only that it depends on dy
         new: dict[ir.Value, ir.Value] = {}
 
         def again(value: ir.Value | None) -> ir.Value | None:
-            if value is None or value in self._given or value.producer() is None or value.is_initializer():
+            if value is None or value in self._sources or value.producer() is None or value.is_initializer():
                 return value
             if value not in new:
-                new[value] = op.Where(arrived, value, value).like(value).value
+                new[value] = op.Where(is_nan, value, value).like(value).value
             return new[value]
 
         for node in part:
@@ -71,16 +76,19 @@ class Recomputation:
 
 
 def recomputation(choice: Choice, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> Recomputation | None:
-    """What of the nodes between `xs` and the result is to be computed twice."""
+    """Return the parts to recompute of the nodes between `xs` and the result."""
     if choice is None:
         return None
     layers = isinstance(choice, int)
-    parts = _layers(choice, nodes, xs) if isinstance(choice, int) else _matching(choice, nodes)
+    parts = _layers(choice, nodes, xs) if isinstance(choice, int) else _matching_parts(choice, nodes)
     return Recomputation(([node for node in part if _is_repeatable(node)] for part in parts), xs, keep_ends=layers)
 
 
 def _is_repeatable(node: ir.Node) -> bool:
-    """Not what draws other numbers the second time; and what holds graphs is computed again by its own rule."""
+    """True if a second computation gives the same tensors: no random numbers, and no nested graphs.
+
+    Rules of operators with nested graphs recompute these themselves.
+    """
     plain = all(output.type is None or isinstance(output.type, ir.TensorType) for output in node.outputs)
     return plain and not is_random(node) and next(nested_graphs(node), None) is None
 
@@ -88,15 +96,15 @@ def _is_repeatable(node: ir.Node) -> bool:
 # ---- patterns --------------------------------------------------------------------------------------------------------
 
 
-def _matching(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    """The nodes that match, by their name or that of a result, those that hang together in one part."""
+def _matching_parts(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
+    """Yield the nodes whose name or output matches; connected nodes form a part."""
     patterns = [choice] if isinstance(choice, str) else list(choice)
     names = {node: [node.name or "", *(output.name or "" for output in node.outputs)] for node in nodes}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for of_node in names.values() for name in of_node):
-            known = [name for of_node in names.values() for name in of_node if name]
+        if not any(fnmatchcase(name, pattern) for node_names in names.values() for name in node_names):
+            known_names = [name for node_names in names.values() for name in node_names if name]
             raise UnknownNameError(
-                f"nothing to compute again matches `{pattern}`", hint=near_or_first(pattern.strip("*"), known)
+                f"nothing to compute again matches `{pattern}`", hint=near_or_first(pattern.strip("*"), known_names)
             )
     part_of: dict[ir.Node, list[ir.Node]] = {}
     for node in nodes:
@@ -119,10 +127,12 @@ def _matching(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator
 
 
 def _layers(every: int, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> list[list[ir.Node]]:
-    """Parts of `every` layers each. What follows the last full part stays: its values are needed at once."""
+    """Return parts of `every` layers each. Nodes after the last full part stay: their values are
+    needed at once.
+    """
     if every < 1:
         raise UnsupportedError(f"the results of every {every}th layer cannot be kept", hint="give a number above 0")
-    layers = _between_narrows(nodes, set(xs))
+    layers = _split_layers(nodes, set(xs))
     if len(layers) <= every:
         raise UnsupportedError(
             f"there are {len(layers)} layers, stretches between values through which everything flows: too few to keep "
@@ -133,8 +143,8 @@ def _layers(every: int, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> l
     return [[*itertools.chain(*layers[i : i + every])] for i in range(0, whole, every)]
 
 
-def _between_narrows(nodes: Sequence[ir.Node], xs: set[ir.Value]) -> list[list[ir.Node]]:
-    """Cut where a single value leads on; each piece reads parameters of its own."""
+def _split_layers(nodes: Sequence[ir.Node], xs: set[ir.Value]) -> list[list[ir.Node]]:
+    """Split the nodes where a single value leads on; each layer reads parameters of its own."""
     last_use = {value: i for i, node in enumerate(nodes) for value in node.inputs if value is not None}
     layers: list[list[ir.Node]] = [[]]
     live: dict[ir.Value, int] = {}

@@ -1,4 +1,4 @@
-"""Shortening what rules, each looking at its own operator, have written between them."""
+"""Simplification of nodes that rules write independently of one another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from onward.transform.training import remove_unused
 
 
 def simplify(nodes: Iterable[ir.Node]) -> None:
-    """Replace nodes by shorter ways to the same values, in place. `nodes` are in order; some may be unused after it."""
+    """Replace nodes by shorter equivalents, in place. `nodes` are in order; some may be unused
+    afterwards.
+    """
     for node in nodes:
         if node.op_type == "Transpose":
             _transpose_of_transpose(node)
-            _transpose_of_product(node)
+            _transpose_of_matmul(node)
         elif node.op_type == "Reshape":
             _reshape_of_reshape(node)
 
@@ -36,22 +38,24 @@ def _transpose_of_transpose(node: ir.Node) -> None:
         node.attributes["perm"] = ir.AttrInt64s("perm", combined)
 
 
-def _transpose_of_product(node: ir.Node) -> None:
-    """(A' B)' = B' A: the transpose of a result costs a copy, that of an operand is often free."""
-    product = _producer(node, "MatMul")
-    if product is None or not swaps_last(node) or len(product.outputs[0].uses()) > 1:
+def _transpose_of_matmul(node: ir.Node) -> None:
+    """Replace (A' B)' by B' A: the transpose of a result costs a copy, that of an operand is often
+    free.
+    """
+    matmul = _producer(node, "MatMul")
+    if matmul is None or not swaps_last(node) or len(matmul.outputs[0].uses()) > 1:
         return
-    a, b = (_transpose_source(value) for value in product.inputs)
-    other = product.inputs[1] if a is not None else product.inputs[0]
-    if (a is None) == (b is None) or other is None or other.shape is None or product.outputs[0].is_graph_output():
+    a, b = (_transpose_source(value) for value in matmul.inputs)
+    other = matmul.inputs[1] if a is not None else matmul.inputs[0]
+    if (a is None) == (b is None) or other is None or other.shape is None or matmul.outputs[0].is_graph_output():
         return  # with neither transposed, nothing would be gained
-    # The nodes change places: the product becomes the transpose, and the transpose the product.
-    turned = product.outputs[0]
+    # The nodes swap roles: the matmul becomes the transpose, and the transpose the matmul.
+    transposed = matmul.outputs[0]
     order = [*range(len(other.shape) - 2), len(other.shape) - 1, len(other.shape) - 2]
-    turned.shape = ir.Shape([other.shape[axis] for axis in order])
-    become(product, "Transpose", [other], ir.AttrInt64s("perm", order))
-    become(node, "MatMul", [turned, a] if a is not None else [b, turned])
-    node.name, product.name = product.name, node.name
+    transposed.shape = ir.Shape([other.shape[axis] for axis in order])
+    become(matmul, "Transpose", [other], ir.AttrInt64s("perm", order))
+    become(node, "MatMul", [transposed, a] if a is not None else [b, transposed])
+    node.name, matmul.name = matmul.name, node.name
 
 
 def _reshape_of_reshape(node: ir.Node) -> None:
@@ -61,7 +65,7 @@ def _reshape_of_reshape(node: ir.Node) -> None:
 
 
 def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
-    """The node that computes the first input, if it is in the same graph and of this kind."""
+    """Return the producer of the first input, if it is in the same graph and has this type."""
     producer = _input(node, 0).producer()
     if producer is None or producer.graph is not node.graph or producer.domain != "" or producer.op_type != op_type:
         return None
@@ -69,7 +73,7 @@ def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
 
 
 def _transpose_source(value: ir.Value | None) -> ir.Value | None:
-    """What `value` is the transpose of, in its last two axes."""
+    """Return the value that `value` is the transpose of, in its last two axes."""
     producer = value.producer() if value is not None else None
     return producer.inputs[0] if producer is not None and swaps_last(producer) else None
 
@@ -91,20 +95,21 @@ def _input(node: ir.Node, index: int) -> ir.Value:
     return value
 
 
-def tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
-    """Drop what nothing reads, such as gradients that nobody asked for, and shorten the rest of what was made."""
+def tidy(graph: ir.Graph, added: Sequence[ir.Node]) -> None:
+    """Drop unused nodes, such as gradients that nothing reads, and simplify the nodes in `added`."""
     remove_unused(graph)
-    simplify(node for node in made if node.graph is graph)
+    simplify(node for node in added if node.graph is graph)
     remove_unused(graph)
     put_results_last(graph)
 
 
 def put_results_last(graph: ir.Graph) -> None:
-    """Move the nodes that nothing else follows to the end, those that are ready first to the very end.
+    """Move the nodes that nothing reads to the end, those that are ready first to the very end.
 
-    ONNX Runtime goes back from the last node of a file and computes what it needs, then from the one before it, and so
-    on. Where the gradient at the first layer comes last, as is natural, it would go back through all layers before it
-    turned to the gradients of their parameters, and all that these need would stay in memory until then.
+    ONNX Runtime goes back from the last node of a file and computes what it needs, then from the
+    one before it, and so on. If the gradient at the first layer came last, as is natural, it would
+    go back through all layers before it turned to the gradients of their parameters, and would keep
+    all their inputs in memory until then.
     """
     depth: dict[ir.Value, int] = {}
     ends: list[tuple[int, ir.Node]] = []

@@ -1,7 +1,8 @@
-"""The reverse sweep: from the derivative of a result to the derivatives of what it was computed from.
+"""Reverse sweep: from the derivative of a result to the derivatives of the values it was computed
+from.
 
-Works on one graph and appends to it. Rules give the mathematics of single operators; everything that all of them would
-otherwise repeat is here: what is needed, summing over broadcast axes, types, shapes and accumulation.
+It appends to one graph. Rules have the mathematics of single operators. Common work is here: the
+choice of the needed nodes, sums over broadcast axes, types, shapes and accumulation.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ def pull_back(
     wrt: Iterable[ir.Value],
     cut: Container[ir.Value] = (),
     recomputation: Recomputation | None = None,
-    find: Find = lookup,
+    find: RuleLookup = lookup,
 ) -> dict[ir.Value, Expr]:
-    """The derivatives of what `seeds` belong to with respect to `wrt`, which is computed by `nodes`, in their order.
+    """Return the derivatives with respect to `wrt`, given derivatives `seeds` of values that
+    `nodes` compute.
 
-    A seed is the derivative of the final result with respect to that value. Values in `cut` count as independent of
-    what they are computed from. A value on which no seed depends has no entry in the result: its derivative is zero.
+    `nodes` are in order. A seed is the derivative of the final result by that value. Values in
+    `cut` count as independent of the values they are computed from. A value on which no seed
+    depends is missing in the result: its derivative is zero.
     """
-    wanted = list(wrt)
-    active = _depends_on(nodes, wanted)
-    found: dict[ir.Value, Expr] = dict(seeds)
+    sources = list(wrt)
+    active = _depends_on(nodes, sources)
+    gradients: dict[ir.Value, Expr] = dict(seeds)
     for node in reversed(nodes):
-        dys = [found.get(output) if output not in cut else None for output in node.outputs]
+        dys = [gradients.get(output) if output not in cut else None for output in node.outputs]
         if all(dy is None for dy in dys) or not any(output in active for output in node.outputs):
             continue
-        here = op.scoped(f"grad/{node.name or node.op_type}")
+        scoped = op.scoped(f"grad/{node.name or node.op_type}")
         seen, inputs = recomputation.seen(op, node, dys) if recomputation is not None else (node, node.inputs)
-        for value, dx in _derivatives(here, node, seen, inputs, dys, active, find):
+        for value, dx in _derivatives(scoped, node, seen, inputs, dys, active, find):
             if value in active:
-                found[value] = _accumulated(found.get(value), dx)
-    return {value: found[value] for value in wanted if value in found}
+                gradients[value] = _accumulated(gradients.get(value), dx)
+    return {value: gradients[value] for value in sources if value in gradients}
 
 
 Contribution = Expr | Callable[[Expr | None], Expr]
-"""What is to be added to a derivative; or a function of the derivative so far, if any, that gives the sum."""
+"""Summand of a derivative; or a function from the derivative so far, or None, to the sum."""
 
 
 def _accumulated(total: Expr | None, dx: Contribution) -> Expr:
@@ -64,7 +67,7 @@ def _accumulated(total: Expr | None, dx: Contribution) -> Expr:
 
 
 def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
-    """The values that depend on `values`, which are among them, and through which gradients flow."""
+    """Return `values` and the values that depend on them through which gradients flow."""
     active = set(values)
     for node in nodes:
         if any(value in active for value in read_by(node)):
@@ -81,15 +84,17 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def _stand_for_floats(node: ir.Node, active: Container[ir.Value]) -> bool:
-    """Whether the integers that a node makes have a gradient: they were rounded, or come from such as were."""
+    """True if the integers that a node computes have a gradient: they were rounded, or moved after
+    that.
+    """
     if node.op_type in ROUNDED:
         return True
     rounded = [value for value in node.inputs if value is not None and value in active and not _may_be_float(value)]
     if rounded and node.op_type not in MOVING and isinstance(lookup(node), Rule) and not _may_be_float(node.outputs[0]):
         raise UnsupportedError(
-            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantised tensor: "
+            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantized tensor: "
             "there is no gradient through that",
-            hint="dequantise before it, and quantise after it: ONNX Runtime's quantiser does so with the format QDQ",
+            hint="dequantize before it, and quantize after it: ONNX Runtime's quantizer does so with the format QDQ",
         )
     return bool(rounded) and node.op_type in MOVING
 
@@ -101,11 +106,12 @@ def _derivatives(
     inputs: Sequence[ir.Value | None],
     dys: list[Expr | None],
     active: Container[ir.Value],
-    find: Find,
+    find: RuleLookup,
 ) -> list[tuple[ir.Value, Contribution]]:
-    """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read.
+    """Return the contributions of a node to the derivatives of its inputs, and of values that its
+    nested graphs read.
 
-    The rule looks at the node that is `seen`, the node itself or a copy of it, and at these inputs.
+    The rule gets `seen`, the node itself or a copy of it, and `inputs`, those of the copy.
     """
     rule = find(node)
     if isinstance(rule, NoGradient):
@@ -120,9 +126,9 @@ def _derivatives(
     if isinstance(results, dict):
         return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
     return [
-        (value, _fitted(op, dx, given, rule.broadcasts_input(i)))
-        for i, (value, given, dx) in enumerate(zip(node.inputs, inputs, results, strict=False))
-        if value is not None and given is not None and dx is not None and value in active
+        (value, _fitted(op, dx, read, rule.broadcasts_input(i)))
+        for i, (value, read, dx) in enumerate(zip(node.inputs, inputs, results, strict=False))
+        if value is not None and read is not None and dx is not None and value in active
     ]
 
 
@@ -134,16 +140,18 @@ def _call(
     dys: list[Expr | None],
     **available: object,
 ) -> Sequence[Contribution | None] | dict[ir.Value, Expr]:
-    """The derivatives by input; by value, where a rule of an operator with nested graphs gives them so.
+    """Return the derivatives by input; by value, if a rule of an operator with nested graphs
+    returns them so.
 
-    Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs;
-    and any rule for `wanted`, the positions of the inputs that need one.
+    A rule of an operator with nested graphs may ask for `active`, the values that need a
+    derivative, and for `pull_back`. Any rule may ask for `wanted`, the indices of the inputs that
+    need one.
     """
     if not rule.many and dys[0] is None:
         return ()
     ys = [op(y) for y in node.outputs]
-    given = dys if rule.many else dys[0]
-    result = apply(rule, op, node, given, inputs=inputs, y=ys[0], ys=ys, **available)
+    dy = dys if rule.many else dys[0]
+    result = apply(rule, op, node, dy, inputs=inputs, y=ys[0], ys=ys, **available)
     return result if isinstance(result, tuple | list | dict) else (result,)
 
 
@@ -158,7 +166,9 @@ def _fitted(op: Builder, dx: Contribution, value: ir.Value, broadcasts: bool) ->
 
 
 def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
-    """A derivative with the type and the shape of its value; that of a quantized value stays a float."""
+    """Return a derivative with the type and shape of its value; that of a quantized value stays
+    floating-point.
+    """
     if broadcasts:
         dx = sum_to(op, dx, op(value))
     if not _may_be_float(value):
@@ -173,7 +183,7 @@ def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr
 
 
 def sum_to(op: Builder, dx: Expr, x: Expr) -> Expr:
-    """Sum over the axes along which `x` was broadcast to the shape of `dx`."""
+    """Sum `dx` over the axes along which `x` was broadcast to its shape."""
     shape, wide = dims(x.value), dims(dx.value)
     if shape == ():
         return op.ReduceSum(dx, keepdims=0) if wide != () else dx
@@ -190,12 +200,12 @@ def sum_to(op: Builder, dx: Expr, x: Expr) -> Expr:
 
 
 def _aligned(shape: Dims, wide: Dims) -> bool:
-    """Whether it is certain which axes were broadcast: each is 1, or the same in both."""
+    """True if the broadcast axes are certain: each size is 1, or the same in both."""
     return len(wide) >= len(shape) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))
 
 
 def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
-    """The same where shapes are known only when the graph runs."""
+    """Sum like `sum_to`, with shapes that are known only when the graph runs."""
     shape = op.Shape(x)
     missing = op.Shape(op.Shape(dx)) - op.Shape(shape)
     ones = op.ConstantOfShape(missing, value=ir.Tensor(np.array([1], np.int64)))
@@ -204,15 +214,19 @@ def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
     return op.Reshape(op.ReduceSum(dx, axes, keepdims=1, noop_with_empty_axes=1), shape, allowzero=1)
 
 
-# ---- the way from a result to what it is differentiated by -----------------------------------------------------------
+# ---- the path from a result to the sources ---------------------------------------------------------------------------
 
 
-Find = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
-"""How rules are found: `lookup` in the table, or what knows more of them."""
+RuleLookup = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
+"""Lookup of rules: `lookup` in the table, or a function that knows more rules."""
 
 
-def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup, scope: Sequence[ir.Graph] = ()) -> list[ir.Node]:
-    """The same, all of them with a rule; else an error that names the first without one, and where it stands."""
+def nodes_to_differentiate(
+    y: ir.Value, xs: Iterable[ir.Value], find: RuleLookup = lookup, scope: Sequence[ir.Graph] = ()
+) -> list[ir.Node]:
+    """Return the nodes between `xs` and `y`, all with a rule; raise with the first node that has
+    none, and its path.
+    """
     sources = list(xs)
     nodes = between(y, sources, scope)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
@@ -224,7 +238,7 @@ def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup, scope: Sequenc
 
 
 def _nested_nodes(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
-    """The nodes on the ways to the outputs of graphs nested in a node, from their inputs and from `reached`."""
+    """Yield the nodes between the inputs of nested graphs, or `reached`, and their outputs."""
     for graph in nested_graphs(node):
         sources = {
             *reached,
@@ -232,26 +246,26 @@ def _nested_nodes(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Nod
         }
         for inner in dict.fromkeys(inner for output in graph.outputs for inner in between(output, sources)):
             yield inner
-            yield from _nested_nodes(inner, {*sources, *(output for known in graph for output in known.outputs)})
+            yield from _nested_nodes(inner, {*sources, *(output for other in graph for output in other.outputs)})
 
 
 def _explain_missing_rule(
     node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph]
 ) -> UnsupportedError:
-    """`node` is `outermost`, or stands in a graph nested in it."""
+    """Return the error for a node without a rule: `outermost`, or a node in a graph nested in it."""
     x = next(x for x in xs if outermost in between(y, [x], scope))
-    way = [*_way_back(y, outermost), *([node] if node is not outermost else [])]
-    steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in way)])
+    path = [*_shortest_path(y, outermost), *([node] if node is not outermost else [])]
+    steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in path)])
     domain = f', domain="{node.domain}"' if not is_standard(node) else ""
     return UnsupportedError(
         f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
-        f"on the way from `{y.name}` to `{x.name}`: {steps}",
+        f"on the path from `{y.name}` to `{x.name}`: {steps}",
         hint=f'write one with `@gradient("{node.op_type}"{domain})`, or do without the gradient of `{x.name}`',
     )
 
 
-def _way_back(y: ir.Value, node: ir.Node) -> list[ir.Node]:
-    """A shortest way from `y` to `node`, against the direction of the data."""
+def _shortest_path(y: ir.Value, node: ir.Node) -> list[ir.Node]:
+    """Return a shortest path from `y` to `node`, against the direction of the data."""
     start = y.producer()
     if start is None:
         return [node]

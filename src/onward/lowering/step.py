@@ -13,7 +13,7 @@ from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
-from onward.differentiate.sweep import Find
+from onward.differentiate.sweep import RuleLookup
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
@@ -47,7 +47,7 @@ class Passes(NamedTuple):
     """True if the passes can be used for the combined graph of a step."""
     before: Callable[[Context], None]
     """Change the forward pass before it is differentiated."""
-    find: Find
+    find: RuleLookup
     """Find the derivatives of what that adds, and of all else."""
     after: Callable[[Context], None]
     """Change the step when it is plain ONNX."""

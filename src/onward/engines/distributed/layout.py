@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from onward.analysis.tensor_parallel import divide_products
+from onward.analysis.tensor_parallel import divide_matmuls
 from onward.errors import ArgumentError, UnknownNameError, UnsupportedError, near, near_or_first
 from onward.model import Model
 from onward.model.sharding import Sharding, read_sharding
@@ -45,9 +45,7 @@ class MeshLayout:
         self.carried = [s.name for s in carried]
         self._parameters = {s.name for s in carried if s.role == "parameter"}
         self._whole = {s.name for s in carried if s.role not in _DIVIDED}
-        self._products = (
-            divide_products(model.graph, size) if (size := self.mesh.get(MODEL, 1)) > 1 and not file else {}
-        )
+        self._products = divide_matmuls(model.graph, size) if (size := self.mesh.get(MODEL, 1)) > 1 and not file else {}
         self._rules = {pattern: _read_rule(pattern, rule, self.mesh) for pattern, rule in (rules or {}).items()}
         apart = {s.name for s in carried if s.parameter and s.name not in self._owners}
         self._chosen = self._choose([*shapes, *self.carried], apart)
