@@ -13,8 +13,8 @@ from models import digits_mlp, layers_without_names
 
 from onward.analysis.blocks import cut_into_parts, find_blocks
 from onward.analysis.repeats import Item, find_repeats
-from onward.frameworks.program.calls import Step, Value, fold_repeats
-from onward.frameworks.program.statements import Expression, Printer, Statements
+from onward.frameworks.program.calls import ProgramStep, Value, fold_repeats
+from onward.frameworks.program.printing import Expression, FunctionWriter, Printer
 from onward.model import load
 
 
@@ -43,7 +43,7 @@ def test_only_those_that_are_the_same(options: dict[str, int], first: int, count
 
 
 def called(function: str, *arguments: object) -> Value:
-    step = Step(function, list(arguments))
+    step = ProgramStep(function, list(arguments))
     step.results = [Value(step=step)]
     return step.results[0]
 
@@ -62,9 +62,9 @@ def test_a_loop_computes_what_its_lines_did() -> None:
     assert last.step is not None
     steps.append(last.step)
 
-    def compute(given: list[Step]) -> float:
+    def compute(given: list[ProgramStep]) -> float:
         names = ["first", "second"]
-        written = Statements(given, [last], {}, Printer, lambda value: Expression(value.path), taken=names)
+        written = FunctionWriter(given, [last], {}, Printer, lambda value: Expression(value.path), taken=names)
         body = [*written.lines(), f"return {written.name(last).text}"]
         space: dict[str, object] = {}
         exec("\n".join(["def run(params, first, second):", *(f"    {line}" for line in body)]), space)

@@ -23,7 +23,7 @@ from onward.engines import start
 from onward.errors import Error, MismatchError, UnsupportedError
 from onward.frameworks.files import Framework, write
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.text import Identifiers, docstring, is_identifier, program_beside, quote
+from onward.frameworks.program.source_text import Identifiers, docstring, is_identifier, program_beside, quote
 from onward.frameworks.program.trial import StepTrial, step_trial
 from onward.transform.types import WORDS
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.frameworks.program.text import program_beside
+from onward.frameworks.program.source_text import program_beside
 from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.files import reason, regular

@@ -192,9 +192,9 @@ def test_all_operators_can_be_written() -> None:
     import symtable
 
     from onward.frameworks.jax.program.operators import INSTEAD, define, short
-    from onward.frameworks.program.own_source import OwnSource
+    from onward.frameworks.program.source_bundle import SourceBundle
 
-    own, refused = OwnSource(instead=INSTEAD, annotated=False), []
+    own, refused = SourceBundle(instead=INSTEAD, annotated=False), []
     for name in _operators():
         try:
             define(own, name, short(name))
@@ -243,9 +243,9 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
 
     from onward.frameworks.jax.program.operators import INSTEAD
     from onward.frameworks.jax.program.printer import GraphPrinter
-    from onward.frameworks.program.own_source import OwnSource
+    from onward.frameworks.program.source_bundle import SourceBundle
 
-    model, printer = onward.load(proto), GraphPrinter(OwnSource(instead=INSTEAD, annotated=False))
+    model, printer = onward.load(proto), GraphPrinter(SourceBundle(instead=INSTEAD, annotated=False))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
     lines, results = printer.body(model, given)
     exact = printer.helper("exact")

@@ -10,7 +10,7 @@ import symtable
 from collections.abc import Collection, Iterator
 
 from onward.errors import UnsupportedError
-from onward.frameworks.program.text import BUILTINS
+from onward.frameworks.program.source_text import BUILTINS
 
 _ALLOWED = (
     "__future__", "collections", "contextlib", "contextvars", "functools", "itertools", "json", "math", "numpy",

@@ -25,12 +25,12 @@ class Value:
     """Where the program holds it, if it does."""
     array: np.ndarray | None = None
     """What it is, if it is a constant."""
-    step: Step | None = None
+    step: ProgramStep | None = None
     """What computes it, if something does."""
 
 
 @dataclasses.dataclass(eq=False)
-class Step:
+class ProgramStep:
     """One call; in its arguments are values where there were tensors."""
 
     function: str
@@ -60,7 +60,7 @@ class Body:
     """Calls that depend on arguments of their own."""
 
     arguments: list[Value]
-    steps: list[Step]
+    steps: list[ProgramStep]
     outputs: list[Value]
     after: str = ""
     """A line that follows the definition, in which `{}` is the name of the function."""
@@ -74,7 +74,7 @@ class Body:
 
 def step_result(function: str, *arguments: Any, **named: Any) -> Value:
     """The result of a new call."""
-    step = Step(function, list(arguments), named)
+    step = ProgramStep(function, list(arguments), named)
     step.results = [Value(step=step)]
     return step.results[0]
 
@@ -100,7 +100,7 @@ def values_in(argument: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
-def without_unused(steps: list[Step], outputs: Iterable[Value]) -> list[Step]:
+def without_unused(steps: list[ProgramStep], outputs: Iterable[Value]) -> list[ProgramStep]:
     """Only those steps that an output depends on."""
     needed, kept = set(outputs), []
     for step in reversed(steps):
@@ -110,10 +110,10 @@ def without_unused(steps: list[Step], outputs: Iterable[Value]) -> list[Step]:
     return kept[::-1]
 
 
-def in_order(outputs: Iterable[Value]) -> list[Step]:
+def in_order(outputs: Iterable[Value]) -> list[ProgramStep]:
     """What outputs depend on, each call as near before its first reader as may be."""
-    order: dict[Step, None] = {}
-    pending: list[tuple[Step, bool]] = [(v.step, False) for v in reversed(list(outputs)) if v.step]
+    order: dict[ProgramStep, None] = {}
+    pending: list[tuple[ProgramStep, bool]] = [(v.step, False) for v in reversed(list(outputs)) if v.step]
     while pending:
         step, is_ready = pending.pop()
         if is_ready:
@@ -124,11 +124,11 @@ def in_order(outputs: Iterable[Value]) -> list[Step]:
     return list(order)
 
 
-def count_uses(steps: Iterable[Step], outputs: Iterable[Value]) -> collections.Counter[Value]:
+def count_uses(steps: Iterable[ProgramStep], outputs: Iterable[Value]) -> collections.Counter[Value]:
     return collections.Counter([*(value for step in steps for value in step.values()), *outputs])
 
 
-def take_single_results(steps: Iterable[Step], outputs: Iterable[Value]) -> None:
+def take_single_results(steps: Iterable[ProgramStep], outputs: Iterable[Value]) -> None:
     """Where only one of several results is read, let the call be of that one."""
     steps = list(steps)
     uses = count_uses(steps, outputs)
@@ -138,7 +138,7 @@ def take_single_results(steps: Iterable[Step], outputs: Iterable[Value]) -> None
             step.is_tuple, step.item, step.results = False, read[0], [step.results[read[0]]]
 
 
-def call_key(step: Step, value_key: Callable[[Value], Any] = id) -> Any:
+def call_key(step: ProgramStep, value_key: Callable[[Value], Any] = id) -> Any:
     """What tells a call from others: equal ones compute the same."""
 
     def key(argument: Any) -> Any:
@@ -157,11 +157,11 @@ def call_key(step: Step, value_key: Callable[[Value], Any] = id) -> Any:
     return key([step.function, step.arguments, step.named])
 
 
-def with_stores(steps: list[Step], stores: Iterable[Step]) -> list[Step]:
+def with_stores(steps: list[ProgramStep], stores: Iterable[ProgramStep]) -> list[ProgramStep]:
     """Calls with those that only keep what others have computed, each as soon as that is there, and nobody reads
     what was there before.
     """
-    made, added = list(steps), set[Step]()
+    made, added = list(steps), set[ProgramStep]()
     for store in stores:
         needed = in_order(store.values())
         new = [*(step for step in needed if step not in set(made)), store]
@@ -183,11 +183,11 @@ _HELD = re.compile(r'\["([^"{}\\]*)"\]$')
 
 
 @dataclasses.dataclass(eq=False)
-class Loop(Step):
+class Loop(ProgramStep):
     """Steps for each of several layers; `results` are what is carried after the last."""
 
     numbers: range = range(0)
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[ProgramStep] = dataclasses.field(default_factory=list)
     inner: list[Value] = dataclasses.field(default_factory=list)
     """What is carried within the loop, for each of the arguments."""
     new: list[Value] = dataclasses.field(default_factory=list)
@@ -199,7 +199,7 @@ class Loop(Step):
         yield from (value for step in self.steps for value in step.values() if value not in inside)
 
 
-def fold_repeats(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def fold_repeats(steps: Sequence[ProgramStep], outputs: Iterable[Value]) -> list[ProgramStep]:
     """The same calls, with a loop in place of those that are repeated."""
     made = _with_sizes_first(steps)
     found = find_repeats([_item(step) for step in made], list(outputs))
@@ -212,10 +212,10 @@ def fold_repeats(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
     return made
 
 
-def _with_sizes_first(steps: Sequence[Step]) -> list[Step]:
+def _with_sizes_first(steps: Sequence[ProgramStep]) -> list[ProgramStep]:
     """Sizes and constants that several calls read come before all of them, and not with the first block."""
     uses = count_uses(steps, [])
-    sizes: set[Step] = set()
+    sizes: set[ProgramStep] = set()
     for step in steps:
         read = [value for value in step.values() if value.array is None]
         if step.function in _SHAPES or (step.results and all(value.step in sizes for value in read)):
@@ -228,7 +228,7 @@ def _with_sizes_first(steps: Sequence[Step]) -> list[Step]:
 _SHAPES = (".shape", "ops.shape")
 
 
-def _item(step: Step) -> Item:
+def _item(step: ProgramStep) -> Item:
     read = list(step.values())
     held = [_HELD.search(value.path) for value in read]
     paths = tuple(found[1] for found in held if found)
@@ -244,7 +244,7 @@ def _kind(value: Value) -> Any:
     return value.path[: found.start()] if found else "", array
 
 
-def _loop(steps: Sequence[Step], repeat: Repeat) -> Loop | None:
+def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
     old = f'"{repeat.prefix}.{repeat.first}.'
     inner = {value: Value(value.tensor, step=value.step) for value in repeat.carried}
     changed: dict[Value, Value] = dict(inner)

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward.engines.framework import HOST_INPUTS, Function, keywords
 from onward.engines.numpy import Numpy
-from onward.frameworks.program.calls import Holder, Step, Value, step_result
+from onward.frameworks.program.calls import Holder, ProgramStep, Value, step_result
 
 
 class Size:
@@ -174,7 +174,7 @@ class Sizes:
         pairs = list(zip(*x.tensor.shapes, strict=True))
         new = {i: dim for i, dim in enumerate(dims) if dim is not None and pairs[i] not in self._known}
         has_all = len(new) == len(pairs) > 1
-        whole = Step(*shape(x), is_tuple=has_all)
+        whole = ProgramStep(*shape(x), is_tuple=has_all)
         whole.results = [Value(step=whole) for _ in (pairs if has_all else [x])]
         for axis, dim in new.items():
             size = whole.results[axis] if has_all else step_result("[]", whole.results[0], (axis,))

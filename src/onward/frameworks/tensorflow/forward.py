@@ -20,7 +20,7 @@ from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.engines.tensorflow import TensorFlow
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
-from onward.frameworks.program.text import Identifiers
+from onward.frameworks.program.source_text import Identifiers
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load

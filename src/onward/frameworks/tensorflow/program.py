@@ -21,7 +21,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.files import compare, tensors_of, with_state
 from onward.frameworks.program.trial import step_trial, try_out
-from onward.frameworks.tensorflow import child
+from onward.frameworks.tensorflow import trial_script
 from onward.frameworks.tensorflow.forward import to_tensorflow
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
@@ -56,7 +56,7 @@ def _try_files(folder: Path, model: Model) -> None:
     trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
     with tempfile.TemporaryDirectory() as place:
         batch, results = trial.save(Path(place)), Path(place, "results.npz")
-        if try_out(child.__file__, folder, batch, results):
+        if try_out(trial_script.__file__, folder, batch, results):
             with np.load(results) as arrays:
                 trial.compare(arrays["losses"], same_random_numbers=True)
 

@@ -17,8 +17,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import DOMAIN, Expr, Function
-from onward.frameworks.program.statements import ATOM, COMPARISON, POWER, PRODUCT, SUM, WIDE, Expression
-from onward.frameworks.program.text import break_lines, indent
+from onward.frameworks.program.printing import ATOM, COMPARISON, POWER, PRODUCT, SUM, WIDE, Expression
+from onward.frameworks.program.source_text import break_lines, indent
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.exact import ExactOptimizer
 from onward.standard import COMMON_OPSET

@@ -272,7 +272,9 @@ def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> Non
         given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
         torch.save(inputs, given)
         batch = [] if trial is None else [trial.save(Path(folder), **settings)]
-        if not try_out(str(Path(__file__).with_name("program") / "child.py"), program, state, given, results, *batch):
+        if not try_out(
+            str(Path(__file__).with_name("program") / "trial_script.py"), program, state, given, results, *batch
+        ):
             return
         found = torch.load(results, weights_only=True)
     _compare_state(found["state"], live)

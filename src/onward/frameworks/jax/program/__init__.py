@@ -11,7 +11,7 @@ import numpy as np
 from onward.errors import InvalidModelError
 from onward.frameworks.files import check_numbers, compare
 from onward.frameworks.jax.forward import TrainingParts
-from onward.frameworks.jax.program import child
+from onward.frameworks.jax.program import trial_script
 from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_program
 from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
 from onward.frameworks.jax.runtime import write as write_arrays
@@ -35,7 +35,7 @@ def write(model: Model, path: Path) -> list[Path]:
             write_arrays(constants, folder / CONSTANTS)
         if trial := step_trial(parts.model, parts.index):  # a process of its own makes steps
             batch, results = trial.save(Path(place)), Path(place, "results.npz")
-            if try_out(child.__file__, folder, batch, results):
+            if try_out(trial_script.__file__, folder, batch, results):
                 with np.load(results) as arrays:
                     trial.compare(arrays["losses"], same_random_numbers=True)
     return [path]

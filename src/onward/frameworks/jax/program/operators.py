@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx import defs, helper
 
 from onward.engines.framework import FAMILIES
-from onward.frameworks.program import text
-from onward.frameworks.program.own_source import OwnSource, parse_module
-from onward.frameworks.program.text import Identifiers, quote
+from onward.frameworks.program import source_text
+from onward.frameworks.program.source_bundle import SourceBundle, parse_module
+from onward.frameworks.program.source_text import Identifiers, quote
 
 _RUNTIME = "onward.frameworks.jax.runtime"
 INSTEAD = {
@@ -70,7 +70,7 @@ def short(operator: str) -> str:
     return operator.rpartition(".")[2]
 
 
-def define(own: OwnSource, operator: str, called: str) -> None:
+def define(own: SourceBundle, operator: str, called: str) -> None:
     """Have the row of an operator under a name. Attributes that are as the standard has them need not be given."""
     module, value = rows()[operator]
     if isinstance(value, str):
@@ -122,7 +122,7 @@ _FEW = 8
 
 def identifier(name: str) -> str:
     """A name of the graph as one of Python."""
-    return text.identifier(name.lower())  # operators are written with capitals
+    return source_text.identifier(name.lower())  # operators are written with capitals
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
@@ -152,7 +152,7 @@ def literal(array: np.ndarray) -> str | None:
 
 
 def write_literal(value: Any) -> str:
-    return text.literal(value, "np")
+    return source_text.literal(value, "np")
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ from onward.frameworks.jax.program.operators import (
     type_literal,
 )
 from onward.frameworks.jax.runtime import TYPES
-from onward.frameworks.program import statements
-from onward.frameworks.program.calls import Body, Step, Value, call_key, fold_repeats, in_order, with_stores
-from onward.frameworks.program.forms import Dialect, Given
-from onward.frameworks.program.own_source import OwnSource
+from onward.frameworks.program import printing
+from onward.frameworks.program.calls import Body, ProgramStep, Value, call_key, fold_repeats, in_order, with_stores
+from onward.frameworks.program.printing import Expression, FunctionWriter, is_idle
+from onward.frameworks.program.short_forms import Dialect, OperatorCall
 from onward.frameworks.program.sizes import Choices, Shaped, Size, Sizes, as_lists, is_open, on_host, vector
-from onward.frameworks.program.statements import Expression, Statements, is_idle
-from onward.frameworks.program.text import Identifiers, is_identifier, number, quote
+from onward.frameworks.program.source_bundle import SourceBundle
+from onward.frameworks.program.source_text import Identifiers, is_identifier, number, quote
 from onward.model import Model
 from onward.model.core import values
 from onward.transform.inline import inline
@@ -64,7 +64,7 @@ _FEW = 64
 class GraphPrinter:
     """Writes graphs as functions; the operators that they call are collected on the way."""
 
-    def __init__(self, own: OwnSource):
+    def __init__(self, own: SourceBundle):
         self.own = own
         self.constants: dict[str, np.ndarray] = {}
         """What is too large to be written out."""
@@ -116,7 +116,7 @@ class GraphPrinter:
         return f"constants[{quote(fresh)}]"
 
 
-class JaxPrinter(statements.Printer):
+class JaxPrinter(printing.Printer):
     """Numbers stand beside arrays of their type as they are: JAX gives them that type."""
 
     special = "np"
@@ -150,7 +150,7 @@ class _Recorder:
         self._values: dict[ir.Value, Any] = {}
         """Arrays, some of which have sizes in them; what the program computes; and sequences as lists of these."""
         self._constants: dict[int, Value] = {}
-        self._written: dict[Any, Step] = {}
+        self._written: dict[Any, ProgramStep] = {}
         self.arrays: set[Value] = set()
         """What is of numpy when the program runs, or may be."""
 
@@ -186,9 +186,9 @@ class _Recorder:
     ) -> tuple[list[str], list[str]]:
         """Lines, and the expressions for outputs; they have names if they are needed more than once."""
         found = [self._one(value) for value in outputs]
-        kept = [Step("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
+        kept = [ProgramStep("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
         steps = with_stores(in_order(found), kept)
-        written = Statements(
+        written = FunctionWriter(
             fold_repeats(steps, found),
             found * 2 if named else found,
             {},
@@ -214,19 +214,19 @@ class _Recorder:
     def _one(self, value: ir.Value) -> Value:
         """Return the same as one value of the program."""
         found = self.value(value)
-        return self._made(Step("list", [found])) if isinstance(found, list) else found
+        return self._made(ProgramStep("list", [found])) if isinstance(found, list) else found
 
     def _placed(self, array: np.ndarray, name: str = "") -> Value:
         """An array as a part of the program."""
         if is_open(array):
-            return self._made(Step("np.array", [as_lists(array), Expression("np.int64")]))
+            return self._made(ProgramStep("np.array", [as_lists(array), Expression("np.int64")]))
         if id(array) not in self._constants:
             tensor = Shaped((array.shape, array.shape), str(array.dtype))
             self._constants[id(array)] = Value(array=array, name=name, tensor=tensor)
             self.arrays.add(self._constants[id(array)])
         return self._constants[id(array)]
 
-    def _made(self, step: Step) -> Value:
+    def _made(self, step: ProgramStep) -> Value:
         """The one result of a call."""
         step = self._known(step, draws=False)
         if not step.results:
@@ -235,7 +235,7 @@ class _Recorder:
             self.arrays.add(step.results[0])
         return step.results[0]
 
-    def _known(self, step: Step, draws: bool) -> Step:
+    def _known(self, step: ProgramStep, draws: bool) -> ProgramStep:
         """The same call, if it was made before."""
         if draws or step.bodies:
             return step
@@ -308,7 +308,7 @@ class _Recorder:
         step = step or self._operator(call, bodies, at_once)
         if not bodies and is_tuple is None and _may_return_several(call):
             inner = self._made(step)
-            step, is_tuple = Step(self._printer.helper("several"), [inner]), True
+            step, is_tuple = ProgramStep(self._printer.helper("several"), [inner]), True
             step.pattern = ", ".join([*["{}"] * len(call.outputs), "*_"])
         several = is_tuple is None and call.operator in ("Split", "TopK")
         if call.operator == "SplitToSequence" and results is not None:
@@ -318,7 +318,7 @@ class _Recorder:
         if at_once or call.operator in _MAKE_ARRAYS:
             self.arrays.update(self.value(value) for value in call.outputs if value is not None)
 
-    def _elements(self, step: Step, shapes: Sequence[Shaped]) -> list[Value]:
+    def _elements(self, step: ProgramStep, shapes: Sequence[Shaped]) -> list[Value]:
         """Have a call that returns a sequence, and each of its elements."""
         step = self._known(step, draws=False)
         if not step.results:
@@ -326,7 +326,7 @@ class _Recorder:
             step.results = [Value(tensor, step=step) for tensor in shapes]
         return list(step.results)
 
-    def _add(self, call: Call, step: Step, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
+    def _add(self, call: Call, step: ProgramStep, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
         """Have a call, and its results."""
         step = self._known(step, draws=call.operator in _DRAW)
         if not step.results:
@@ -383,7 +383,7 @@ class _Recorder:
         kinds = (jax.ShapeDtypeStruct(tensor.shapes[choice], tensor.dtype) for tensor in tensors)
         return jax.eval_shape(compute, *kinds)
 
-    def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> Step | Value | None:
+    def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> ProgramStep | Value | None:
         inputs = [None if value is None else self.value(value) for value in call.inputs]
         known = [as_lists(x) if isinstance(x, np.ndarray) else None for x in found]
         first = inputs[0] if inputs else None
@@ -391,9 +391,11 @@ class _Recorder:
         result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
         dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
         is_float = dtype is not None and dtype.is_floating_point()
-        return _DIALECT.short_form(call.operator, Given(inputs, known, _attributes(call), shape, result), is_float)
+        return _DIALECT.short_form(
+            call.operator, OperatorCall(inputs, known, _attributes(call), shape, result), is_float
+        )
 
-    def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> Step:
+    def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> ProgramStep:
         printer, on_host = self._printer, HOST_INPUTS.get(call.operator, ())
         library, function = rows()[call.operator].library, printer.operator(call.operator)
         arguments: list[Any] = []
@@ -404,9 +406,11 @@ class _Recorder:
             if isinstance(given, Value) and not at_once and not bodies:
                 is_array, is_number = given in self.arrays, given.array is not None and given.array.ndim == 0
                 if i in on_host and not is_array:
-                    given = self._made(Step(printer.own.define("onward.engines.jax.types", "known_array"), [given]))
+                    given = self._made(
+                        ProgramStep(printer.own.define("onward.engines.jax.types", "known_array"), [given])
+                    )
                 elif i not in on_host and is_array and library is None and not is_number:
-                    given = self._made(Step("jnp.asarray", [given]))
+                    given = self._made(ProgramStep("jnp.asarray", [given]))
             arguments.append(given)
         usual = defaults(call.operator)
         texts = {name: attribute(name, value) for name, value in _attributes(call).items() if value is not None}
@@ -421,8 +425,8 @@ class _Recorder:
         while arguments and arguments[-1] is None:
             arguments.pop()
         if at_once:
-            return Step(printer.helper("at_once"), [Expression(function), *arguments], named)
-        return Step(function, arguments, named, bodies=dict(bodies))
+            return ProgramStep(printer.helper("at_once"), [Expression(function), *arguments], named)
+        return ProgramStep(function, arguments, named, bodies=dict(bodies))
 
     def _nested(self, call: Call, plan: Plan) -> Body:
         """A nested graph, as a function that is defined before the call."""
@@ -437,9 +441,9 @@ class _Recorder:
         return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
 
 
-def _cast(given: Given, _: Mapping[str, str]) -> Step | None:
+def _cast(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
     dtype = plain_type(given.attributes["to"])
-    return None if dtype is None else Step(".astype", [given.inputs[0], Expression(dtype)])
+    return None if dtype is None else ProgramStep(".astype", [given.inputs[0], Expression(dtype)])
 
 
 _DIALECT = Dialect(

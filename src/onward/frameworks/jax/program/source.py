@@ -16,8 +16,8 @@ from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, v
 from onward.frameworks.jax.program.printer import GraphPrinter
 from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.own_source import OwnSource
-from onward.frameworks.program.text import arrange_imports, break_lines, docstring, quote
+from onward.frameworks.program.source_bundle import SourceBundle
+from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, quote
 from onward.model import Model
 from onward.model.state import STEP
 
@@ -27,7 +27,7 @@ CONSTANTS = "constants.safetensors"
 
 def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
     """Return the program that resumes a run, and the constants that it reads from a file of their own."""
-    printer = GraphPrinter(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
+    printer = GraphPrinter(SourceBundle(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
@@ -67,7 +67,7 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
 
 
 def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
-    """Statements that take what a model is fed, and the expressions for all its inputs."""
+    """FunctionWriter that take what a model is fed, and the expressions for all its inputs."""
     kinds, types, lines, given = parts.kinds, types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
     for name, dtype in types.items():

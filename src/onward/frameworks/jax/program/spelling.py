@@ -12,7 +12,7 @@ from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_mo
 from onward.frameworks.jax.optimizer import transformation
 from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
 from onward.frameworks.jax.program.printer import GraphPrinter
-from onward.frameworks.program.text import Identifiers, quote
+from onward.frameworks.program.source_text import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec

@@ -23,9 +23,9 @@ from onward.errors import Error
 from onward.frameworks.files import OTHER, with_state
 from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel, to_keras
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
-from onward.frameworks.keras.program import child
+from onward.frameworks.keras.program import trial_script
 from onward.frameworks.keras.program.source import Source, write_program
-from onward.frameworks.program.text import program_beside
+from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.program.trial import StepTrial, step_trial, try_out
 from onward.inspect import describe
 from onward.model import Model
@@ -179,7 +179,7 @@ def try_files(program: Path, file: Path, live: TrainingModel) -> None:
         np.savez(given, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
         environment = {"KERAS_BACKEND": keras.backend.backend()}
         batch = [] if trial is None else [trial.save(Path(folder), inputs=live.input_names, targets=_targets(live))]
-        if not try_out(child.__file__, program, file, given, results, *batch, environment=environment):
+        if not try_out(trial_script.__file__, program, file, given, results, *batch, environment=environment):
             return
         with np.load(results) as arrays:
             found, losses = [arrays[str(i)] for i in range(len(arrays) - 1)], arrays["losses"]

@@ -23,7 +23,7 @@ from onward.engines.keras.types import available, constant
 from onward.errors import UnsupportedError
 from onward.frameworks.keras.graphs import GraphKeras, interpret
 from onward.frameworks.program.calls import (
-    Step,
+    ProgramStep,
     Value,
     call_key,
     fold_repeats,
@@ -31,10 +31,10 @@ from onward.frameworks.program.calls import (
     take_single_results,
     with_stores,
 )
-from onward.frameworks.program.forms import Dialect, Given
+from onward.frameworks.program.printing import Expression, FunctionWriter, Printer, is_idle
+from onward.frameworks.program.short_forms import Dialect, OperatorCall
 from onward.frameworks.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
-from onward.frameworks.program.statements import Expression, Printer, Statements, is_idle
-from onward.frameworks.program.text import Identifiers, identifier, is_identifier
+from onward.frameworks.program.source_text import Identifiers, identifier, is_identifier
 from onward.model import Model
 from onward.transform.declare import way_out
 
@@ -69,8 +69,8 @@ class Recorder(GraphKeras):
         super().__init__()
         self.known_sizes = Sizes()
         self._constants = constants
-        self._known: dict[Any, Step] = {}
-        self._lists: set[Step] = set()
+        self._known: dict[Any, ProgramStep] = {}
+        self._lists: set[ProgramStep] = set()
 
     def shape_of(self, x: Value) -> list[Any]:
         return self.known_sizes.of(x)
@@ -99,7 +99,7 @@ class Recorder(GraphKeras):
         first = next((x for x in inputs if isinstance(x, Value)), None)
         shape = self.known_sizes.of(inputs[0]) if inputs and isinstance(inputs[0], Value) else None
         is_float = first is not None and "float" in first.tensor.dtype
-        short = _DIALECT.short_form(operator, Given(inputs, [*map(_known, inputs)], attributes, shape), is_float)
+        short = _DIALECT.short_form(operator, OperatorCall(inputs, [*map(_known, inputs)], attributes, shape), is_float)
         return short if isinstance(short, Value) else self._record(short, function, inputs, attributes)
 
     def _keeps(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> bool:
@@ -109,7 +109,9 @@ class Recorder(GraphKeras):
         wanted = attributes["to"] if function is convert else inputs[1].tensor.dtype
         return available("float64") == "float64" and inputs[0].tensor.dtype == wanted
 
-    def _record(self, short: Step | None, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def _record(
+        self, short: ProgramStep | None, function: Function, inputs: list[Any], attributes: dict[str, Any]
+    ) -> Any:
         """The results of a call, which may have a short form; what was computed before is the same."""
         made = short or _call_of(function, inputs, attributes)
         step = self._known.setdefault(call_key(made), made)
@@ -148,7 +150,7 @@ def _nested(array: np.ndarray) -> Any:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _call_of(function: Function, inputs: list[Any], attributes: Mapping[str, Any]) -> Step:
+def _call_of(function: Function, inputs: list[Any], attributes: Mapping[str, Any]) -> ProgramStep:
     """A call as it stands, without what need not be said."""
     arguments = list(inputs)
     while arguments and arguments[-1] is None:
@@ -157,7 +159,7 @@ def _call_of(function: Function, inputs: list[Any], attributes: Mapping[str, Any
     named = {key: x for key, x in attributes.items() if not _is_same(key, x, defaults.get(key))}
     is_theirs = function.__module__.startswith("keras.")
     name = f"ops.{function.__name__}" if is_theirs else function.__name__
-    return Step(name, arguments, named, call=None if is_theirs else function)
+    return ProgramStep(name, arguments, named, call=None if is_theirs else function)
 
 
 def _known(x: Any) -> Any:
@@ -176,14 +178,14 @@ def _is_zero(x: Any) -> bool:
     return _is_constant(x) and not np.any(x.step.arguments[0])
 
 
-def _cast(given: Given, _: Mapping[str, str]) -> Step | None:
+def _cast(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
     dtype = given.attributes["to"]
-    return Step("ops.cast", [given.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
+    return ProgramStep("ops.cast", [given.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
 
 
-def _softmax(given: Given, _: Mapping[str, str]) -> Step:
+def _softmax(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep:
     axis = given.attributes.get("axis", -1)
-    return Step("ops.softmax", [given.inputs[0], *([] if axis == -1 else [axis])])
+    return ProgramStep("ops.softmax", [given.inputs[0], *([] if axis == -1 else [axis])])
 
 
 _OPS = ("sum", "mean", "squeeze", "expand_dims", "concatenate", "broadcast_to", "reshape", "transpose", "log_softmax")
@@ -219,21 +221,23 @@ class Program:
     taken: list[str]
     roles: dict[Value, str]
 
-    def steps(self, stores: Mapping[str, str] | None = None) -> list[Step]:
+    def steps(self, stores: Mapping[str, str] | None = None) -> list[ProgramStep]:
         """All calls; `stores` says where some results are kept, by their names."""
-        kept = [Step(".assign", [Value(path=place), self.results[name]]) for name, place in (stores or {}).items()]
+        kept = [
+            ProgramStep(".assign", [Value(path=place), self.results[name]]) for name, place in (stores or {}).items()
+        ]
         outputs = [value for name, value in self.results.items() if name not in (stores or {})]
         found = with_stores(in_order(outputs), kept)
         take_single_results(found, outputs)
         return found
 
     def statements(
-        self, steps: Iterable[Step], outputs: Iterable[Value], names: Mapping[Value, str] | None = None
-    ) -> Statements:
+        self, steps: Iterable[ProgramStep], outputs: Iterable[Value], names: Mapping[Value, str] | None = None
+    ) -> FunctionWriter:
         """Lines. State may be assigned before results are read, so all of these have names."""
         wanted = [*outputs] * 2
         folded = fold_repeats(list(steps), wanted)
-        return Statements(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
+        return FunctionWriter(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
 
 
 def _place(value: Value) -> Expression:

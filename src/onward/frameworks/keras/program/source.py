@@ -15,10 +15,10 @@ from onward.frameworks.keras.graphs import Forward, Parts
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.program.recording import MENTIONED, Program, record
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.calls import Step, in_order
-from onward.frameworks.program.own_source import OwnSource
+from onward.frameworks.program.calls import ProgramStep, in_order
 from onward.frameworks.program.sizes import Choices
-from onward.frameworks.program.text import (
+from onward.frameworks.program.source_bundle import SourceBundle
+from onward.frameworks.program.source_text import (
     RESERVED,
     Identifiers,
     arrange_imports,
@@ -81,7 +81,7 @@ class _Writer:
         model = [*self._heading(), *passes]
         body = "\n".join([*model, *optimizer])
         helpers = [f for f in (available, as_single, fit_target, plain_name) if f"{f.__name__}(" in body]
-        own = OwnSource()
+        own = SourceBundle()
         own.add(*helpers, *self._used.values())
         imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
         imports += ["import math"] if "math." in body else []
@@ -178,7 +178,7 @@ class _Writer:
         written = program.statements(steps, results.values())
         return written.lines(), {name: written.name(value).text for name, value in results.items()}
 
-    def _use(self, steps: Iterable[Step]) -> None:
+    def _use(self, steps: Iterable[ProgramStep]) -> None:
         """Have the functions of ours that are called."""
         self._used |= {step.call.__name__: step.call for step in steps if step.call is not None}
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from onward.errors import UnsupportedError
-from onward.frameworks.program.calls import Step, Value
-from onward.frameworks.program.statements import ATOM, SUM, UNARY, WIDE, Expression, Printer
-from onward.frameworks.program.text import number
+from onward.frameworks.program.calls import ProgramStep, Value
+from onward.frameworks.program.printing import ATOM, SUM, UNARY, WIDE, Expression, Printer
+from onward.frameworks.program.source_text import number
 from onward.frameworks.torch.forward import LIVE
 from onward.frameworks.torch.program.recording import TRAINING, WhileTraining, defaults_of
 
@@ -62,7 +62,7 @@ class TorchPrinter(Printer):
         self.used_sizes: set[str] = set()
         """Symbols that were written."""
 
-    def step(self, step: Step) -> Expression:
+    def step(self, step: ProgramStep) -> Expression:
         method = step.function.removeprefix(_TENSOR)
         if step.function == "torch.where" and len(step.arguments) == 3:
             condition, x, y = step.arguments
@@ -101,7 +101,7 @@ class TorchPrinter(Printer):
                 return Expression(number(given.array.item()))
         return self.value(given)
 
-    def _call(self, function: str, arguments: Sequence[Any], step: Step) -> Expression:
+    def _call(self, function: str, arguments: Sequence[Any], step: ProgramStep) -> Expression:
         """Without arguments that are what they would be anyway."""
         defaults = {**_DEFAULTS.get(function, {}), **defaults_of(step.call)}
         named = {k: value for k, value in step.named.items() if k not in defaults or not _same(value, defaults[k])}

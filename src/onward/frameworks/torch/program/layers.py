@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onward.frameworks.program.calls import Step, Value, values_in
-from onward.frameworks.program.text import is_identifier, number, quote
+from onward.frameworks.program.calls import ProgramStep, Value, values_in
+from onward.frameworks.program.source_text import is_identifier, number, quote
 from onward.frameworks.torch.program.recording import is_zero
 
 F_ = "torch.nn.functional."
@@ -40,7 +40,7 @@ _NAMES = {
 _RECURRENT = {"torch.lstm": "nn.LSTM", "torch.gru": "nn.GRU", "torch.rnn_tanh": "nn.RNN", "torch.rnn_relu": "nn.RNN"}
 
 
-def layer_of(step: Step) -> Layer | None:
+def layer_of(step: ProgramStep) -> Layer | None:
     """Return the layer that a call could be of."""
     if step.function in _RECURRENT:
         return _recurrent(step)
@@ -92,7 +92,7 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else repr(value)
 
 
-def _recurrent(step: Step) -> Layer | None:
+def _recurrent(step: ProgramStep) -> Layer | None:
     """Of one layer, in one direction or two."""
     x, first, weights, has_biases, *_, both, _ = step.arguments
     kind = _RECURRENT[step.function]

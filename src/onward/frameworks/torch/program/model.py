@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from onward.frameworks.program.calls import Step, Value, without_unused
-from onward.frameworks.program.statements import LETTERS, Expression, Statements
-from onward.frameworks.program.text import Identifiers, identifier, literal, number, quote
+from onward.frameworks.program.calls import ProgramStep, Value, without_unused
+from onward.frameworks.program.printing import LETTERS, Expression, FunctionWriter
+from onward.frameworks.program.source_text import Identifiers, identifier, literal, number, quote
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.forward import OnnxModule
 from onward.frameworks.torch.program.expressions import TorchPrinter
@@ -36,7 +36,7 @@ def forward_lines(program: ForwardCalls, place: Callable[[Value], str]) -> Itera
         printers.append(TorchPrinter(name, sizes, device))
         return printers[0]
 
-    written = Statements(
+    written = FunctionWriter(
         program.steps,
         list(program.outputs.values()),
         dict(zip(program.inputs, arguments, strict=True)),
@@ -139,7 +139,7 @@ class _Class:
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def _called(self, step: Step) -> Step:
+    def _called(self, step: ProgramStep) -> ProgramStep:
         """The call as the class makes it: of a layer, if it is one."""
         if step.function == "nn.Dropout":
             x, share = step.arguments
@@ -206,14 +206,14 @@ class _Class:
         return lines
 
 
-def _instead(step: Step, function: str, arguments: list[Any]) -> Step:
-    made = Step(function, arguments, {}, step.results, step.is_tuple, pattern=step.pattern)
+def _instead(step: ProgramStep, function: str, arguments: list[Any]) -> ProgramStep:
+    made = ProgramStep(function, arguments, {}, step.results, step.is_tuple, pattern=step.pattern)
     for value in step.results:
         value.step = made
     return made
 
 
-def _tidy(step: Step) -> Step:
+def _tidy(step: ProgramStep) -> ProgramStep:
     """The same call with fewer words."""
     if "_pool" in step.function:
         x, kernel, *rest = step.arguments

@@ -19,8 +19,8 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.shared.windows import paddings
 from onward.engines.torch.types import TYPES
 from onward.errors import Error, UnsupportedError, first_line
-from onward.frameworks.program.calls import Step, Value, without_unused
-from onward.frameworks.program.forms import slice_places
+from onward.frameworks.program.calls import ProgramStep, Value, without_unused
+from onward.frameworks.program.short_forms import slice_places
 from onward.frameworks.program.sizes import on_host
 from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.module_engine import Live, share_of_batch
@@ -286,7 +286,7 @@ class ForwardCalls:
 
     inputs: list[Value]
     outputs: dict[str, Value]
-    steps: list[Step]
+    steps: list[ProgramStep]
     sizes: dict[str, str]
     """Symbols in formulas, and what the model calls these sizes."""
 

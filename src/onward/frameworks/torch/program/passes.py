@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from onward.frameworks.program.calls import Step, Value, count_uses, in_order, without_unused
+from onward.frameworks.program.calls import ProgramStep, Value, count_uses, in_order, without_unused
 from onward.frameworks.torch.program.layers import F_
 from onward.frameworks.torch.program.operators import ForwardCalls
 from onward.frameworks.torch.program.recording import WhileTraining, compute, hint, numbered_tensor
@@ -20,13 +20,13 @@ _MOVES = {
 }
 
 
-def simplify(steps: list[Step], outputs: list[Value]) -> list[Step]:
+def simplify(steps: list[ProgramStep], outputs: list[Value]) -> list[ProgramStep]:
     """The same program, in which no call is undone by a later one."""
-    readers: dict[Value, list[Step]] = {}
+    readers: dict[Value, list[ProgramStep]] = {}
     for step in steps:
         for value in step.values():
             readers.setdefault(value, []).append(step)
-    done: set[Step] = set()
+    done: set[ProgramStep] = set()
     kept = set(outputs)
     for step in steps:
         if step.function in _MOVES and step not in done:
@@ -45,7 +45,7 @@ Call = tuple[str, list[Any]]
 """A method, and its arguments."""
 
 
-def _shorten(chain: list[Step]) -> None:
+def _shorten(chain: list[ProgramStep]) -> None:
     """Let fewer calls do what a part of the chain does, the longest parts first."""
     for length in range(len(chain), 1, -1):
         for start in range(len(chain) - length + 1):
@@ -95,7 +95,7 @@ def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(a[place] == b[place] for place in places) and torch.equal(a, b)
 
 
-def is_idle(step: Step) -> bool:
+def is_idle(step: ProgramStep) -> bool:
     """Whether a call gives what it is given."""
     source = step.arguments[0] if step.arguments else None
     if not isinstance(source, Value):
@@ -124,7 +124,7 @@ def shorten(program: ForwardCalls) -> ForwardCalls:
     return program
 
 
-def _replace(steps: list[Step], program: ForwardCalls, old: Value, new: Value) -> None:
+def _replace(steps: list[ProgramStep], program: ForwardCalls, old: Value, new: Value) -> None:
     for step in steps:
         step.arguments = _with(step.arguments, old, new)
         step.named = _with(step.named, old, new)
@@ -141,7 +141,7 @@ def _with(argument: Any, old: Value, new: Value) -> Any:
     return tuple(_with(item, old, new) for item in argument) if isinstance(argument, tuple) else argument
 
 
-def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
+def _reduce_at_once(squeeze: ProgramStep, uses: dict[Value, int]) -> None:
     """A reduction that keeps axes, which are taken away then, as one that does not keep them."""
     source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
     reduction = _only(source, uses, *_REDUCTIONS)
@@ -162,7 +162,7 @@ _REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.ami
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
+def _fuse_attention(last: ProgramStep, uses: dict[Value, int]) -> None:
     """softmax(q · c · (k · c)ᵀ + mask) · v, with dropout before the last product, as PyTorch's own function."""
     if last.function != "torch.Tensor.matmul":
         return
@@ -196,7 +196,7 @@ def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
     last.arguments, last.named = [q, _swap_source(turn), v], named
 
 
-def _swap_source(turn: Step) -> Value:
+def _swap_source(turn: ProgramStep) -> Value:
     """What a permutation gives, but for the last two axes, which change places."""
     source, (*axes, row, column) = turn.arguments
     if [*axes, column, row] == list(range(len(axes) + 2)):
@@ -209,7 +209,7 @@ def _swap_source(turn: Step) -> Value:
 _SCALES = ("torch.Tensor.mul", "torch.Tensor.div")
 
 
-def _only(value: Any, uses: dict[Value, int], *functions: str) -> Step | None:
+def _only(value: Any, uses: dict[Value, int], *functions: str) -> ProgramStep | None:
     """The call that makes a value for one reader, if it is one of these."""
     step = value.step if isinstance(value, Value) and uses[value] == 1 else None
     return step if step is not None and step.function in functions else None

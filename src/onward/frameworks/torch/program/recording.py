@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
-from onward.frameworks.program.calls import Step, Value
+from onward.frameworks.program.calls import ProgramStep, Value
 from onward.frameworks.torch.forward import LIVE
 
 TRAINING = object()
@@ -47,7 +47,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.sizes = ShapeEnv()
         self.fake = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.known: dict[int, Value] = {}
 
     # ---- tensors from outside ----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """Write a call down; its result."""
-        step = Step(function, self._valued(list(args)), self._valued(dict(named)), call=call)
+        step = ProgramStep(function, self._valued(list(args)), self._valued(dict(named)), call=call)
         step.is_tuple = isinstance(result, tuple | list)
         step.results = [Value(x, step=step) for x in (result if step.is_tuple else [result])]
         for value in step.results:

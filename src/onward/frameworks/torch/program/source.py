@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.audit import audit_program
-from onward.frameworks.program.own_source import OwnSource
-from onward.frameworks.program.text import arrange_imports, break_lines, docstring, identifier, indent, quote
+from onward.frameworks.program.source_bundle import SourceBundle
+from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, identifier, indent, quote
 from onward.frameworks.torch.forward import OnnxModule
 from onward.frameworks.torch.probe import try_module
 from onward.frameworks.torch.program.model import ModelSource, argument_names, model_source
@@ -60,7 +60,7 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
-    own = OwnSource(replaced=definitions.replaced)
+    own = SourceBundle(replaced=definitions.replaced)
     own.add(*model.helpers, *definitions.borrowed)
     parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
     body = "\n\n\n".join([*own.texts(), *map(break_lines, parts)])

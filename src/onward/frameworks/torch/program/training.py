@@ -13,7 +13,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.errors import UnsupportedError
-from onward.frameworks.program.text import number, quote
+from onward.frameworks.program.source_text import number, quote
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
 from onward.frameworks.torch.optimizer import Clip, clipping_part
 from onward.frameworks.torch.program.recording import defaults_of

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.frameworks.program.calls import Body, Loop, Step, Value, count_uses
+from onward.frameworks.program.calls import Body, Loop, ProgramStep, Value, count_uses
 from onward.frameworks.program.sizes import Extent
-from onward.frameworks.program.text import number, quote
+from onward.frameworks.program.source_text import number, quote
 
 ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, WIDE = 0, 1, 2, 3, 4, 5, 6, 7
 """How loosely the parts of an expression hold together."""
@@ -55,7 +55,7 @@ class Printer:
     def __init__(self, name: Callable[[Value], Expression]):
         self._name = name
 
-    def step(self, step: Step) -> Expression:
+    def step(self, step: ProgramStep) -> Expression:
         function, given = step.function, step.arguments
         if function in SIGNS:
             return self.between(function, *given)
@@ -148,12 +148,12 @@ WIDTH, DEEPEST = 88, 2
 LETTERS = ("x", "y", "z", "u", "w", "a", "b", "c", "d", "e")
 
 
-class Statements:
+class FunctionWriter:
     """The lines of one function."""
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ProgramStep],
         outputs: Sequence[Value],
         names: Mapping[Value, str],
         printer: Callable[[Callable[[Value], Expression]], Printer],
@@ -195,7 +195,7 @@ class Statements:
             return self._inline[value]
         return Expression(self._names[value]) if value in self._names else self._place(value)
 
-    def _fresh(self, step: Step, value: Value) -> str:
+    def _fresh(self, step: ProgramStep, value: Value) -> str:
         """A name: that of an operand which is not used any more, or a letter that is free."""
         number = self._at[step]
         held = {self._names[v] for v in self._names if self._last.get(v, -1) > number} | self._taken
@@ -206,7 +206,7 @@ class Statements:
         reused = next((n for n in operands if n in LETTERS and n not in held), None)
         return reused or next(name for name in _letters() if name not in held)
 
-    def _operands(self, step: Step) -> Iterator[Value]:
+    def _operands(self, step: ProgramStep) -> Iterator[Value]:
         """What a statement reads, also within the calls that stand in it."""
         for value in step.values():
             if value in self._inline and value.step is not None:
@@ -216,7 +216,7 @@ class Statements:
 
     # ---- lines -------------------------------------------------------------------------------------------------------
 
-    def _statement(self, step: Step) -> Iterator[str]:
+    def _statement(self, step: ProgramStep) -> Iterator[str]:
         if isinstance(step, Loop):
             yield from self._loop(step)
             return
@@ -256,7 +256,7 @@ class Statements:
             self._names[result] = name
             names.append(name)
         held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} - {*names}
-        inner = Statements(
+        inner = FunctionWriter(
             step.steps,
             step.new * 2,
             {v: n for v, n in self._names.items() if v not in step.arguments and v not in step.results},
@@ -274,7 +274,7 @@ class Statements:
         if moved:
             yield f"    {', '.join(n for n, _ in moved)} = {', '.join(m for _, m in moved)}"
 
-    def _function(self, step: Step, argument: str, body: Body) -> Iterator[str]:
+    def _function(self, step: ProgramStep, argument: str, body: Body) -> Iterator[str]:
         """A function that the step is given, defined before it."""
         held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} | self._taken
         named = itertools.chain([argument], (f"{argument}_{i}" for i in itertools.count(2)))
@@ -284,7 +284,7 @@ class Statements:
         free = (letter for letter in _letters() if letter not in held)
         names = dict(zip(body.arguments, free, strict=False))
         known, taken = {**self._names, **names}, self._taken | held
-        inner = Statements(body.steps, body.outputs, known, self._make_printer, self._place, taken=taken)
+        inner = FunctionWriter(body.steps, body.outputs, known, self._make_printer, self._place, taken=taken)
         lines = inner.lines()
         results = ", ".join(inner.name(value).text for value in body.outputs)
         yield f"def {name}({', '.join(names.values())}):"
@@ -292,13 +292,13 @@ class Statements:
         if body.after:
             yield body.after.format(name)
 
-    def _keep(self, step: Step) -> None:
+    def _keep(self, step: ProgramStep) -> None:
         """Let what a call reads keep its name until the line that the call stands in."""
         until = self._last[step.results[0]]
         for value in self._operands(step):
             self._last[value] = max(self._last.get(value, 0), until)
 
-    def _stands_inside(self, step: Step, made: Expression) -> bool:
+    def _stands_inside(self, step: ProgramStep, made: Expression) -> bool:
         """Whether a call goes into the one line that reads it: if that is the next, and stays short."""
         value = step.results[0]
         if self._uses.get(value) != 1 or made.depth >= DEEPEST + 1 or len(made.text) > WIDTH - 30:
@@ -320,7 +320,7 @@ class Statements:
         del self._inline[value]
         return len(whole.text) <= WIDTH - 8 and whole.depth <= DEEPEST
 
-    def _will_go_inside(self, step: Step, reader: Step) -> bool:
+    def _will_go_inside(self, step: ProgramStep, reader: ProgramStep) -> bool:
         return bool(step.results) and self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
 
 

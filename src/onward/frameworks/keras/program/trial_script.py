@@ -1,6 +1,6 @@
 """Loads a file of Keras with its program, and writes what it computes.
 
-    python child.py PROGRAM FILE INPUTS RESULTS [BATCH]
+    python trial_script.py PROGRAM FILE INPUTS RESULTS [BATCH]
 
 A process of its own runs this, with nothing of Onward in it.
 """

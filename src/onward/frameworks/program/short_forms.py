@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.frameworks.program.calls import Step, Value, step_result
+from onward.frameworks.program.calls import ProgramStep, Value, step_result
 
 
-class Given(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of an operator."""
 
     inputs: Sequence[Any]
@@ -26,7 +26,7 @@ class Given(NamedTuple):
         return found if found is None or isinstance(found, list) else [found]
 
 
-Form = Callable[[Given, Mapping[str, str]], Step | Value | None]
+Form = Callable[[OperatorCall, Mapping[str, str]], ProgramStep | Value | None]
 """A value if nothing is to be done, None where the operator says more."""
 
 
@@ -39,7 +39,7 @@ class Dialect(NamedTuple):
     """Operators that others have no such forms for."""
     without: Container[str] = ()
 
-    def short_form(self, operator: str, given: Given, is_float: bool) -> Step | Value | None:
+    def short_form(self, operator: str, given: OperatorCall, is_float: bool) -> ProgramStep | Value | None:
         """The call for an operator, if there is a short one. `is_float` says whether the first tensor is."""
         form = self.own.get(operator, _FORMS.get(operator))
         if (
@@ -52,11 +52,11 @@ class Dialect(NamedTuple):
         return form(given, self.functions)
 
 
-def _call(function: str, *arguments: Any, **named: Any) -> Step:
-    return Step(function, list(arguments), named)
+def _call(function: str, *arguments: Any, **named: Any) -> ProgramStep:
+    return ProgramStep(function, list(arguments), named)
 
 
-def _with_sizes(function: str, x: Any, sizes: Sequence[Any]) -> Step:
+def _with_sizes(function: str, x: Any, sizes: Sequence[Any]) -> ProgramStep:
     return _call(function, x, *sizes) if function.startswith(".") else _call(function, x, list(sizes))
 
 
@@ -64,7 +64,7 @@ def _infix(sign: str) -> Form:
     return lambda given, _: _call(sign, *given.inputs)
 
 
-def _gemm(given: Given, functions: Mapping[str, str]) -> Step | None:
+def _gemm(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
     attributes = {"alpha": 1, "beta": 1, "transA": 0, "transB": 0, **given.attributes}
     if attributes["alpha"] != 1 or attributes["beta"] != 1:
         return None
@@ -75,7 +75,7 @@ def _gemm(given: Given, functions: Mapping[str, str]) -> Step | None:
 
 
 def _reduction(function: str) -> Form:
-    def form(given: Given, functions: Mapping[str, str]) -> Step | None:
+    def form(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
         axes = given.known_input(1)
         if (len(given.inputs) > 1 and axes is None) or given.attributes.get("noop_with_empty_axes"):
             return None
@@ -86,14 +86,14 @@ def _reduction(function: str) -> Form:
 
 
 def _by_places(function: str) -> Form:
-    def form(given: Given, functions: Mapping[str, str]) -> Step | None:
+    def form(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
         axes = given.known_input(1)
         return None if axes is None else _call(functions[function], given.inputs[0], _places(axes))
 
     return form
 
 
-def _reshape(given: Given, functions: Mapping[str, str]) -> Step | None:
+def _reshape(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
     sizes = given.known_input(1)
     if not sizes:
         return None
@@ -111,14 +111,14 @@ def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
 
 
-def _transpose(given: Given, functions: Mapping[str, str]) -> Step:
+def _transpose(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
     order = given.attributes.get("perm")
     if order is None or list(order) == [1, 0]:
         return _call(functions["T"], given.inputs[0])
     return _with_sizes(functions["transpose"], given.inputs[0], order)
 
 
-def _gather(given: Given, _: Mapping[str, str]) -> Step | None:
+def _gather(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
     place, axis = given.known[1], given.attributes.get("axis", 0)
     if not isinstance(place, int) or given.shape is None:
         return None
@@ -129,7 +129,7 @@ _FAR = 2**31 - 1
 """What is beyond any end."""
 
 
-def _slice(given: Given, _: Mapping[str, str]) -> Step | Value | None:
+def _slice(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | Value | None:
     if given.shape is None or any(known is None for known in given.known[1:]):
         return None
     places = slice_places(given.shape, *given.known[1:])
@@ -158,15 +158,15 @@ def slice_places(
     return places
 
 
-def _concat(given: Given, functions: Mapping[str, str]) -> Step:
+def _concat(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
     return _call(functions["concatenate"], list(given.inputs), given.attributes["axis"])
 
 
-def _expand(given: Given, functions: Mapping[str, str]) -> Step | None:
+def _expand(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
     return None if given.result is None else _call(functions["broadcast_to"], given.inputs[0], tuple(given.result))
 
 
-def _log_softmax(given: Given, functions: Mapping[str, str]) -> Step:
+def _log_softmax(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
     return _call(functions["log_softmax"], given.inputs[0], given.attributes.get("axis", -1))
 
 

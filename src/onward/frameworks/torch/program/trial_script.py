@@ -1,6 +1,6 @@
-"""Loads a program and its state, and writes what it computes: `python child.py PROGRAM STATE INPUTS RESULTS [BATCH]`.
+"""Script that runs a written program and saves its results. It imports nothing of Onward.
 
-A process of its own runs this, with nothing of Onward in it.
+python trial_script.py PROGRAM STATE INPUTS RESULTS [BATCH]
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _OURS = "onward."
 _REMARK = re.compile(r"  # (type: ignore|noqa)[^\n]*")
 
 
-class OwnSource:
+class SourceBundle:
     """Definitions of modules of ours, collected under names that are unique, each after those that it needs.
 
     What others have made is imported.

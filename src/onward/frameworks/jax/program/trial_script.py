@@ -1,4 +1,4 @@
-"""Makes steps of a program: `python child.py FOLDER BATCH RESULTS`.
+"""Makes steps of a program: `python trial_script.py FOLDER BATCH RESULTS`.
 
 A process of its own runs this, with nothing of Onward in it.
 """
