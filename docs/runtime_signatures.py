@@ -17,7 +17,7 @@ class RuntimeSignatures(griffe.Extension):
         """Complete functions that take a class of options, and such classes; let functions hide their modules."""
         for package in [pkg, *_packages(pkg)]:
             for function in package.functions.values():
-                if not function.is_alias and any(str(d.value).startswith("taking(") for d in function.decorators):
+                if not function.is_alias and any(str(d.value).startswith("with_options(") for d in function.decorators):
                     _complete(function)
             for options in package.classes.values():
                 if not options.is_alias and any(str(d.value) == "documented" for d in options.decorators):

@@ -12,7 +12,7 @@ from models import digits_mlp
 
 import onward
 from onward import errors
-from onward.errors import Error, UnsupportedError, advising, first_line, message_of
+from onward.errors import Error, UnsupportedError, default_hint, first_line, message_of
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Error)]
 
@@ -36,7 +36,7 @@ def test_an_error_without_a_hint_is_its_message():
 
 
 def test_advice_that_comes_later_is_said():
-    with pytest.raises(Error, match="no kernel\nhint: take another engine"), advising("take another engine"):
+    with pytest.raises(Error, match="no kernel\nhint: take another engine"), default_hint("take another engine"):
         raise UnsupportedError("no kernel")
 
 

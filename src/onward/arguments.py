@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from onward.errors import ArgumentError, RecipeError, alternatives, near
+from onward.errors import ArgumentError, RecipeError, alternatives, suggest
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -77,7 +77,7 @@ def checked(
             hints = _hints(function) if types else {}
             for name, value in bound.arguments.items():
                 if name in hints and bound.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                    bound.arguments[name] = fitting(f"`{name}`", value, hints[name])
+                    bound.arguments[name] = coerce(f"`{name}`", value, hints[name])
             return function(*bound.args, **bound.kwargs)
 
         call.__dict__["is_checked"] = True
@@ -86,7 +86,7 @@ def checked(
     return decorate
 
 
-def fitting(what: str, value: Any, hint: Any) -> Any:
+def coerce(what: str, value: Any, hint: Any) -> Any:
     """The value as a type wants it, or an error that says what is wanted."""
     kinds = sorted(kinds_of(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a text stays one
     for kind, within in kinds:
@@ -136,7 +136,7 @@ def bind(
     known = [each for one in signatures for each, p in one.parameters.items() if p.kind is not p.VAR_KEYWORD]
     unknown = [each for each in kwargs if each not in known]
     if unknown:
-        hint = near(unknown[0], known) or f"it has {', '.join(known)}"
+        hint = suggest(unknown[0], known) or f"it has {', '.join(known)}"
         raise ArgumentError(f"`{name}` has no argument `{unknown[0]}`", hint=hint)
     try:
         return signature.bind(*args, **kwargs)
@@ -255,7 +255,7 @@ def _way_out(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | Non
     if isinstance(value, str):
         for kind, _ in kinds:
             choices = get_args(kind) if get_origin(kind) is Literal else ()
-            if choices and (hint := near(value, [str(choice) for choice in choices])):
+            if choices and (hint := suggest(value, [str(choice) for choice in choices])):
                 return hint
         if any(kind in (int, float) for kind, _ in kinds):
             return "give a number, without quotes"

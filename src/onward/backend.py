@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx import defs, helper
 from onnx.backend.base import Backend, BackendRep, namedtupledict
 
-from onward.arguments import fitting
+from onward.arguments import coerce
 from onward.engines import check_engine, function, is_installed
 from onward.engines.availability import devices
 from onward.errors import DataError, UnsupportedError
@@ -159,7 +159,7 @@ def for_engine(engine: str) -> type[Backend]:
 
 def _device(name: str) -> str:
     """What engines call a device that ONNX calls `CUDA:0`."""
-    return str(fitting("`device`", name, str)).lower().removesuffix(":0")
+    return str(coerce("`device`", name, str)).lower().removesuffix(":0")
 
 
 def _value(declared: ir.Value | None, value: Any) -> Any:

@@ -74,7 +74,7 @@ class UnsupportedError(Error, NotImplementedError):
 
 
 @contextlib.contextmanager
-def advising(hint: str) -> Iterator[None]:
+def default_hint(hint: str) -> Iterator[None]:
     """What to do about all that goes wrong inside, and has no hint of its own."""
     try:
         yield
@@ -168,7 +168,7 @@ _SYNONYMS = {
 _CLEAR = 0.8
 
 
-def near(name: str, known: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
+def suggest(name: str, known: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
     """A hint that names what the user may have meant, or None when nothing is close."""
     lower = {_plain(other): other for other in known}
     word = _plain(str(name))
@@ -183,7 +183,7 @@ def _plain(name: str) -> str:
     return name.lstrip("-").lower().replace("-", "_")
 
 
-def near_or_first(name: str, known: Iterable[str], *, most: int = 6) -> str:
+def suggest_or_list(name: str, known: Iterable[str], *, most: int = 6) -> str:
     """A hint that names what the user may have meant, or the first of what there is."""
     names = list(known)
-    return near(name, names) or (f"there are {list_names(names, most)}" if names else "there are none")
+    return suggest(name, names) or (f"there are {list_names(names, most)}" if names else "there are none")

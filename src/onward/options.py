@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, get_type_hints
 
-from onward.arguments import OPENED, Count, Range, Seed, Threads, bind, fitting, with_new_names
+from onward.arguments import OPENED, Count, Range, Seed, Threads, bind, coerce, with_new_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 _DATA, _PREPROCESSING, _LOSS, _PARAMETERS = "Data", "Preprocessing", "Loss and optimizer", "Trainable parameters"
 _INITIAL, _RUN, ENGINE = "Initial values", "Run", "Engine"
 _CLUSTER, _PAGE, _WHOLE = "Cluster", "Page", "The part `run`"
-UNTOLD = "Missing from the checkpoint"
-_PANELS = (_CLUSTER, _PAGE, _DATA, _PREPROCESSING, _LOSS, _PARAMETERS, _INITIAL, _RUN, ENGINE, _WHOLE, UNTOLD)
+MISSING = "Missing from the checkpoint"
+_PANELS = (_CLUSTER, _PAGE, _DATA, _PREPROCESSING, _LOSS, _PARAMETERS, _INITIAL, _RUN, ENGINE, _WHOLE, MISSING)
 
 
 class Proto(Protocol):
@@ -151,7 +151,7 @@ _page = functools.partial(_option, panel=_PAGE)
 _whole = functools.partial(_option, panel=_WHOLE)
 
 
-def as_in(kind: type, name: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
+def redeclare(kind: type, name: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
     """Declare an option of another class again, with another default or other metadata."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
     default = declared.default if default is dataclasses.MISSING else default
@@ -175,7 +175,7 @@ class Fields:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for name, hint in field_types(kind).items():
-            object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
+            object.__setattr__(self, name, coerce(f"`{name}`", getattr(self, name), hint))
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
@@ -214,7 +214,7 @@ def former_names(kind: type) -> dict[str, str]:
     }
 
 
-def taking(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Give a function the arguments of a dataclass: to people, type checkers and editors. It gets those that are given.
 
     They are checked first, names, types and ranges, and its docstring gets a line for each that is an option. What is
@@ -230,7 +230,7 @@ def taking(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             given = bind(function.__name__, signature, args, with_new_names(kwargs, renamed)).arguments
-            return function(**{name: fitting(f"`{name}`", value, hints[name]) for name, value in given.items()})
+            return function(**{name: coerce(f"`{name}`", value, hints[name]) for name, value in given.items()})
 
         call.__dict__["is_checked"] = True
         call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
@@ -474,7 +474,7 @@ class FeedOptions(DataOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldOutOptions:
+class ValidationOptions:
     """Options of validation."""
 
     validation: Validation = _data(
@@ -487,7 +487,7 @@ class HeldOutOptions:
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class TrainConfig(Fields, HeldOutOptions, FeedOptions):
+class TrainConfig(Fields, ValidationOptions, FeedOptions):
     """Options of a run: data, epochs, metrics, folder, engine. A `Recipe` holds the loss, optimizer and so on.
 
         config = onward.TrainConfig(epochs=10, validation=0.1, engine="torch")
@@ -596,11 +596,11 @@ class TrainOptions(TrainConfig, RecipeOptions, ModelAndData):
 
 
 def _untold(name: str, **said: str) -> Any:
-    return as_in(TrainOptions, name, panel=UNTOLD, default=None, **said)
+    return redeclare(TrainOptions, name, panel=MISSING, default=None, **said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UntoldOptions:
+class MissingOptions:
     """Options that a checkpoint of another framework may not hold."""
 
     loss: Loss = _untold("loss")
@@ -624,14 +624,14 @@ class UntoldOptions:
 class WholeRunOptions:
     """Options of entire training as one ONNX model. Its other settings are inputs of that model."""
 
-    batch_size: BatchSize | None = as_in(
+    batch_size: BatchSize | None = redeclare(
         TrainConfig,
         "batch_size",
         panel=_WHOLE,
         text="batch size (default: the model's fixed batch size, or 32)",
     )
-    last: Last = as_in(TrainConfig, "last", panel=_WHOLE)
-    shuffle: bool = as_in(TrainConfig, "shuffle", panel=_WHOLE)
+    last: Last = redeclare(TrainConfig, "last", panel=_WHOLE)
+    shuffle: bool = redeclare(TrainConfig, "shuffle", panel=_WHOLE)
     batch_inputs: Sequence[str] | str = _whole(
         (),
         "INPUT",
@@ -646,16 +646,16 @@ class WholeRunOptions:
         "evaluate after every epoch on validation data, which are separate inputs, and keep the best state",
         formerly="validation --validation",
     )
-    metrics: Sequence[str] | str | None = as_in(TrainConfig, "metrics", panel=_WHOLE)
-    monitor: str | None = as_in(TrainConfig, "monitor", panel=_WHOLE)
-    patience: Count | None = as_in(TrainConfig, "patience", panel=_WHOLE)
+    metrics: Sequence[str] | str | None = redeclare(TrainConfig, "metrics", panel=_WHOLE)
+    monitor: str | None = redeclare(TrainConfig, "monitor", panel=_WHOLE)
+    patience: Count | None = redeclare(TrainConfig, "patience", panel=_WHOLE)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PageOptions(HeldOutOptions, DataOptions, RecipeOptions, ModelAndData):
+class PageOptions(ValidationOptions, DataOptions, RecipeOptions, ModelAndData):
     """Options of a page that trains."""
 
     title: str | None = _page(None, "TEXT", "heading of the page (default: the name of the model)")

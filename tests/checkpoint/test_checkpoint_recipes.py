@@ -17,7 +17,7 @@ from checkpoint_runs import close, data, exported, net, steps_of_onward
 
 import onward
 from onward.importing.recipes import settled_options
-from onward.options import UntoldOptions
+from onward.options import MissingOptions
 
 torch = pytest.importorskip("torch")
 from paths import CHECKPOINTS  # noqa: E402
@@ -351,16 +351,16 @@ def test_a_checkpoint_that_tells_must_agree(given: dict[str, Any]) -> None:
     """The Trainer of transformers stores its arguments: gradients clipped to a norm of 1, no accumulation."""
     checkpoint = onward.open_checkpoint(RECORDED.parent / "trainer")
     assert checkpoint.clip == {"norm": 1.0, "variant": "torch"} and checkpoint.accumulate == 1
-    same = UntoldOptions(clip="norm:1", accumulate=1)
+    same = MissingOptions(clip="norm:1", accumulate=1)
     assert settled_options(checkpoint, None, [], same)[:2] == ({}, checkpoint.clip)
     with pytest.raises(onward.Error, match=r"in the checkpoint\n") as caught:
-        settled_options(checkpoint, None, [], UntoldOptions(**given))
+        settled_options(checkpoint, None, [], MissingOptions(**given))
     assert "leave" in str(caught.value.hint)
 
 
 def test_a_scale_of_the_loss_must_agree() -> None:
     checkpoint = onward.open_checkpoint(RECORDED.parent / "plain.pt")  # with the state of a GradScaler
-    found, _, _ = settled_options(checkpoint, None, [], UntoldOptions(loss_scale="dynamic"))
+    found, _, _ = settled_options(checkpoint, None, [], MissingOptions(loss_scale="dynamic"))
     assert found == {"loss_scale": "dynamic"}
     with pytest.raises(onward.Error, match=r"`loss_scale` is 128\.0, and dynamic:"):
-        settled_options(checkpoint, None, [], UntoldOptions(loss_scale=128.0))
+        settled_options(checkpoint, None, [], MissingOptions(loss_scale=128.0))

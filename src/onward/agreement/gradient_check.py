@@ -18,7 +18,7 @@ from onward.build import Builder
 from onward.constants import constant_tensor
 from onward.differentiate import vjp
 from onward.differentiate.gradients import lower_gradients
-from onward.errors import Error, InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import Error, InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
 from onward.model.core import string, strings, tie, values
@@ -128,7 +128,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:
     listed = ", ".join(f"`{name}`" for name in names)
-    raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(names[0], known))
+    raise UnknownNameError(f"there is no value {listed}", hint=suggest_or_list(names[0], known))
 
 
 def _default_y(model: Model) -> ir.Value:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, suggest
 from onward.inspect.formatting import shape as shown_shape
 from onward.inspect.summary import port
 from onward.model import Model
@@ -45,7 +45,7 @@ def fit_inputs(given: Given, known: Mapping[str, ir.Value], spare: Container[str
         if name in known:
             found[name] = _fitting(known[name], array)
         elif name not in spare:
-            hint = near(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
+            hint = suggest(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return found
 

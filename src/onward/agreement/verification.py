@@ -16,7 +16,7 @@ from onward.agreement.report import Difference, EngineReport, EngineRow
 from onward.agreement.tolerance import Arrays, distance, distances_without_noise, farthest
 from onward.arguments import Count, Range, Seed, checked
 from onward.engines import ENGINES, FRAMEWORKS, Engine, function, is_installed, start
-from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import Error, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.lowering.contract import contract_of
 from onward.lowering.step import Manner, lower_for_engine, lower_for_framework
 from onward.model import Model, Source, load
@@ -60,7 +60,7 @@ def verify(
     model.step(step)  # which refuses a model without training
     for name in engines or ():
         if name not in ENGINES:
-            raise UnknownNameError(f"there is no engine `{name}`", hint=near_or_first(name, ENGINES))
+            raise UnknownNameError(f"there is no engine `{name}`", hint=suggest_or_list(name, ENGINES))
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
     ways = [Way(name, rules) for name in names for rules in ((False, True) if name in FRAMEWORKS else (True,))]
     known = [*model.inputs, *(value for one in model.steps[step:][:1] for value in one.algorithm.inputs)]

@@ -70,7 +70,7 @@ def _not_state(step: Scope, key: str) -> tuple[str, str | None]:
         return f"{quote(key)} belongs to training_info[{other}].algorithm, which this step does not see", hint
     known = (name for part in step.parts for name in part.initializers)
     message = f"neither the inference graph nor this algorithm has an initializer {quote(key)}"
-    return message, step.subject.near(key, known)
+    return message, step.subject.suggest(key, known)
 
 
 def keys_are_unique(step: Scope) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def update_values(step: Scope) -> Iterator[Finding]:
     for key, value in step.updates.items():
         if not value or value in outputs:
             continue
-        code, hint = "OW205", step.subject.near(value, iter(step.own.outputs))
+        code, hint = "OW205", step.subject.suggest(value, iter(step.own.outputs))
         message = f"the algorithm has no output {quote(value)}"
         if value in theirs:
             code, hint = "OW206", "pass it through an `Identity` in the algorithm"
@@ -118,7 +118,7 @@ def initial_values(step: Scope) -> Iterator[Finding]:
     for key, value in step.resets.items():
         if value and value not in outputs:
             computed = "is computed, but no output" if graph.defines(value) else "is not an output"
-            hint = step.subject.near(value, iter(graph.outputs))
+            hint = step.subject.suggest(value, iter(graph.outputs))
             yield make_finding("OW304", kind.place(key), f"{quote(value)} {computed} of the initialization graph", hint)
 
 

@@ -41,7 +41,7 @@ def check_calls(subject: CheckedModel) -> Iterator[Finding]:
         if domain in standard_domains() or domain not in call.opsets or subject.function(call.node) is not None:
             continue
         if domain in own:
-            hint = subject.near(op, (name for other, name, _ in subject.functions if other == domain))
+            hint = subject.suggest(op, (name for other, name, _ in subject.functions if other == domain))
             hint = hint or "a tool that inlines or drops functions may have removed it"
             yield make_finding(
                 "OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint

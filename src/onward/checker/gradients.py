@@ -40,7 +40,8 @@ def names_exist(scope: Scope) -> Iterator[Finding]:
         for attr, names in lists:
             for name in dict.fromkeys(names):
                 if not scope.defines(name):
-                    hint = scope.near(name) or "if another tool has changed the graph, refresh the training information"
+                    stale = "if another tool has changed the graph, refresh the training information"
+                    hint = scope.suggest(name) or stale
                     message = f"`{attr}` names {quote(name)}, which is not in the graph"
                     yield make_finding("OW403", gradient.node.place, message, hint)
 

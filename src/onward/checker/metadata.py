@@ -106,7 +106,7 @@ def parameters_exist(subject: CheckedModel) -> Iterator[Finding]:
             else:
                 continue
             if missing := [name for name in named if not _is_known(subject, holder.scope, name)]:
-                hint = holder.scope.near(missing[0])
+                hint = holder.scope.suggest(missing[0])
                 place = f'{holder.place}.metadata_props["{entry.key}"]'
                 yield make_finding("OW704", place, f"there is no parameter {listing(missing)}", hint)
 
@@ -128,7 +128,7 @@ def roles_are_known(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _holders(subject):
         for entry in holder.entries:
             if entry.key == ROLE_KEY and entry.value not in ROLES:
-                hint = subject.near(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
+                hint = subject.suggest(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
                 yield make_finding("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
 
 

@@ -35,7 +35,7 @@ def known_operators(scope: Scope) -> Iterator[Finding]:
     for site in scope.own.sites:
         op = site.node.op_type
         if site.node.domain == TRAINING_DOMAIN and op not in known and scope.subject.function(site.node) is None:
-            hint = scope.subject.near(op, iter(known))
+            hint = scope.subject.suggest(op, iter(known))
             yield make_finding("OW501", site.place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(op)}", hint)
 
 

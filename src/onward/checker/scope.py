@@ -24,7 +24,7 @@ from onnx import (
 
 from onward.checker.codes import bare
 from onward.checker.graphs import GraphIndex, NodeView, Site, TensorType, attribute, count, declared_types, walk
-from onward.errors import near
+from onward.errors import suggest
 from onward.model import TRAINING_DOMAIN
 from onward.model.protos import bodies
 from onward.standard import domain_of, schema_domain
@@ -132,8 +132,8 @@ class Scope:
     def read_by(self, name: str) -> list[NodeView]:
         return [node for part in self.parts for node in part.readers.get(name, ())]
 
-    def near(self, name: str) -> str | None:
-        return self.subject.near(name, (known for part in self.parts for known in part.names()))
+    def suggest(self, name: str) -> str | None:
+        return self.subject.suggest(name, (known for part in self.parts for known in part.names()))
 
     @cached_property
     def gradients(self) -> list[Gradient]:
@@ -219,12 +219,12 @@ class CheckedModel:
     def function(self, node: NodeProto) -> FunctionProto | None:
         return self.functions.get((domain_of(node), node.op_type, node.overload))
 
-    def near(self, name: str, known: Iterator[str]) -> str | None:
+    def suggest(self, name: str, known: Iterator[str]) -> str | None:
         """What the name may have been meant to be. Comparing is slow: after some thousands there are no more hints."""
         candidates = [other for other in islice(known, max(self._hints.left, 0)) if len(other) <= 100]
         with suppress(OverBudget):
             self._hints.spend(len(candidates) + 1)
-            return near(name, candidates) if len(name) <= 100 else None
+            return suggest(name, candidates) if len(name) <= 100 else None
         return None
 
 

@@ -18,7 +18,7 @@ from onward.checker.functions import can_expand, standard_domains
 from onward.checker.graphs import Site, of_values
 from onward.checker.sandbox import Verdict, examine
 from onward.checker.scope import CheckedModel, Scope, model_of
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, suggest
 from onward.model.core import TRAINING_DOMAIN
 from onward.runtime.sessions import NO_KERNEL, onnxruntime_limits
 from onward.standard import domain_of
@@ -170,6 +170,6 @@ def rules_for(target: str | None) -> tuple[Callable[[CheckedModel], Iterator[Fin
     if target is None:
         return ()
     if target not in _RULES:
-        hint = near(target, _RULES) or f"known runtimes: {', '.join(_RULES)}"
+        hint = suggest(target, _RULES) or f"known runtimes: {', '.join(_RULES)}"
         raise UnknownNameError(f"nothing is known about the runtime `{target}`", hint=hint)
     return _RULES[target]

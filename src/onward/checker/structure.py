@@ -64,7 +64,7 @@ def reads_are_defined(scope: Scope) -> Iterator[Finding]:
 
 
 def _undefined_name(scope: Scope, node: NodeView, name: str) -> Finding:
-    subject, hint = scope.subject, scope.near(name)
+    subject, hint = scope.subject, scope.suggest(name)
     home = subject.homes.get(name)
     of_step = f", which belongs to training_info[{home}].algorithm"
     if scope is subject.inference and home is not None:
@@ -134,7 +134,7 @@ def outputs_are_computed(scope: Scope) -> Iterator[Finding]:
             home = f"training_info[{scope.subject.homes[name]}].algorithm"
             yield make_finding("OW122", f'graph.output["{bare(name)}"]', f"this output is computed by {home}")
         elif not scope.defines(name):
-            hint = scope.near(name)
+            hint = scope.suggest(name)
             yield make_finding(
                 "OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint
             )

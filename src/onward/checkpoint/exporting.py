@@ -17,7 +17,7 @@ from onward.checkpoint.matching import Match, by_name, with_own_names
 from onward.checkpoint.pytorch.states import advance_counter, advance_state, state_of
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.source_checkpoint import source_of
-from onward.errors import Error, UnknownNameError, UnsupportedError, advising, list_names, near, warn
+from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -64,7 +64,7 @@ def to_checkpoint(
     slots = [tensor for each in checkpoint.optimizers if has_slots for tensor in each.tensors]
     announce(sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *slots)))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
-    with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
+    with replacing(target if chosen.is_folder else target.parent, target) as folder, default_hint(advice):
         written = folder if chosen.is_folder else folder / target.name
         chosen.write(checkpoint, written)
         lost = verify_written(checkpoint, written, chosen)
@@ -104,7 +104,7 @@ def format_named(name: str) -> Format:
     """The format of that name, if it can be written."""
     known = writable()
     if name not in known:
-        hint = near(name, known) or f"there are {', '.join(known)}"
+        hint = suggest(name, known) or f"there are {', '.join(known)}"
         raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)
     return known[name]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 import onnx_ir as ir
 
-from onward.arguments import fitting
+from onward.arguments import coerce
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, WithDefault
-from onward.errors import InvalidModelError, advising, warn
+from onward.errors import InvalidModelError, default_hint, warn
 from onward.model import Model
 from onward.model.state import KEPT, with_tags
 from onward.model.storage.files import SENSELESS, blame_file
@@ -142,7 +142,7 @@ def source_of(model: Model) -> Kept | None:
             found[key] = convert_dtype(tensor, np.dtype(form["dtype"]))
         return found[key]
 
-    with advising("make the training model of the checkpoint again"):
+    with default_hint("make the training model of the checkpoint again"):
         with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
             facts = json.loads(text)
             matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
@@ -333,7 +333,7 @@ class _Decoder:
         fields = {name: self.decode(value) for name, value in form.items()}
         for name, hint in get_type_hints(record).items():
             if name in fields:
-                fitting(f"`{name}`", fields[name], hint)
+                coerce(f"`{name}`", fields[name], hint)
         if not fields.keys() <= {*names} or any(not isinstance(x, str | int) for x in fields.get("parameters", ())):
             raise ValueError(f"it holds no {kind}")
         return record(**fields)

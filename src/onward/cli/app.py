@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from onward.cli import INTERRUPTED, console, say_interrupted
 from onward.cli.console import USAGE, ClosedPipe, help_text, print_error, usage_of
-from onward.errors import MEMORY_HINT, Error, lacks_memory, near
+from onward.errors import MEMORY_HINT, Error, lacks_memory, suggest
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
 
@@ -236,11 +236,11 @@ def _usage(error: typer.TyperException) -> tuple[str, str]:
 def _guess(text: str, context: typer.Context | None) -> str | None:
     """What was meant by a word that is not known."""
     if choice := re.search(r"`([^`]+)` is not one of (.+)", text):
-        return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
+        return suggest(choice[1], re.findall(r"`([^`]+)`", choice[2]))
     unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
     if unknown and context:
         options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        return near(unknown[1], [*options, *getattr(context.command, "commands", ())], likeness=0.6)
+        return suggest(unknown[1], [*options, *getattr(context.command, "commands", ())], likeness=0.6)
     if text.startswith("unexpected argument") and context:
         return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
     return None

@@ -10,8 +10,8 @@ from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
 from onward.cli.options import argument, example_in, option, options_from, select_given
-from onward.errors import InvalidModelError, WriteError, near
-from onward.options import UNTOLD, UntoldOptions
+from onward.errors import InvalidModelError, WriteError, suggest
+from onward.options import MISSING, MissingOptions
 
 if TYPE_CHECKING:
     from onward.frameworks.files import Framework
@@ -39,7 +39,7 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
-    **options_from(UntoldOptions),
+    **options_from(MissingOptions),
 )
 def convert(
     source: Annotated[
@@ -63,18 +63,18 @@ def convert(
             "--module",
             "PACKAGE:CLASS",
             "In place of `--like`, the nn.Module or LightningModule that was trained: your code, which is executed.",
-            UNTOLD,
+            MISSING,
         ),
     ] = None,
     inputs: Annotated[
         Path | None,
         option(
-            "--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch.", UNTOLD
+            "--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch.", MISSING
         ),
     ] = None,
     no_probe: Annotated[
         bool,
-        option("--no-probe", None, "Do not compare a step of `--module` with one of its graph: saves memory.", UNTOLD),
+        option("--no-probe", None, "Do not compare a step of `--module` with one of its graph: saves memory.", MISSING),
     ] = False,
     dry_run: Annotated[
         bool, option("--dry-run", None, "Say what would become of a checkpoint, and write nothing.")
@@ -95,7 +95,7 @@ def convert(
     """
     if not source.exists():
         raise _missing(source)
-    given = {**select_given(UntoldOptions, stated), "module": module}
+    given = {**select_given(MissingOptions, stated), "module": module}
     told = [f"--{name.replace('_', '-')}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
     told += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
     if to is not None:
@@ -120,7 +120,7 @@ def convert(
 def _missing(source: Path) -> InvalidModelError:
     siblings = [entry.name for entry in source.parent.iterdir()] if source.parent.is_dir() else []
     return InvalidModelError(
-        f"there is no file `{source}`", hint=near(source.name, siblings) or "see `onward convert --help`"
+        f"there is no file `{source}`", hint=suggest(source.name, siblings) or "see `onward convert --help`"
     )
 
 
@@ -133,7 +133,7 @@ def _convert_to(source: Path, to: str, output: Path | None, force: bool, program
 
     known = dict.fromkeys([*FRAMEWORKS, *writable()])
     if to not in known:
-        hint = near(to, known) or "see `onward convert --help`"
+        hint = suggest(to, known) or "see `onward convert --help`"
         raise Misuse(f"`{to}` is not one of {', '.join(f'`{name}`' for name in known)}", hint)
     framework = next((name for name in FRAMEWORKS if name == to), None)
     if program and framework is None:

@@ -14,7 +14,7 @@ import typer
 from onward.arguments import from_text, kinds_of
 from onward.cli.app import Misuse
 from onward.cli.files import Where
-from onward.errors import UnknownNameError, near_or_first
+from onward.errors import UnknownNameError, suggest_or_list
 from onward.options import Option, TrainConfig, former_names, options_of
 
 if TYPE_CHECKING:
@@ -186,6 +186,6 @@ def floats_matching(model: AnyModel, patterns: Sequence[str]) -> list[str]:
     if not names:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
         raise UnknownNameError(
-            f"{listed} matches no floating-point value", hint=near_or_first(patterns[0].strip("*"), known)
+            f"{listed} matches no floating-point value", hint=suggest_or_list(patterns[0].strip("*"), known)
         )
     return names

@@ -14,7 +14,7 @@ from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
-from onward.errors import UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
 from onward.model.core import values
@@ -109,7 +109,7 @@ def _open_model(
     unknown = [name for name in (y, *xs) if name not in known_values]
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
-        raise UnknownNameError(f"there is no value {names}", hint=near_or_first(unknown[0], known_values))
+        raise UnknownNameError(f"there is no value {names}", hint=suggest_or_list(unknown[0], known_values))
     context = Context(model)
     lower_gradients(context)
     expand(context, y, xs, keep_functions=keep_functions)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin
-from onward.errors import UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model.walk import is_random, nested_graphs
 
 Choice = int | str | Sequence[str] | None
@@ -104,7 +104,7 @@ def _matching_parts(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> It
         if not any(fnmatchcase(name, pattern) for node_names in names.values() for name in node_names):
             known_names = [name for node_names in names.values() for name in node_names if name]
             raise UnknownNameError(
-                f"nothing to compute again matches `{pattern}`", hint=near_or_first(pattern.strip("*"), known_names)
+                f"nothing to compute again matches `{pattern}`", hint=suggest_or_list(pattern.strip("*"), known_names)
             )
     part_of: dict[ir.Node, list[ir.Node]] = {}
     for node in nodes:

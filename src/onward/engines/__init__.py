@@ -12,11 +12,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onward.arguments import Threads, fitting
+from onward.arguments import Threads, coerce
 from onward.differentiate.gradients import check_gradients_of
 from onward.engines.engine import Engine, check_options, fitting_inputs
 from onward.engines.step_errors import refuse_endless_loops
-from onward.errors import ArgumentError, UnknownNameError, near, needing_memory
+from onward.errors import ArgumentError, UnknownNameError, needing_memory, suggest
 from onward.lowering.rounds import Steps
 from onward.lowering.step import has_training_operators, lower_for_engine
 from onward.model import Source, load
@@ -69,7 +69,7 @@ def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime",
             hint='add `strategy="deepspeed"` (`--strategy deepspeed`)',
         )
     if "threads" in options:
-        options["threads"] = fitting("`threads`", options["threads"], Threads | None)
+        options["threads"] = coerce("`threads`", options["threads"], Threads | None)
     if engine == "onnxruntime":
         from onward.engines.onnxruntime import OnnxRuntime
 
@@ -131,5 +131,5 @@ def check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise UnknownNameError(
             f"there is no engine `{engine}`",
-            hint="; ".join(filter(None, [near(engine, ENGINES), f"engines: {', '.join(ENGINES)}"])),
+            hint="; ".join(filter(None, [suggest(engine, ENGINES), f"engines: {', '.join(ENGINES)}"])),
         )

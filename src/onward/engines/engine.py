@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.engines.distributed import Alone, ProcessGroup
 from onward.engines.step_errors import refuse_endless_loops
-from onward.errors import DataError, UnknownNameError, UnsupportedError, near, near_or_first
+from onward.errors import DataError, UnknownNameError, UnsupportedError, suggest, suggest_or_list
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
 from onward.model.state import State, carried_state, states
@@ -43,7 +43,7 @@ class Results(dict[str, Any]):
 
 def no_result(name: str, results: Iterable[str]) -> UnknownNameError:
     """Return the error for a missing result."""
-    return UnknownNameError(f"there is no result `{name}`", hint=near_or_first(str(name), results))
+    return UnknownNameError(f"there is no result `{name}`", hint=suggest_or_list(str(name), results))
 
 
 class Engine(ABC):
@@ -156,7 +156,7 @@ class Engine(ABC):
         arrays = {name: _array(array) for name, array in state.items()}
         for name, array in arrays.items():
             if name not in self._carried:
-                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._carried))
+                raise UnknownNameError(f"there is no state `{name}`", hint=suggest(name, self._carried))
             tensor = self._carried[name].const_value
             assert tensor is not None
             misfits.append(self._misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy())))
@@ -222,7 +222,7 @@ def check_options(engine: str, options: Iterable[str], factory: Callable[..., An
     accepted = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
     for name in options:
         if name not in accepted:
-            hint = near(name, accepted) or (f"it has {', '.join(accepted)}" if accepted else None)
+            hint = suggest(name, accepted) or (f"it has {', '.join(accepted)}" if accepted else None)
             if name in ("precision", "deterministic"):
                 hint = 'torch, jax and tensorflow have it: `engine="torch"` (`--engine torch`)'
             raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
@@ -234,7 +234,7 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
     unknown = [name for name in batch if name not in inputs and name not in defaults]
     if missing or unknown:
         lines = [f"`{name}` is missing" for name in missing] + [f"`{name}` is not an input" for name in unknown]
-        hint = near(unknown[0], inputs) if unknown else None
+        hint = suggest(unknown[0], inputs) if unknown else None
         raise UnknownNameError(
             "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
         )

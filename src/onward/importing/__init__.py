@@ -31,7 +31,7 @@ from onward.importing.recipes import (
 )
 from onward.importing.schedules import schedule_by_updates
 from onward.model import Model, load
-from onward.options import UntoldOptions, taking
+from onward.options import MissingOptions, with_options
 from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
@@ -42,7 +42,7 @@ from onward.transform.training import without_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments(UntoldOptions):
+class _Arguments(MissingOptions):
     path: str | os.PathLike[str] | Checkpoint
     like: Model | str | os.PathLike[str] | None = None
     _: dataclasses.KW_ONLY
@@ -51,7 +51,7 @@ class _Arguments(UntoldOptions):
     probe: bool = True
 
 
-@taking(_Arguments)
+@with_options(_Arguments)
 def from_checkpoint(
     path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **given: Any
 ) -> Model:
@@ -104,7 +104,7 @@ class Beside:
     """
 
     def __init__(self, strict: bool, options: dict[str, Any]):
-        self._strict, self._said = strict, UntoldOptions(**options)
+        self._strict, self._said = strict, MissingOptions(**options)
         self._captured: Captured | None = None
         self._written: dict[Path, Path] = {}
 
@@ -164,7 +164,7 @@ class Plan:
     """Compares the graph, with these weights, with the module that it was captured of."""
 
 
-def plan(checkpoint: Checkpoint, captured: Captured, said: UntoldOptions) -> Plan:
+def plan(checkpoint: Checkpoint, captured: Captured, said: MissingOptions) -> Plan:
     """Return what an import would do, without doing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model

@@ -18,7 +18,7 @@ from onward.importing.groups import tells_optimizers, with_state
 from onward.inspect import describe
 from onward.inspect.formatting import quantity
 from onward.model import Model
-from onward.options import UntoldOptions
+from onward.options import MissingOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
@@ -35,7 +35,7 @@ def trained_groups(
     given: Model,
     base: RunState | None,
     loss: Any,
-    said: UntoldOptions,
+    said: MissingOptions,
 ) -> tuple[list[ParameterGroup], dict[str, bool]]:
     """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
 
@@ -73,7 +73,7 @@ def trained_groups(
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], said: UntoldOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], said: MissingOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
 

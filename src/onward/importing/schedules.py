@@ -11,7 +11,7 @@ from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
-from onward.options import UntoldOptions
+from onward.options import MissingOptions
 from onward.recipe.spec import Spec, parse
 from onward.run_state.state import ParameterGroup, RunState, SchedulerState
 from onward.run_state.tensors import is_number, number_of
@@ -38,7 +38,7 @@ def schedule_by_updates(
     groups: Sequence[ParameterGroup],
     base: RunState | None,
     step: int | None,
-    said: UntoldOptions,
+    said: MissingOptions,
 ) -> Scheduled:
     """Return the schedule of the user, of the checkpoint or of the model `base`, in this order, by updates.
 

@@ -18,7 +18,7 @@ from onward.lowering.run import lower_run
 from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import RUN, Manner, lower_for_engine
 from onward.model import Model, Source, load
-from onward.options import WholeRunOptions, taking
+from onward.options import WholeRunOptions, with_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Arguments(WholeRunOptions):
     recompute: Choice = None
 
 
-@taking(_Arguments, step="steps")
+@with_options(_Arguments, step="steps")
 def lower(
     model: Source, steps: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
 ) -> Model:

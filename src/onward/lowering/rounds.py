@@ -17,7 +17,7 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
-from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, near
+from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, suggest
 from onward.lowering.dependencies import Flow
 from onward.model import Model, Step
 from onward.model.core import (
@@ -123,7 +123,9 @@ def _index(model: Model, name: str) -> int:
         return names.index(name)
     if name.isdecimal() and int(name) < len(names):
         return int(name)
-    raise UnknownNameError(f"there is no step `{name}`", hint=near(name, names) or f"the steps are {', '.join(names)}")
+    raise UnknownNameError(
+        f"there is no step `{name}`", hint=suggest(name, names) or f"the steps are {', '.join(names)}"
+    )
 
 
 class _Round:

@@ -14,7 +14,7 @@ from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.differentiate.sweep import RuleLookup
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest
 from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
 from onward.lowering.optimize import optimize, write_calls
@@ -132,7 +132,7 @@ def lower_for_engine(
     """A part, in the operator set that the model has, for any engine."""
     if part is not None and part not in _OF_ENGINES:
         known = (*PARTS, RUN)
-        raise UnknownNameError(f"there is no part `{part}`", hint=near(part, known) or f"parts: {', '.join(known)}")
+        raise UnknownNameError(f"there is no part `{part}`", hint=suggest(part, known) or f"parts: {', '.join(known)}")
     return Lowering(source, step, manner).part(part)
 
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.build import Names
-from onward.errors import InvalidModelError, UnknownNameError, near_or_first
+from onward.errors import InvalidModelError, UnknownNameError, suggest_or_list
 from onward.model.walk import graphs_in, nested_graphs
 from onward.standard import ML_DOMAIN
 
@@ -142,7 +142,7 @@ class Model:
         for initializers in known:
             if name in initializers:
                 return initializers[name]
-        hint = near_or_first(name, list(itertools.chain.from_iterable(known)))
+        hint = suggest_or_list(name, list(itertools.chain.from_iterable(known)))
         raise UnknownNameError(f"there is no initializer `{name}`", hint=hint)
 
     def array(self, name: str, step: int = 0) -> np.ndarray:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model.core import Model
 from onward.model.serde import Source, load_references
 from onward.standard import DEVICES_IR
@@ -51,7 +51,7 @@ class Sharding:
             if unknown := [each for each in used if each not in self.mesh]:
                 raise UnknownNameError(
                     f"the mesh has no axis `{unknown[0]}`, which divides `{name}`",
-                    hint=near_or_first(unknown[0], self.mesh),
+                    hint=suggest_or_list(unknown[0], self.mesh),
                 )
             if len(set(used)) < len(used):
                 raise InvalidModelError(f"an axis of the mesh divides `{name}` twice", hint="name each once")
@@ -88,7 +88,7 @@ def write_sharding(sharding: Sharding, model: Model) -> None:
     for name, axes in sharding.tensors.items():
         if name not in known:
             raise UnknownNameError(
-                f"the model has no tensor `{name}`", hint=near_or_first(name, [n for n in known if n])
+                f"the model has no tensor `{name}`", hint=suggest_or_list(name, [n for n in known if n])
             )
         for axis, of_axis in axes.items():
             _check_axis(known[name], axis, math.prod(sharding.mesh[each] for each in of_axis))
@@ -114,7 +114,7 @@ def read_sharding(model: Model, name: str | None = None) -> Sharding:
         raise UnsupportedError(f"the file has {len(known)} configurations", hint=f"name one: {', '.join(known)}")
     wanted = next(iter(known)) if name is None else name
     if wanted not in known:
-        raise UnknownNameError(f"the file has no configuration `{wanted}`", hint=near_or_first(wanted, known))
+        raise UnknownNameError(f"the file has no configuration `{wanted}`", hint=suggest_or_list(wanted, known))
     mesh = _mesh_of(known[wanted])
     tensors: dict[str, Axes] = {}
     for node in _nodes(model):

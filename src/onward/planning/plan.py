@@ -16,7 +16,7 @@ from onward.model import Model, Source, load
 from onward.model.serde import load_references, load_shapes, stamp
 from onward.model.sharding import Sharding
 from onward.model.storage import write_file
-from onward.options import PlanOptions, RecipeOptions, options_of, taking
+from onward.options import PlanOptions, RecipeOptions, options_of, with_options
 from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Estimator, Machines, degrees
 from onward.planning.workload import Workload, dims_of
 from onward.recipe import prepare
@@ -82,7 +82,7 @@ class _Arguments(PlanOptions):
     step: int = 0
 
 
-@taking(_Arguments)
+@with_options(_Arguments)
 def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
     """Say what a training would take on so many devices: memory, communication, time. Nothing is run.
 

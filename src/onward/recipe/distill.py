@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.recipe.assembly import Assembly, embed
@@ -153,7 +153,7 @@ def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | 
     known = {value.name: value for value in values(model.graph) if value.name}
     if name is not None:
         if name not in known:
-            raise UnknownNameError(f"{whose} has no value `{name}`", hint=near(name, known) or _outputs(model))
+            raise UnknownNameError(f"{whose} has no value `{name}`", hint=suggest(name, known) or _outputs(model))
         return known[name]
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if default is not None:

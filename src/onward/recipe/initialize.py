@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, function
-from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.state import without_tags
 from onward.recipe import random
@@ -280,7 +280,7 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
     names = [value.name or "" for value in parameters]
     for pattern in init if isinstance(init, Mapping) and "name" not in init else ():
         if pattern != "*" and not matching([pattern], names):
-            hint = near_or_first(pattern.strip("*"), names)
+            hint = suggest_or_list(pattern.strip("*"), names)
             raise UnknownNameError(f"`{pattern}`, which has an initializer, matches no parameter", hint=hint)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, suggest
 from onward.model import Model
 from onward.standard import is_standard
 
@@ -152,7 +152,7 @@ def find_head(model: Model, name: str | None = None) -> Layer:
         if len(named) != 1:
             problem = f"there is no layer `{name}`" if not named else f"`{name}` is the name of {len(named)} layers"
             names = [other for layer in known for other in layer.names]
-            raise UnknownNameError(problem, hint=near(name, names) or listing(known))
+            raise UnknownNameError(problem, hint=suggest(name, names) or listing(known))
         return named[0]
     by_node = {layer.node: layer for layer in known}
     found = dict.fromkeys(head for output in model.outputs if (head := _before(output, by_node)) is not None)

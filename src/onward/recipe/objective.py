@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model, load
 from onward.model.core import all_names, tensor_of, values
 from onward.recipe.assembly import Assembly, embed
@@ -89,7 +89,7 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
 def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.Value:
     if term.output is not None:
         if term.output not in known:
-            hint = near(term.output, known) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
+            hint = suggest(term.output, known) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
             raise UnknownNameError(f"there is no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
         return tensor_of(known[term.output])
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]

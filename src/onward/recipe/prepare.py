@@ -16,7 +16,7 @@ from onward.model.checks import check_signatures
 from onward.model.core import tie, untie, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
-from onward.options import Fields, StepOptions, documented, taking
+from onward.options import Fields, StepOptions, documented, with_options
 from onward.recipe import lora, objective, preprocessing, prune, quantize
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift
@@ -228,7 +228,7 @@ class _Arguments(StepOptions):
     model: Source
 
 
-@taking(_Arguments)
+@with_options(_Arguments)
 def prepare(model: Source, **recipe: Any) -> Model:
     """Make a training model: the same inference graph, and a step that improves it.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from onward.arguments import Range
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model
 from onward.model.state import GROUP_KEY, ROLE_KEY
 
@@ -131,7 +131,7 @@ def options_of(function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str,
 def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """The entry of that name, or an error that suggests others."""
     if not isinstance(name, str) or name not in table:
-        hint = near(str(name), table) or f"there are {', '.join(table)}"
+        hint = suggest(str(name), table) or f"there are {', '.join(table)}"
         raise UnknownNameError(f"there is no {what} `{name}`", hint=hint)
     return table[name]
 
@@ -141,7 +141,7 @@ def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any])
     unknown = [key for key in given if key not in known]
     if unknown:
         names = ", ".join(f"`{key}`" for key in unknown)
-        hint = near(unknown[0], known) or (f"it has: {', '.join(known)}" if known else "it has no options")
+        hint = suggest(unknown[0], known) or (f"it has: {', '.join(known)}" if known else "it has no options")
         raise RecipeError(f"{what} has no option {names}", hint=hint)
 
 

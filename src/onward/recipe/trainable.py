@@ -34,7 +34,7 @@ import onnx_ir as ir
 
 from onward.build import DOMAIN as OURS
 from onward.constants import constant_tensor, tensor_in
-from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs, source_of
@@ -156,7 +156,7 @@ def select(
     missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
     if missing:
         names = ", ".join(f"`{pattern}`" for pattern in missing)
-        hint = near_or_first(missing[0].strip("*"), choices)
+        hint = suggest_or_list(missing[0].strip("*"), choices)
         raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
     if trainable is None:
         choices = _adapters_alone(model.graph, choices)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnknownNameError, UnsupportedError, suggest
 from onward.model import Model
 from onward.model.walk import graphs_of
 from onward.runtime.sessions import LARGE, contiguous, open_session
@@ -42,7 +42,7 @@ def providers_of(device: str) -> list[str]:
     if provider is None:
         raise UnknownNameError(
             f"there is no device `{device}`",
-            hint="; ".join(filter(None, [near(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
+            hint="; ".join(filter(None, [suggest(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
         )
     if device not in devices():
         raise UnsupportedError(

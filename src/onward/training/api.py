@@ -19,14 +19,14 @@ from onward.errors import DataError, Error, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import (
     Data,
+    MissingOptions,
     ModelAndData,
     Parallel,
     TrainConfig,
     TrainOptions,
-    UntoldOptions,
     Validation,
-    as_in,
-    taking,
+    redeclare,
+    with_options,
 )
 from onward.recipe import Recipe, quantize
 from onward.recipe.exporter_notes import folding_remarks
@@ -71,7 +71,7 @@ class CrossValidationArguments(TrainOptions, _Objects):
 class TrainArguments(CrossValidationArguments):
     """What `train` takes."""
 
-    folds: Annotated[int, Range(least=2)] | None = as_in(
+    folds: Annotated[int, Range(least=2)] | None = redeclare(
         TrainConfig,
         "folds",
         text="with `fold`: divide the data into K equal parts, and train on all but one of them; "
@@ -79,7 +79,7 @@ class TrainArguments(CrossValidationArguments):
     )
 
 
-@taking(TrainArguments)
+@with_options(TrainArguments)
 def train(
     recipe: Recipe | None = None,
     config: str | os.PathLike[str] | TrainConfig | None = None,
@@ -306,7 +306,7 @@ def _load_model(wanted: Config) -> tuple[Model, list[str]]:
                 f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--checkpoint CHECKPOINT`"
             )
         return load(wanted.model), []
-    untold = {field.name for field in dataclasses.fields(UntoldOptions)}
+    untold = {field.name for field in dataclasses.fields(MissingOptions)}
     useless = [name for name in wanted.recipe if name not in untold] + ["reset"] * wanted.reset
     if useless:
         raise RecipeError(

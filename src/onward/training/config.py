@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from onward import engines
-from onward.arguments import Range, fitting, from_text, with_new_names
+from onward.arguments import Range, coerce, from_text, with_new_names
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
 from onward.engines.distributed import ProcessGroup, current_group
 from onward.engines.distributed.deepspeed_config import read_deepspeed_config, with_batch_size, without_batch_size
-from onward.errors import ArgumentError, DataError, RecipeError, first_line, near
+from onward.errors import ArgumentError, DataError, RecipeError, first_line, suggest
 from onward.model import Model
 from onward.options import (
     ENGINE,
@@ -55,7 +55,7 @@ def check_values(values: dict[str, Any], hints: Mapping[str, Any], name: str, hi
     for key, kind in hints.items():
         try:
             if key in values:
-                values |= {key: fitting(f"`{key}`", values[key], kind)}
+                values |= {key: coerce(f"`{key}`", values[key], kind)}
         except (ArgumentError, RecipeError) as error:
             problems.append(error)
     if problems:
@@ -95,7 +95,7 @@ def read_settings(
     hints = field_types(_Stored)
     if unknown := [key for key in settings if key not in hints]:
         raise DataError(
-            f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=near(unknown[0], hints) or hint
+            f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=suggest(unknown[0], hints) or hint
         )
     typed = {
         name: from_text(value, hints[name]) if isinstance(value, str) else value for name, value in settings.items()

@@ -13,7 +13,7 @@ from onward.engines.distributed import join_group
 from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file
-from onward.options import Data, TrainConfig, taking
+from onward.options import Data, TrainConfig, with_options
 from onward.recipe import Recipe
 from onward.training.api import CrossValidationArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
@@ -134,7 +134,7 @@ def _is_done(run: Run) -> bool:
     return last.get("event") == "end" and last.get("reason") in _DONE
 
 
-@taking(CrossValidationArguments)
+@with_options(CrossValidationArguments)
 def cross_validate(
     recipe: Recipe | None = None,
     config: str | os.PathLike[str] | TrainConfig | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import Range
 from onward.errors import RecipeError
 from onward.model import load
-from onward.options import FeedOptions, ModelAndData, RecipeOptions, taking
+from onward.options import FeedOptions, ModelAndData, RecipeOptions, with_options
 from onward.recipe.optimizers.updates import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -47,7 +47,7 @@ class _Arguments(FeedOptions, RecipeOptions, ModelAndData):
     updates: Annotated[int, Range(least=_FEWEST)] = 100
 
 
-@taking(_Arguments, steps="updates")
+@with_options(_Arguments, steps="updates")
 def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **given: Any) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.constants import add_initializer, constant_ints
-from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
 from onward.model.core import Step, values
@@ -38,7 +38,7 @@ def declare(model: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     model = load(model).copy()
     inputs = {value.name or "": value for value in (*model.inputs, *_added_inputs(model.steps))}
     if unknown := [name for name in shapes if name not in inputs]:
-        raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=near_or_first(unknown[0], inputs))
+        raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=suggest_or_list(unknown[0], inputs))
     named: dict[str, int | str] = {}
     for name, sizes in shapes.items():
         named |= _settle_sizes(inputs[name], sizes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import UnknownNameError, UnsupportedError, near_or_first
+from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.core import Step, string, strings, tie, untie, values
 from onward.model.serde import stamp
@@ -35,7 +35,7 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(
-            f"there is no value {listed} in the inference graph", hint=near_or_first(missing[0], known)
+            f"there is no value {listed} in the inference graph", hint=suggest_or_list(missing[0], known)
         )
     fill_in_types(model, [known[name] for name in (*inputs, *outputs)])
     graph = model.graph

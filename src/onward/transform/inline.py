@@ -11,7 +11,7 @@ from onnx import AttributeProto, ModelProto, defs, inliner
 
 from onward.arguments import checked
 from onward.build import Names
-from onward.errors import InvalidModelError, UnknownNameError, near_or_first
+from onward.errors import InvalidModelError, UnknownNameError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_expansion
 from onward.model.core import all_names, tie, tie_function, untie, values
@@ -36,7 +36,7 @@ def inline(model: Source, names: Iterable[str] = ("*",)) -> Model:
     known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:
         if pattern != "*" and not any(_matches(name, pattern) for name in known):
-            hint = near_or_first(pattern.strip("*"), known)
+            hint = suggest_or_list(pattern.strip("*"), known)
             raise UnknownNameError(f"`{pattern}` matches no function of the model", hint=hint)
     inline_calls(model, patterns)
     return stamp(model)

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, near, near_or_first
+from onward.errors import InvalidModelError, UnknownNameError, suggest, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.core import Step, rename_in_gradients, values
 from onward.model.serde import stamp
@@ -81,7 +81,9 @@ def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> di
         *((n, inputs, "input of the second model") for n in connect.values()),
     ):
         if name not in known:
-            raise UnknownNameError(f"`{name}` is no {what}", hint=near(name, known) or f"there are {', '.join(known)}")
+            raise UnknownNameError(
+                f"`{name}` is no {what}", hint=suggest(name, known) or f"there are {', '.join(known)}"
+            )
     by_input: dict[str, str] = {}
     for output, name in connect.items():
         if name in by_input:
@@ -158,7 +160,7 @@ def rename(model: Source, names: Mapping[str, str]) -> Model:
     missing = [name for name in names if name not in known]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
+        raise UnknownNameError(f"there is no value {listed}", hint=suggest_or_list(missing[0], known))
     wanted = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None

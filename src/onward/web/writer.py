@@ -18,7 +18,7 @@ from typing import Any
 from onward.errors import ArgumentError, UnsupportedError, WriteError
 from onward.model import Model, Source, load
 from onward.model.storage import write_file
-from onward.options import PageOptions, taking
+from onward.options import PageOptions, with_options
 from onward.training.config import Config
 from onward.training.data import in_parts
 from onward.training.preparation import prepare_training, with_head_of
@@ -54,7 +54,7 @@ class Page:
         return sum(size for name, size in self.sizes.items() if name != "graphics")
 
 
-@taking(_Arguments)
+@with_options(_Arguments)
 def page(output: str | os.PathLike[str] = "site", force: bool = False, **given: Any) -> Page:
     """Write a page that trains a model in the browser: a folder for any web server, which asks no other.
 

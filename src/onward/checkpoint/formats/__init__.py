@@ -28,7 +28,7 @@ from onward.checkpoint.formats import (
 )
 from onward.checkpoint.pytorch.pickles import Named, note_names
 from onward.checkpoint.pytorch.trees import is_harmless
-from onward.errors import Error, InvalidModelError, UnsupportedError, advising
+from onward.errors import Error, InvalidModelError, UnsupportedError, default_hint
 from onward.model import Model, load
 
 FORMATS: tuple[Format, ...] = (
@@ -78,7 +78,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not place.exists():
         raise InvalidModelError(f"there is no `{place}`", hint="give a file or folder that is there")
     if (format := format_of(place)) is not None:
-        with note_names() as named, advising(_DAMAGED):
+        with note_names() as named, default_hint(_DAMAGED):
             checkpoint = format.read(place)
         names = {*checkpoint.executes, *(each.name for each in _code(named, place))}
         return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))
@@ -117,7 +117,7 @@ def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
         raise UnsupportedError(f"`{path}` is no checkpoint", hint="models of ONNX name no code")
     with note_names() as named:
         try:
-            with advising(_DAMAGED):
+            with default_hint(_DAMAGED):
                 names, wrong = format.read(path).executes, None
         except Error as error:
             names, wrong = (), error

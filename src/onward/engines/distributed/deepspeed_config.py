@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.errors import DataError, RecipeError, UnsupportedError, near
+from onward.errors import DataError, RecipeError, UnsupportedError, suggest
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.storage.files import reason, regular
@@ -126,7 +126,7 @@ def _refuse(config: Config, refused: Mapping[str, str], known: set[str] | None, 
         if known is not None and key not in known:
             raise UnsupportedError(
                 f"{where} has `{key}`, and nobody knows whether numbers stay the same with it",
-                hint=near(key, known) or "leave it out",
+                hint=suggest(key, known) or "leave it out",
             )
 
 

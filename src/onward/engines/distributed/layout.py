@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from onward.analysis.tensor_parallel import divide_matmuls
-from onward.errors import ArgumentError, UnknownNameError, UnsupportedError, near, near_or_first
+from onward.errors import ArgumentError, UnknownNameError, UnsupportedError, suggest, suggest_or_list
 from onward.model import Model
 from onward.model.sharding import Sharding, read_sharding
 from onward.model.state import carried_state
@@ -56,7 +56,9 @@ class MeshLayout:
         for pattern in self._rules:
             found = matching([pattern], [name for name in names if "/" in pattern or name not in apart])
             if not found:
-                raise UnknownNameError(f"`{pattern}` matches no tensor", hint=near_or_first(pattern.strip("*"), names))
+                raise UnknownNameError(
+                    f"`{pattern}` matches no tensor", hint=suggest_or_list(pattern.strip("*"), names)
+                )
             for name in found:
                 chosen.setdefault(name, pattern)
         return chosen
@@ -123,7 +125,9 @@ def read_mesh(text: str, devices: int) -> dict[str, int]:
             )
         axis, size = found.groups()
         if axis not in AXES:
-            raise UnknownNameError(f"meshes have no axis `{axis}`", hint=near(axis, AXES) or f"axes: {', '.join(AXES)}")
+            raise UnknownNameError(
+                f"meshes have no axis `{axis}`", hint=suggest(axis, AXES) or f"axes: {', '.join(AXES)}"
+            )
         if axis in mesh:
             raise ArgumentError(f"the mesh `{text}` has the axis `{axis}` twice", hint="name each once")
         mesh[axis] = int(size) if size is not None else None
@@ -140,7 +144,7 @@ def _read_rule(pattern: str, rule: str | Sequence[str | None], mesh: Mapping[str
     used = [axis for axes in spec for axis in axes]
     if unknown := [axis for axis in used if axis not in mesh]:
         raise UnknownNameError(
-            f"the mesh has no axis `{unknown[0]}`, which divides `{pattern}`", hint=near_or_first(unknown[0], mesh)
+            f"the mesh has no axis `{unknown[0]}`, which divides `{pattern}`", hint=suggest_or_list(unknown[0], mesh)
         )
     if len(set(used)) < len(used):
         raise ArgumentError(f"an axis of the mesh divides `{pattern}` twice", hint="name each once")

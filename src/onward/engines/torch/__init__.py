@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onward.engines.framework import Framework, Function, Operators, table
 from onward.engines.torch.compilation import CompiledStep
 from onward.engines.torch.types import TYPES, Functions, from_array, has_type, to_array
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, suggest
 
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What products may be computed in; None for what the tensors are."""
@@ -63,7 +63,8 @@ class Torch(Framework):
         if precision not in PRECISIONS:
             known = [name for name in PRECISIONS if name]
             raise UnknownNameError(
-                f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
+                f"there is no precision `{precision}`",
+                hint=suggest(str(precision), known) or f"one of {', '.join(known)}",
             )
         self.check_device(device, "PyTorch")
         self._device = torch.device(device)

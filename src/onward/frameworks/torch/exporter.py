@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from onward.build import Names
-from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, near
+from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, suggest
 from onward.frameworks.randomness import no_chance
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
@@ -151,7 +151,7 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
         if name not in flat.inputs:
             known = list(flat.inputs)
             raise UnknownNameError(
-                f"there is no input `{name}`", hint=near(name, known) or f"one of {', '.join(known)}"
+                f"there is no input `{name}`", hint=suggest(name, known) or f"one of {', '.join(known)}"
             )
     axes: dict[str, dict[int, Any]] = {}
     for name, tensor in flat.inputs.items():

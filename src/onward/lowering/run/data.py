@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnknownNameError, UnsupportedError, suggest
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
@@ -79,7 +79,7 @@ class Columns:
 def check_noise(noise: Collection[str], inputs: Collection[str]) -> None:
     for name in noise:
         if name not in inputs:
-            raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
+            raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=suggest(name, inputs))
 
 
 def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:

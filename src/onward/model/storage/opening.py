@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelError, near, needing_memory
+from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelError, needing_memory, suggest
 from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
@@ -89,7 +89,7 @@ def read_proto(path: PathLike) -> ModelProto:
                 return _parse(name, file.read(min(size, PROTO_LIMIT) + 1))  # which allocates as much
     except FileNotFoundError:
         siblings = (entry.name for entry in listing(path.parent))
-        hint = near(path.name, siblings) or "check the path; it is relative to the current folder"
+        hint = suggest(path.name, siblings) or "check the path; it is relative to the current folder"
         raise InvalidModelError(f"there is no file {name}", hint=hint) from None
     except NotRegularError as error:
         raise InvalidModelError(f"{name} is {reason(error)}", hint=instead_of(path)) from None

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest
 from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
@@ -209,7 +209,7 @@ def _weight_of(module: str, names: dict[str, str]) -> str:
 
 
 def _hint(module: str, known: Iterable[str]) -> str:
-    return near(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
+    return suggest(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
 
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.arguments import fitting
+from onward.arguments import coerce
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.recipe.assembly import Assembly, fill, full_tensor
 from onward.recipe.layers import layers
@@ -126,7 +126,7 @@ def groups(
         match, spec = _parse_group(item, default)
         if not matching(match, everything, roles):
             listed = ", ".join(f"`{pattern}`" for pattern in match)
-            hint = near_or_first(match[0].strip("*"), everything)
+            hint = suggest_or_list(match[0].strip("*"), everything)
             raise UnknownNameError(f"{listed} matches no parameter", hint=hint)
         members = [remaining.pop(name) for name in matching(match, list(remaining), roles)]
         if not members:
@@ -153,7 +153,7 @@ def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
         item = {"match": pattern, **parse_options(rest, item)}
     if not isinstance(item, Mapping) or "match" not in item:
         raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
-    match = fitting("`match` of a group", item["match"], Sequence[str])
+    match = coerce("`match` of a group", item["match"], Sequence[str])
     if not match:
         raise RecipeError("a group has no pattern that says which parameters it is for", hint="write `*.bias:lr=1e-4`")
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr, Names
-from onward.errors import RecipeError, UnknownNameError, list_names, near_or_first
+from onward.errors import RecipeError, UnknownNameError, list_names, suggest_or_list
 from onward.model import Step
 from onward.recipe.assembly import Assembly
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, MOVES, Chance, Draws
@@ -106,7 +106,7 @@ class Augmentation:
         names = [*self._entries, *(value.name or "" for value in graph.inputs)]
         if unknown := [name for name in self._along or () if name not in names]:
             raise UnknownNameError(
-                f"there is no input or target `{unknown[0]}` to move", hint=near_or_first(unknown[0], names)
+                f"there is no input or target `{unknown[0]}` to move", hint=suggest_or_list(unknown[0], names)
             )
         if self._image is None:
             return {}

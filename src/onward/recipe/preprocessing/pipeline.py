@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model
 from onward.recipe.preprocessing.operations import (
     OPERATIONS,
@@ -227,7 +227,7 @@ def by_input(model: Model, given: Any) -> dict[str, Any]:
     known = [value.name or "" for value in model.inputs]
     for name in named:
         if name not in known:
-            hint = near(name, known) or f"its inputs are {', '.join(known)}"
+            hint = suggest(name, known) or f"its inputs are {', '.join(known)}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return named
 

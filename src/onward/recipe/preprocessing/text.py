@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import DataError, RecipeError, near
+from onward.errors import DataError, RecipeError, suggest
 from onward.recipe.preprocessing.word_pieces import Pieces, loop_inputs, split_words
 
 WHITESPACE = (
@@ -244,7 +244,7 @@ class Vocabulary:
         if token is None or (optional and token not in self.numbers):
             return None
         if token not in self.numbers:
-            hint = near(token, self.numbers) or "name the one that it has: `unknown=...`, `pad=...`"
+            hint = suggest(token, self.numbers) or "name the one that it has: `unknown=...`, `pad=...`"
             raise RecipeError(f"{self._origin} has no token `{token}`", hint=hint)
         return self.numbers[token]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from onward.arguments import fitting
+from onward.arguments import coerce
 from onward.constants import constant_tensor
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.recipe.layers import Layer, layers, listing
@@ -123,7 +123,7 @@ def _type(name: Any) -> ir.DataType | None:
 
 def _words(name: str, given: Any) -> tuple[str, ...]:
     """Return the parts of `first+last`."""
-    words = given.split("+") if isinstance(given, str) else fitting(f"`{name}` of `quantize`", given, Sequence[str])
+    words = given.split("+") if isinstance(given, str) else coerce(f"`{name}` of `quantize`", given, Sequence[str])
     return tuple(word for word in words if word)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.distributed import Alone, Portion, ProcessGroup
-from onward.errors import DataError, UnknownNameError, near
+from onward.errors import DataError, UnknownNameError, suggest
 from onward.recipe.spec import check_options, lookup, parse
 from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
 from onward.training.data.matching import Binding, is_float
@@ -35,7 +35,7 @@ class Noise:
         self._kinds = {}
         for name, kind in kinds.items():
             if name not in inputs:
-                raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=near(name, inputs))
+                raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=suggest(name, inputs))
             spec = parse(kind)
             numbers = lookup("kind of noise", spec.name, KINDS)
             check_options(f"the noise `{spec.name}`", spec.options, numbers)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from onward.errors import DataError, UnsupportedError, near
+from onward.errors import DataError, UnsupportedError, suggest
 
 Batch = dict[str, np.ndarray]
 
@@ -141,7 +141,7 @@ def known_columns(wanted: Sequence[str] | None, columns: Mapping[str, Column], o
     for name in wanted or ():
         if name not in columns:
             listed = "columns are " + ", ".join(f"`{other}`" for other in columns)
-            raise DataError(f"{origin} has no column `{name}`", hint=near(name, columns) or listed)
+            raise DataError(f"{origin} has no column `{name}`", hint=suggest(name, columns) or listed)
     return list(columns) if wanted is None else wanted
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.errors import DataError, UnknownNameError, near
+from onward.errors import DataError, UnknownNameError, suggest
 from onward.training.data.dataset import Batch, Column
 
 
@@ -180,7 +180,7 @@ class _Sides:
         bound: Way = {}
         for name, given in mapping.items():
             if name not in self._wanted:
-                hint = near(name, self._wanted) or _list_names("inputs", self._wanted)
+                hint = suggest(name, self._wanted) or _list_names("inputs", self._wanted)
                 raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
             bound[name] = self._bind(name, self._resolve(given))
         for name in self._wanted:
@@ -200,7 +200,7 @@ class _Sides:
         for pattern in [given] if isinstance(given, str) else given:
             found = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
             if not found:
-                hint = " ".join(filter(None, [near(pattern, self._columns), _list_names("columns", self._columns)]))
+                hint = " ".join(filter(None, [suggest(pattern, self._columns), _list_names("columns", self._columns)]))
                 raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
             names += found
         return names
@@ -244,7 +244,7 @@ class _Sides:
             could = [*(f"`{column}`" for column in found[:4]), "..."][: len(found)]
             why = f"input `{name}` could be {' or '.join(could)}" + (" or several" if len(found) == 1 and ways else "")
             raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
-        meant = near(name, free)
+        meant = suggest(name, free)
         idle = [column for column in free if not any(column in columns for columns in fitting.values())]
         hint = self._hint_at_several(name, rest, free) or f"say which column it is: {_say(name, 'COLUMN')}"
         if meant:

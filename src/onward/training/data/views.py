@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.errors import DataError, near
+from onward.errors import DataError, suggest
 from onward.training.data.dataset import Batch, Dataset, known_columns, pieces_of
 from onward.training.data.objects import Stream
 
@@ -252,7 +252,7 @@ def with_classes(data: Dataset, column: str, classes: tuple[str, ...], origin: s
     if strange:
         raise DataError(
             f"column `{column}` has the class `{strange[0]}`, which is not in {origin}",
-            hint=near(strange[0], classes) or f"classes are {', '.join(classes[:10])}",
+            hint=suggest(strange[0], classes) or f"classes are {', '.join(classes[:10])}",
         )
     return _Renumbered(data, column, classes)
 
