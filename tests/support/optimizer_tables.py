@@ -122,7 +122,7 @@ class Optax(NamedTuple):
     optimizers: str
     variant: str
     made: str
-    """`native`: a chain of optax's own transformations. `exact transform`: one of ours (see exact.py)."""
+    """`native`: a chain of optax's own transformations. `exact transform`: one of ours (see `recipe_optimizer`)."""
     example: str
 
     @property

@@ -20,7 +20,7 @@ from conformity import operator_of  # noqa: E402
 from onward.engines.framework import NotOnHost  # noqa: E402
 from onward.engines.keras import ROWS  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
-from onward.frameworks.keras.graphs import GraphKeras, interpret  # noqa: E402
+from onward.frameworks.keras.step_graphs import GraphKeras, interpret  # noqa: E402
 from onward.model import load  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]

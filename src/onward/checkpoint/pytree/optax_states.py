@@ -209,7 +209,7 @@ class States:
             self._end(tree, way)
         elif (known := _STATES.get(frozenset(fields))) is not None:
             self._slots({slot: field for field, slot in known.items()}, inside, way, label, sign)
-        elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/exact.py
+        elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/updates.py
             kept = dict(parts(inside["slots"]))
             self._slots({slot: slot for slot in kept}, kept, (*way, "slots"), label, sign)
         elif fields == {"inner_states"}:

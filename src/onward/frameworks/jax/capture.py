@@ -18,7 +18,7 @@ from onward.frameworks.jax.closures import Tree, named_leaves
 from onward.frameworks.jax.jaxpr import export
 from onward.frameworks.jax.optimizer import Optimization, read_optimizer
 from onward.frameworks.jax.probe import compare_outputs, probe_steps, try_updates
-from onward.frameworks.jax.traced import trace_optimizer
+from onward.frameworks.jax.traced_optimizer import trace_optimizer
 from onward.frameworks.randomness import no_chance
 from onward.model import Model
 from onward.model.core import values

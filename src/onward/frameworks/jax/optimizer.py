@@ -1,6 +1,6 @@
 """optax as optimizers of a recipe, with state, and back.
 
-Optimizers of a recipe are optax's own transformations where these compute the same, else ours (see exact.py).
+Optimizers of a recipe are optax's own transformations where these compute the same, else ours (see updates.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from onward.errors import UnsupportedError
-from onward.frameworks.jax.chains import Recognized, number, recognize
 from onward.frameworks.jax.closures import (
     Transformation,
     Tree,
@@ -26,8 +25,9 @@ from onward.frameworks.jax.closures import (
     transformations,
     walk,
 )
-from onward.frameworks.jax.exact import OBJECTS, Rate
+from onward.frameworks.jax.recognition import Recognized, number, recognize
 from onward.frameworks.jax.schedule import make_schedule, read_schedule
+from onward.frameworks.jax.updates import OBJECTS, Rate
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
@@ -243,11 +243,11 @@ def transformation(run: RunState, ox: Any) -> Any:
     for i, group in enumerate(run.groups):
         rate = make_schedule(run.schedule, group.lr, ox)
         if isinstance(group.optimizer, FunctionOptimizer):
-            made.append(ox.executed(group.optimizer, f"group{i}", rate))
+            made.append(ox.function_optimizer(group.optimizer, f"group{i}", rate))
         elif (calls := _native_calls(group.spec, rate)) is not None:
             made.append(ox.chain(*(getattr(ox, name)(**arguments) for name, arguments in calls)))
         else:
-            made.append(ox.exact(group, rate))
+            made.append(ox.recipe_optimizer(group, rate))
     tx = made[0]
     if len(made) > 1:
         labels = {name: f"group{i}" for i, group in enumerate(run.groups) for name in group.parameters}

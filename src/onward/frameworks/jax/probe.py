@@ -18,7 +18,7 @@ from onward.build import Builder
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import initializer, model_of
 from onward.frameworks.jax.closures import Tree, named_leaves, path_name
-from onward.frameworks.jax.jaxpr.emitter import data_of
+from onward.frameworks.jax.jaxpr.builder import data_of
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.closures import free_variables, origin
-from onward.frameworks.jax.exact import OBJECTS
+from onward.frameworks.jax.updates import OBJECTS
 from onward.recipe.schedules import schedule
 from onward.recipe.spec import Spec
 from onward.vocabulary.optax import (
@@ -59,7 +59,7 @@ def _pieces(function: Schedule) -> Pieces:
 def make_schedule(specs: Sequence[Spec], lr: float, ox: Any = OBJECTS) -> Any:
     """Return the rate, or the schedule of optax, for schedules of a recipe and a base rate.
 
-    Where optax has none that computes the same, it is a function that does. `ox` has both (see `Objects`).
+    Where optax has none that computes the same, it is a function that does. `ox` has both (see `OptaxObjects`).
     """
     if not specs:
         return lr

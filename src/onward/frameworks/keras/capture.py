@@ -9,7 +9,7 @@ import keras
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.keras.graph import REGULARIZATION, Walk, functional_of
+from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, functional_of
 from onward.frameworks.keras.loss import Term, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
@@ -39,9 +39,9 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
         restored: Model = model.to_training_model()
         return restored
     _check_kind(model)
-    walk = Walk(model)
-    problems = [*walk.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
-    terms: list[Term] = _gather(problems, lambda: read_loss(model, walk.outputs), [])
+    graph = LayerGraph(model)
+    problems = [*graph.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
+    terms: list[Term] = _gather(problems, lambda: read_loss(model, graph.outputs), [])
     rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
     _gather(problems, lambda: row_of(model.optimizer), None)
@@ -50,20 +50,20 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
             f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),
             hint="replace what is named, or export the forward pass and `onward.prepare` it",
         )
-    variables = [v for v in model.trainable_variables if walk.is_used(v)]
+    variables = [v for v in model.trainable_variables if graph.is_used(v)]
     optimizer = model.optimizer
     run = RunState(
-        model=walk.model(),
-        loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if walk.is_regularized else [])],
-        groups=_groups(optimizer, rate.lr, variables, walk),
-        state=state_of(optimizer, walk.names, variables),
+        model=graph.model(),
+        loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if graph.is_regularized else [])],
+        groups=_groups(optimizer, rate.lr, variables, graph),
+        state=state_of(optimizer, graph.names, variables),
         step=int(optimizer.iterations),
         schedule=rate.schedule,
         clip=clip_of(optimizer),
         recipe=recipe,
     )
     if probe:
-        try_steps(run, model, walk, terms)
+        try_steps(run, model, graph, terms)
     return to_training_model(run)
 
 
@@ -119,11 +119,11 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
         return default
 
 
-def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[ParameterGroup]:
+def _groups(optimizer: Any, lr: float, variables: Sequence[Any], graph: LayerGraph) -> list[ParameterGroup]:
     """One, or two where weight decay leaves some variables out."""
     if row_of(optimizer) is None:
         return [
-            ParameterGroup(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])
+            ParameterGroup(trace_update(optimizer, variables, graph.names, lr), [graph.names[id(v)] for v in variables])
         ]
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
@@ -131,7 +131,7 @@ def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> 
     parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
     spec = read_optimizer(optimizer, lr)
     return [
-        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), [walk.names[id(v)] for v in part])
+        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), [graph.names[id(v)] for v in part])
         for number, part in parts
         if part
     ]

@@ -15,16 +15,16 @@ from onward.arguments import checked
 from onward.differentiate.gradients import has_gradients
 from onward.engines.keras.types import available, fit_target
 from onward.errors import DataError, UnsupportedError
-from onward.frameworks.keras.graphs import (
+from onward.frameworks.keras.loss import make_loss
+from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
+from onward.frameworks.keras.step_graphs import (
     Executable,
     Loss,
-    Parts,
+    StepGraphs,
     no_gradient_inside,
     share_of_replica,
     sum_over_replicas,
 )
-from onward.frameworks.keras.loss import make_loss
-from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
 from onward.model import Model, Source, load
 from onward.model.state import STEP, states
 from onward.run_state.standard_steps import adopt
@@ -40,7 +40,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
 
     def __init__(self, model: Model):
         super().__init__(name=_identifier(model.graph.name or "model"))
-        parts = Parts(model)
+        parts = StepGraphs(model)
         self._forward = {False: parts.inference(), True: parts.training()}
         self._loss_graph: Loss | None = parts.loss()
         self.input_names = [value.name or "" for value in model.inputs]
@@ -137,7 +137,7 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def __init__(self, model: Model, held: Mapping[str, Any], learning_rate: float):
         super().__init__(learning_rate=learning_rate, name="training")
-        graph, contract = Parts(model).apply()
+        graph, contract = StepGraphs(model).apply()
         self._graph: Executable = graph
         self._gradients: dict[str, str] = contract.gradients
         self._updates: dict[str, str] = contract.update

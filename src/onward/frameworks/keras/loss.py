@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import keywords
-from onward.frameworks.keras.graph import functional_of
+from onward.frameworks.keras.layer_graph import functional_of
 from onward.frameworks.keras.layers import Tensor
 from onward.model import Model
 from onward.run_state.state import RunState

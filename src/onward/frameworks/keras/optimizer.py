@@ -12,8 +12,8 @@ from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
 from onward.build import Names
 from onward.errors import Error, UnsupportedError, first_line
-from onward.frameworks.keras.graphs import has_replicas
 from onward.frameworks.keras.schedule import make_schedule
+from onward.frameworks.keras.step_graphs import has_replicas
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs

@@ -13,7 +13,7 @@ from onward.agreement.inputs import example_inputs, generator
 from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.keras.graph import Walk, functional_of
+from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
 from onward.frameworks.keras.loss import Term
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.run_state.state import RunState
@@ -22,20 +22,20 @@ from onward.run_state.training_models import to_training_model
 _STEPS = 3
 
 
-def try_steps(run: RunState, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
+def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> None:
     """Three steps of a copy of `model`, and of the training model; neither original is changed."""
     rng = generator(0)
     inputs = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
-    samples = len(inputs[0][walk.inputs[0].plain.name])
+    samples = len(inputs[0][graph.inputs[0].plain.name])
     batches = [{**drawn, **{term.target: term.draw(rng, samples) for term in terms}} for drawn in inputs]
     copy = _copy(model)
-    names = [walk.names[id(v)] for v in model.variables]
-    trained = [walk.names[id(v)] for v in model.trainable_variables]
+    names = [graph.names[id(v)] for v in model.variables]
+    trained = [graph.names[id(v)] for v in model.trainable_variables]
     gradients = _watch_gradients(copy.optimizer)
 
     def step(batch: Arrays) -> StepResult:
         copy.reset_metrics()
-        loss = copy.train_on_batch(*_arguments(batch, model, walk, terms), return_dict=True)["loss"]
+        loss = copy.train_on_batch(*_arguments(batch, model, graph, terms), return_dict=True)["loss"]
         weights = dict(zip(names, map(array_of, copy.variables), strict=True))
         return StepResult(float(loss), dict(zip(trained, gradients, strict=True)), weights)
 
@@ -43,10 +43,10 @@ def try_steps(run: RunState, model: Any, walk: Walk, terms: Sequence[Term]) -> N
     compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
 
 
-def _arguments(batch: Arrays, model: Any, walk: Walk, terms: Sequence[Term]) -> tuple[Any, Any]:
+def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> tuple[Any, Any]:
     """A batch as Keras takes it."""
-    inputs = [batch[x.plain.name] for x in walk.inputs]
-    targets: list[Any] = [None] * len(walk.outputs)
+    inputs = [batch[x.plain.name] for x in graph.inputs]
+    targets: list[Any] = [None] * len(graph.outputs)
     for term in terms:
         targets[term.output] = batch[term.target]
     structure = functional_of(model)._outputs_struct

@@ -20,10 +20,10 @@ from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.randomness import no_chance
-from onward.frameworks.tensorflow.averages import keep_averages
-from onward.frameworks.tensorflow.graph import Resource, Walk, dtype_of
+from onward.frameworks.tensorflow.graph import Resource, Translator, dtype_of
 from onward.frameworks.tensorflow.probe import confirm
 from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
+from onward.frameworks.tensorflow.running_averages import keep_averages
 from onward.model import Model
 from onward.recipe import Recipe, prepare
 from onward.transform.training import remove_unused
@@ -105,11 +105,11 @@ def export(
     function = _concrete(module, arguments, named)
     variables = _variables(function)
     names = _names(module, variables)
-    op, walk = _write_graph(function, [(v, names[id(v)]) for v in variables])
-    variance = keep_averages(op, walk)
-    model = _finish(op, walk)
+    op, translator = _write_graph(function, [(v, names[id(v)]) for v in variables])
+    variance = keep_averages(op, translator)
+    model = _finish(op, translator)
     if probe:
-        trained = {names[id(v)]: v for v in variables if v.trainable} if walk.own_gradients else {}
+        trained = {names[id(v)]: v for v in variables if v.trainable} if translator.own_gradients else {}
         confirm(model, function, arguments, named, trained)
     used = model.graph.initializers
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
@@ -119,17 +119,17 @@ def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]
     """The graph of a function of tensors that have these shapes; results are in the order of its list."""
     specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
-    op, walk = _write_graph(concrete, [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))])
-    return _finish(op, walk)
+    named = [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))]
+    return _finish(*_write_graph(concrete, named))
 
 
-def _finish(op: Builder, walk: Walk) -> Model:
+def _finish(op: Builder, translator: Translator) -> Model:
     op.graph.sort()
-    _check(op.graph, walk)
+    _check(op.graph, translator)
     return model_of(remove_unused(op.graph), op.functions.values())
 
 
-def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
+def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Translator]:
     count = len(function.inputs) - len(function.captured_inputs)
     results = list(_paths(function.structured_outputs))
     weights = {id(variable.handle): initializer(name, variable.numpy()) for variable, name in variables}
@@ -138,16 +138,16 @@ def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[B
     graph = ir.Graph(
         fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": COMMON_OPSET}, name="function"
     )
-    op, walk = Builder(graph, opset=COMMON_OPSET, names=taken, share=True), Walk()
+    op, translator = Builder(graph, opset=COMMON_OPSET, names=taken, share=True), Translator()
     captured = [_captured_value(op, tensor, weights) for tensor in function.captured_inputs]
-    outputs = walk.inline(op, function.graph, [*map(op, fed), *captured])
+    outputs = translator.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):
         put_out(op, op(result.value), name)
-    return op, walk
+    return op, translator
 
 
-def _check(graph: ir.Graph, walk: Walk) -> None:
-    obstacles = walk.obstacles(graph.outputs)
+def _check(graph: ir.Graph, translator: Translator) -> None:
+    obstacles = translator.obstacles(graph.outputs)
     if obstacles:
         raise UnsupportedError(
             "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in obstacles),

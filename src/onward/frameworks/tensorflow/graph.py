@@ -1,4 +1,4 @@
-"""The walk over a graph of TensorFlow: each operation hands its inputs to the function that its type has in a table.
+"""Translation of TensorFlow graphs: an operation hands its inputs to the function that its type has in a table.
 
 Such a function takes a builder and the inputs. By keyword it may ask for attributes of the operation, and for `node`,
 which knows the shapes of inputs and the values of constant ones. It returns the result, or several.
@@ -75,7 +75,7 @@ Value = Expr | Resource
 Environment = dict[Any, Value]
 
 
-class Walk:
+class Translator:
     """What is known over all graphs of a function: how variables change, and what could not be expressed."""
 
     def __init__(self) -> None:
@@ -174,8 +174,8 @@ _OPAQUE = (tf.resource, tf.variant, tf.string)
 class Node:
     """One operation, as functions of the table see it."""
 
-    def __init__(self, walk: Walk, operation: Any, known: Environment):
-        self.walk = walk
+    def __init__(self, translator: Translator, operation: Any, known: Environment):
+        self.translator = translator
         self.operation = operation
         self._known = known
 
@@ -237,11 +237,11 @@ class Node:
 
     def of(self, operation: Any) -> Node:
         """Another operation of the same graph."""
-        return Node(self.walk, operation, self._known)
+        return Node(self.translator, operation, self._known)
 
     def read(self, op: Builder, variable: Resource) -> Expr:
         """What a variable is at this point."""
-        updated = self.walk.updates.get(variable.value)
+        updated = self.translator.updates.get(variable.value)
         return op(variable.value if updated is None else updated.value)
 
     def function(self, attribute: str) -> Any:

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from onward.build import Names
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
-from onward.frameworks.jax.jaxpr.emitter import Emitter, data_of, declare_value
+from onward.frameworks.jax.jaxpr.builder import JaxprBuilder, data_of, declare_value
 from onward.model import Model
 from onward.standard import COMMON_OPSET
 from onward.transform.training import remove_unused
@@ -79,7 +79,7 @@ def _export(
     result_names = _input_names(taken, "results", names, default)
     name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
-    op = Emitter.of(graph, COMMON_OPSET, taken)
+    op = JaxprBuilder.of(graph, COMMON_OPSET, taken)
     results = op.inline(jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):

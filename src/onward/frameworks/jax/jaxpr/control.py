@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import log_add_exp, relu6
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.emitter import align_mask, declare_value
+from onward.frameworks.jax.jaxpr.builder import align_mask, declare_value
 from onward.frameworks.jax.jaxpr.movement import positions
 
 primitives = Operators()

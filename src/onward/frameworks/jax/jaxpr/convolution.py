@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import as_pads, cast, inverse, permute
 from onward.frameworks.formulas.reduction import widely
-from onward.frameworks.jax.jaxpr.emitter import extreme, fill, reshape_to
+from onward.frameworks.jax.jaxpr.builder import extreme, fill, reshape_to
 from onward.frameworks.jax.jaxpr.movement import pad_axes, spread_elements
 
 primitives = Operators()

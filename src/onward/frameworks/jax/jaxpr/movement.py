@@ -27,7 +27,7 @@ from onward.frameworks.formulas.graph_building import (
     unstack,
 )
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.emitter import align_mask, extreme, fill, reshape_to
+from onward.frameworks.jax.jaxpr.builder import align_mask, extreme, fill, reshape_to
 
 primitives = Operators()
 # ---- shapes ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import cast
 from onward.frameworks.formulas.reduction import arg_reduce, cumulative, cumulative_sum, log_sum_exp, reduce
-from onward.frameworks.jax.jaxpr.emitter import declare_value, extreme, fill
+from onward.frameworks.jax.jaxpr.builder import declare_value, extreme, fill
 
 primitives = Operators()
 

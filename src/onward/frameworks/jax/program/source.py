@@ -13,8 +13,8 @@ import numpy as np
 
 from onward.frameworks.jax.forward import TrainingParts, types_of
 from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
+from onward.frameworks.jax.program.optimizer_source import OptimizerSource
 from onward.frameworks.jax.program.printer import GraphPrinter
-from onward.frameworks.jax.program.spelling import Spelling
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.source_bundle import SourceBundle
 from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, quote
@@ -31,12 +31,12 @@ def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) ->
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
-    spelling = Spelling(printer, params)
-    optimizer = spelling.optimizer(parts.run)
+    optimizer_source = OptimizerSource(printer, params)
+    optimizer = optimizer_source.optimizer(parts.run)
     sections = {
         "the run": break_lines(_run(parts, optimizer)),
         "the model": break_lines(f"{loss}\n\n\n{apply}"),
-        "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
+        "updates that optax does not have": break_lines("\n\n\n".join(optimizer_source.functions)),
         "what these call": "\n\n\n".join(printer.own.texts()),
         "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
     }

@@ -1,6 +1,6 @@
-"""Makes steps of a program: `python trial_script.py FOLDER BATCH RESULTS`.
+"""Script that makes steps of a written program. It imports nothing of Onward.
 
-A process of its own runs this, with nothing of Onward in it.
+python trial_script.py FOLDER BATCH RESULTS
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from onward.engines.keras.elementwise import convert, convert_like, same
 from onward.engines.keras.layers import dropout
 from onward.engines.keras.types import available, constant
 from onward.errors import UnsupportedError
-from onward.frameworks.keras.graphs import GraphKeras, interpret
+from onward.frameworks.keras.step_graphs import GraphKeras, interpret
 from onward.frameworks.program.calls import (
     ProgramStep,
     Value,

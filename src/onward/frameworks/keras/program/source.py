@@ -11,9 +11,9 @@ import numpy as np
 from onward.engines.framework import Function
 from onward.engines.keras.types import as_single, available, fit_target, plain_name
 from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel
-from onward.frameworks.keras.graphs import Forward, Parts
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.program.recording import MENTIONED, Program, record
+from onward.frameworks.keras.step_graphs import Forward, StepGraphs
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.calls import ProgramStep, in_order
 from onward.frameworks.program.sizes import Choices
@@ -67,7 +67,7 @@ class _Writer:
         self._package = package
         self._file = file
         self._model = model
-        self._parts = Parts(model, lambda graph: graph)
+        self._parts = StepGraphs(model, lambda graph: graph)
         self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}

@@ -1,8 +1,6 @@
-"""Loads a file of Keras with its program, and writes what it computes.
+"""Script that loads a Keras file with its program and saves its results. It imports nothing of Onward.
 
-    python trial_script.py PROGRAM FILE INPUTS RESULTS [BATCH]
-
-A process of its own runs this, with nothing of Onward in it.
+python trial_script.py PROGRAM FILE INPUTS RESULTS [BATCH]
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ operators = Operators()
 
 @operators.define("PartitionedCall", "StatefulPartitionedCall")
 def call(op, *arguments, node):
-    return node.walk.inline(op, node.function("f"), arguments)
+    return node.translator.inline(op, node.function("f"), arguments)
 
 
 operators(NoOp=lambda op: (), Assert=lambda op, *_: ())
@@ -22,9 +22,9 @@ operators(NoOp=lambda op: (), Assert=lambda op, *_: ())
 
 @operators.define("If", "StatelessIf")
 def branch(op, condition, *arguments, node):
-    with node.walk.without_updates():
+    with node.translator.without_updates():
         branches = {
-            name: op.subgraph(lambda inner, graph=graph: node.walk.inline(inner, graph, arguments), name=name)
+            name: op.subgraph(lambda inner, graph=graph: node.translator.inline(inner, graph, arguments), name=name)
             for name in ("then_branch", "else_branch")
             for graph in [node.function(name)]
         }
@@ -40,13 +40,13 @@ def loop(op, *initial, node):
     carried = [i for i in changed if i not in items]
 
     def goes_on(inner, values):
-        return inner.Reshape(node.walk.inline(inner, condition, values)[0], [])
+        return inner.Reshape(node.translator.inline(inner, condition, values)[0], [])
 
     def iteration(inner, number, again, *values):
         given = list(initial)
         for i, value in zip(carried, values, strict=True):
             given[i] = value
-        results = node.walk.inline(inner, body, given, [*(body.outputs[i] for i in carried), *items.values()])
+        results = node.translator.inline(inner, body, given, [*(body.outputs[i] for i in carried), *items.values()])
         for i, result in zip(carried, results, strict=False):
             given[i] = result
         return goes_on(inner, given), *results
@@ -54,7 +54,7 @@ def loop(op, *initial, node):
     counter = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     again = ir.Value(name="again", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
     inputs = [ir.Value(name="carried", type=initial[i].value.type, shape=_shape(body, i, initial[i])) for i in carried]
-    with node.walk.without_updates():
+    with node.translator.without_updates():
         first = goes_on(op, initial)
         graph = op.subgraph(iteration, [counter, again, *inputs])
         start = (initial[i] for i in carried)
@@ -129,7 +129,7 @@ operators(ReadVariableOp=lambda op, variable, *, node: node.read(op, variable))
 
 @operators.define("AssignVariableOp")
 def assign(op, variable, value, *, node):
-    node.walk.updates[variable.value] = value
+    node.translator.updates[variable.value] = value
     return ()
 
 

@@ -165,7 +165,7 @@ def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
 
 @operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")
 def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon, data_format):
-    """In training it hands out the statistics of the batch, for running averages: see running.py.
+    """In training it hands out the statistics of the batch, for running averages: see running_averages.py.
 
     The model has the form of inference. Statistics that are given, and not averaged, do not follow the data in training
     either: ONNX has an Identity between, which says so.
@@ -180,10 +180,10 @@ def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon
         raise Refused("it averages its statistics itself")
     _, like_mean, like_variance, *_ = node.operation.outputs
     likes = like_mean, like_variance
-    kept = [node.walk.placeholder(op, node, "it keeps no running averages", like) for like in likes]
-    batch = [node.walk.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
+    kept = [node.translator.placeholder(op, node, "it keeps no running averages", like) for like in likes]
+    batch = [node.translator.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
     y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
-    node.walk.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
+    node.translator.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
     return channels_last(op, y, data_format), *batch
 
 

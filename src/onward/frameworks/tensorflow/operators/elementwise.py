@@ -122,7 +122,7 @@ operators(
 @operators.define("IdentityN")
 def identities(op, *xs, node):
     """Where a function ends that was given its derivative, TensorFlow names this operation as its gradient."""
-    node.walk.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
+    node.translator.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
     return xs
 
 

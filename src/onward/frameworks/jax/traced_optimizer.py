@@ -20,10 +20,10 @@ from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.jax.closures import Tree, named_leaves, path_name, transformations
-from onward.frameworks.jax.exact import places_of
 from onward.frameworks.jax.jaxpr import export
-from onward.frameworks.jax.jaxpr.emitter import data_of
+from onward.frameworks.jax.jaxpr.builder import data_of
 from onward.frameworks.jax.optimizer import Optimization
+from onward.frameworks.jax.updates import places_of
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.frameworks.jax.exact import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
 from onward.frameworks.jax.optimizer import transformation
 from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
 from onward.frameworks.jax.program.printer import GraphPrinter
+from onward.frameworks.jax.updates import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
 from onward.frameworks.program.source_text import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -29,7 +29,7 @@ class Text(str):
         return str(self)
 
 
-class Spelling:
+class OptimizerSource:
     """Says which functions of optax make an optimizer, in place of calling them (see optimizer.py)."""
 
     def __init__(self, printer: GraphPrinter, params: Mapping[str, Any]):
@@ -65,12 +65,12 @@ class Spelling:
     def exact_clip(self, kind: str, limit: float, variant: str) -> Text:
         return Text(f"{self._printer.helper('exact_clip')}({quote(kind)}, {limit!r}, {quote(variant)})")
 
-    def exact(self, group: ParameterGroup, rate: Any) -> Text:
+    def recipe_optimizer(self, group: ParameterGroup, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
         entries = [f"{quote(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
         return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_write_value(rate)})")
 
-    def executed(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
+    def function_optimizer(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
         names, places = function.parameters, places_of(function, group)
         given = {name: f"params[{quote(name)}]" for name in names}
         given |= {gradient_of(name): f"gradients[{quote(name)}]" for name in names}

@@ -131,7 +131,7 @@ class Loss:
     targets: Sequence[ir.Value]
 
 
-class Parts:
+class StepGraphs:
     """A training model in pieces. The parameters and what is frozen are inputs of all of them."""
 
     def __init__(self, model: Model, made: Callable[[Model], Any] = Executable):

@@ -27,7 +27,7 @@ from onward.build import Builder, Expr, Names
 from onward.engines.framework import Operators, collect_operators, keywords
 from onward.errors import UnsupportedError
 
-FAMILIES = ("elementwise", "bits", "reduction", "movement", "convolution", "control")
+FAMILIES = ("elementwise", "bitwise", "reduction", "movement", "convolution", "control")
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def primitives() -> Operators:
     return collect_operators("onward.frameworks.jax.jaxpr", FAMILIES, "primitives")
 
 
-class Emitter(Builder):
+class JaxprBuilder(Builder):
     """A builder that knows what sizes are called, and collects what it cannot express."""
 
     sizes: dict[str, ir.Value]
@@ -44,7 +44,7 @@ class Emitter(Builder):
     refused: list[str]
 
     @classmethod
-    def of(cls, graph: ir.Graph, opset: int, names: Names) -> Emitter:
+    def of(cls, graph: ir.Graph, opset: int, names: Names) -> JaxprBuilder:
         """Return a builder for a graph, with a scalar for each symbol in the shapes of inputs."""
         op = cls(graph, opset=opset, names=names, share=True)
         op.refused, op.sizes = [], {}
@@ -54,7 +54,7 @@ class Emitter(Builder):
                     op.sizes[size.value] = op.Squeeze(op.Shape(value, start=axis, end=axis + 1)).value
         return op
 
-    def _for(self, graph: ir.Graph, scope: str) -> Emitter:
+    def _for(self, graph: ir.Graph, scope: str) -> JaxprBuilder:
         inner = super()._for(graph, scope)
         inner.sizes, inner.refused = self.sizes, self.refused
         return inner

@@ -23,7 +23,7 @@ from onward.vocabulary.keras import Refused
 REGULARIZATION = "regularization"
 
 
-class Walk:
+class LayerGraph:
     """What became of a model: its graph, and in `problems` what could not be written."""
 
     def __init__(self, model: Any):

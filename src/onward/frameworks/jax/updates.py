@@ -41,7 +41,7 @@ Sizes = tuple[tuple[int, ...], str]
 """A shape, and the name of a type."""
 
 
-def exact(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransformation:
+def recipe_optimizer(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransformation:
     """An optimizer of a recipe for these parameters; `rate` is in place of its learning rate."""
 
     def begin(x: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
     return rate
 
 
-def executed(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
+def function_optimizer(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
     """The function as an optimizer of parameters by name, those of a group; `rate` is for its learning rate."""
     names, places = function.parameters, places_of(function, group)
     results = [value.name or "" for value in function.update.graph.outputs]
@@ -100,21 +100,24 @@ def initial_state(function: FunctionOptimizer) -> dict[str, np.ndarray]:
     return made
 
 
-class Objects:
-    """Functions of optax, and ours for what it has none for. `program/spelling.py` says them in place of calling."""
+class OptaxObjects:
+    """Functions of optax, and those of this module for what optax lacks.
+
+    `OptimizerSource` has the same methods, which return source.
+    """
 
     rate_of = staticmethod(rate_of)
     exact_clip = staticmethod(exact_clip)
-    executed = staticmethod(executed)
+    function_optimizer = staticmethod(function_optimizer)
 
-    def exact(self, group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
-        return exact(group.spec, group.parameters, rate)
+    def recipe_optimizer(self, group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
+        return recipe_optimizer(group.spec, group.parameters, rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(optax, name)
 
 
-OBJECTS = Objects()
+OBJECTS = OptaxObjects()
 
 
 # ---- what is built of a definition -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Builder
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import permute
-from onward.frameworks.tensorflow.graph import Statistics, Walk
+from onward.frameworks.tensorflow.graph import Statistics, Translator
 
 # ---- `mean.assign(0.9 * mean + 0.1 * batch_mean)` --------------------------------------------------------------------
 
@@ -24,12 +24,12 @@ Coefficients = dict[ir.Value | None, float]
 """Of a sum of values; that of None is the number that is added."""
 
 
-def keep_averages(op: Builder, walk: Walk) -> Literal["population", "sample"]:
+def keep_averages(op: Builder, translator: Translator) -> Literal["population", "sample"]:
     """Let batch normalizations keep the averages that variables are assigned; which variance that is."""
-    averages = {variable: _average(variable, update.value) for variable, update in walk.updates.items()}
+    averages = {variable: _average(variable, update.value) for variable, update in translator.updates.items()}
     strange = [f"`{variable.name}`" for variable, average in averages.items() if average is None]
     by_statistic = {average.of: average for average in averages.values() if average is not None}
-    found = [*walk.statistics, *replace_written_out(op, by_statistic)]
+    found = [*translator.statistics, *replace_written_out(op, by_statistic)]
     for statistics in found:
         momenta = []
         for place, batch in zip((3, 4), statistics.batch, strict=True):

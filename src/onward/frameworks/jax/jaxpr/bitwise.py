@@ -12,7 +12,7 @@ from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import cast, dtype_of
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.emitter import reshape_to
+from onward.frameworks.jax.jaxpr.builder import reshape_to
 from onward.frameworks.jax.jaxpr.movement import positions
 from onward.recipe.random import encrypt
 
