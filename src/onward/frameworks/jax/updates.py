@@ -101,10 +101,7 @@ def initial_state(function: FunctionOptimizer) -> dict[str, np.ndarray]:
 
 
 class OptaxObjects:
-    """Functions of optax, and those of this module for what optax lacks.
-
-    `OptimizerSource` has the same methods, which return source.
-    """
+    """Functions of optax and of this module. `OptimizerSource` has the same methods, which return source."""
 
     rate_of = staticmethod(rate_of)
     exact_clip = staticmethod(exact_clip)
