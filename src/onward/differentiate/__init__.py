@@ -56,7 +56,7 @@ def gradient(
 def vjp(model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """Return a model with one more input `dy`, like `y`, whose outputs are the gradients of `xs`.
 
-    backward = onward.vjp("digits.onnx", "logits", ["image"])
+        backward = onward.vjp("digits.onnx", "logits", ["image"])
 
     - `model`, `y`, `xs`, `recompute`, `keep_functions`: as for `gradient`
     """
