@@ -18,9 +18,9 @@ from processes import together
 
 import onward
 from onward.lowering.contract import contract_of
+from onward.lowering.data_parallel import DataParallel
 from onward.lowering.micro_batches import divide_into_micro_batches
-from onward.lowering.sharing import Share
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,9 @@ def test_train_and_resume(models: dict[str, str], tmp_path: Path) -> None:
 
 
 def divide(model: Any) -> None:
-    forward = lower_for_engine(model, None, "forward", Manner(differentiate=False, share=Share(0, 2, gradients=False)))
+    forward = lower_for_engine(
+        model, None, "forward", LoweringOptions(differentiate=False, data_parallel=DataParallel(0, 2, gradients=False))
+    )
     contract = contract_of(forward)
     divide_into_micro_batches(forward, contract.state, contract.update.values())
 

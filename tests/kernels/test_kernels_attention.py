@@ -14,7 +14,7 @@ from onnx import numpy_helper, parser
 
 import onward
 from onward.kernels import DOMAIN, PASSES
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 
 pytestmark = needs_kernels
 
@@ -201,7 +201,7 @@ def test_attention_of_exporters_is_found_and_gives_the_same(form):
         optimizer="sgd:lr=0.1",
         trainable=trained,
     )
-    lowered = lower_for_engine(model, manner=Manner(passes=PASSES))
+    lowered = lower_for_engine(model, options=LoweringOptions(passes=PASSES))
     kinds = Counter(node.op_type for node in lowered.graph)
     found = [node for node in lowered.graph if node.domain == DOMAIN and node.op_type == "Attention"]
     assert len(found) == kinds["AttentionGradient"] == (wanted is not None)
@@ -225,7 +225,7 @@ def test_attention_of_exporters_is_found_and_gives_the_same(form):
 
 def test_whole_models_are_the_same_with_kernels():
     model = onward.prepare(small_transformer(), loss="value:loss", optimizer="adam")
-    kinds = Counter(node.op_type for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph)
+    kinds = Counter(node.op_type for node in lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph)
     assert kinds["Attention"] == kinds["GeluOfTanhGradient"] == 2 and kinds["LayerNormalizationGradient"] == 4
     assert kinds["CrossEntropy"] == 1
     rng = np.random.default_rng(0)

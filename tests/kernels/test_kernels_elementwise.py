@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import onward
 from onward.engines import function, start
 from onward.kernels import PASSES
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 
 pytestmark = needs_kernels
 
@@ -94,7 +94,7 @@ def test_activations_of_exporters_are_found_and_give_the_same(kernel):
     rng = np.random.default_rng(0)
     proto.graph.initializer.append(numpy_helper.from_array(rng.normal(0, 1, (8, 8)).astype(np.float32), "w"))
     model = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.01")
-    kinds = Counter(node.op_type for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph)
+    kinds = Counter(node.op_type for node in lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph)
     assert kinds[f"{kernel}Gradient"] == kinds[kernel] == bool(kernel) and kinds["Erf"] == kinds["Tanh"] == 0
     batch = {name: rng.standard_normal((5, 8)).astype(np.float32) for name in ("x", "target")}
     assert_the_same_with_kernels(model, batch)

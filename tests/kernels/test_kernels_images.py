@@ -17,7 +17,7 @@ from representatives import examples
 
 import onward
 from onward.kernels import DOMAIN, PASSES, library
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 
 pytestmark = needs_kernels
 
@@ -260,7 +260,7 @@ def test_a_training_is_the_same_without(training: onward.Model) -> None:
 
 def test_images_are_turned_once(training: onward.Model) -> None:
     """And nothing native is in what is lowered for others."""
-    graph = lower_for_engine(training, manner=Manner(passes=PASSES)).graph
+    graph = lower_for_engine(training, options=LoweringOptions(passes=PASSES)).graph
     names = {node.op_type for node in graph if node.domain == DOMAIN}
     assert {"Conv", "ConvWeightGradient"} <= names
     assert not any(node.op_type == "Conv" and not node.domain for node in graph)

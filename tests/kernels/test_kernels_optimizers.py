@@ -18,7 +18,7 @@ from onward.kernels import PASSES, update_in_place
 from onward.kernels.build import SOURCES
 from onward.kernels.updates import OPERATORS
 from onward.lowering.contract import contract_of
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.model.serde import from_proto
 from onward.model.state import states as states_of
 
@@ -85,7 +85,9 @@ def test_programs_of_usual_optimizers_are_those_that_are_compiled(name, clip):
     steps, numbers, tensors, results = dict(usual_programs())[f"{'Clipped' if clip else ''}{name}"]
     model = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer=USUAL[name], clip=clip)
     made = [
-        node for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph if node.op_type == "Elementwise"
+        node
+        for node in lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph
+        if node.op_type == "Elementwise"
     ]
     program = [n for step in steps for n in (OPERATORS.index(step[0]), *step[1:], *[step[1]] * (4 - len(step)))]
     for node in made:
@@ -157,7 +159,7 @@ _FEW = [
 
 def assert_same_steps(model):
     """Some steps with kernels and without leave the same state."""
-    nodes = lower_for_engine(model, manner=Manner(passes=PASSES)).graph.all_nodes()
+    nodes = lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph.all_nodes()
     made = [node for node in nodes if node.op_type == "Elementwise"]
     states = []
     for kernels in (True, False):
@@ -200,7 +202,7 @@ def digits_batches(count):
 
 
 def updated_in_place(model):
-    made = lower_for_engine(model, manner=Manner(passes=PASSES))
+    made = lower_for_engine(model, options=LoweringOptions(passes=PASSES))
     contract = contract_of(made)
     return update_in_place(made, contract.update, contract.loss)
 

@@ -16,7 +16,7 @@ import onward
 from onward.engines import start
 from onward.kernels import PASSES, finish_with_kernels, library
 from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.model import load
 from onward.runtime.sessions import open_session
 from onward.standard import OLDEST_OPSET
@@ -208,7 +208,7 @@ def test_sums_of_products_are_those_of_the_plain_graph(more, random):
 
 def test_a_model_has_the_same_gradients_with_and_without():
     model = onward.prepare(small_transformer(1, width=256), loss="value:loss", optimizer="sgd:lr=0.1")
-    made = {node.op_type for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph}
+    made = {node.op_type for node in lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph}
     assert made >= {"Product", "TransposedProduct", "LeadingSum", "LookupGradient", "Elementwise"}, made
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 32, (3, 50)) for name in ("tokens", "labels")}

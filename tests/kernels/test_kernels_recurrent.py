@@ -15,7 +15,7 @@ from torch_recurrent import loss_of_all, torch_gradients
 
 import onward
 from onward.kernels import DOMAIN, PASSES, library
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.runtime.sessions import open_session
 
 pytestmark = needs_kernels
@@ -218,7 +218,7 @@ def tagger(operator: str, settings: str = "") -> onward.Model:
 @pytest.mark.parametrize("operator", GATES)
 def test_whole_models_are_the_same_with_kernels(operator):
     model = tagger(operator)
-    kinds = Counter(node.op_type for node in lower_for_engine(model, manner=Manner(passes=PASSES)).graph)
+    kinds = Counter(node.op_type for node in lower_for_engine(model, options=LoweringOptions(passes=PASSES)).graph)
     assert kinds[operator] == kinds[f"{operator}Gradient"] == 2 and kinds["Scan"] == 0
     rng = np.random.default_rng(1)
     for steps, batch in ((3, 5), (8, 2)):
@@ -231,6 +231,6 @@ def test_whole_models_are_the_same_with_kernels(operator):
     [("LSTM", ", input_forget = 1"), ("GRU", ", clip = 2.0"), ("RNN", ', activations = ["Relu", "Tanh"]')],
 )
 def test_what_the_kernels_do_not_know_is_left_to_the_plain_graph(operator, settings):
-    lowered = lower_for_engine(tagger(operator, settings), manner=Manner(passes=PASSES))
+    lowered = lower_for_engine(tagger(operator, settings), options=LoweringOptions(passes=PASSES))
     kinds = Counter(node.op_type for node in lowered.graph)
     assert kinds["Scan"] == 4 and kinds[f"{operator}Gradient"] == 0

@@ -18,7 +18,7 @@ from onward.arguments import Count, Range, Seed, checked
 from onward.engines import ENGINES, FRAMEWORKS, Engine, function, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.lowering.contract import contract_of
-from onward.lowering.step import Manner, lower_for_engine, lower_for_framework
+from onward.lowering.step import LoweringOptions, lower_for_engine, lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.model.state import states
@@ -228,7 +228,7 @@ def first_difference(
 
 
 def _values(model: Model, index: int, way: Way, inputs: Arrays) -> dict[str, np.ndarray]:
-    lowered = lower_for_engine(model, index, manner=Manner(differentiate=way.rules))
+    lowered = lower_for_engine(model, index, options=LoweringOptions(differentiate=way.rules))
     graph = lowered.graph
     fill_in_types(lowered, values(graph))
     graph.outputs[:] = dict.fromkeys((*_tensors(graph), *graph.outputs))

@@ -289,12 +289,12 @@ def lower(
 
 def _parts(model: Model, steps: str | None) -> list[str]:
     """All that a model has: without steps only inference; a round of several has no `apply`."""
-    from onward.lowering.rounds import times_of
+    from onward.lowering.rounds import runs_per_step
     from onward.lowering.step import PARTS
 
     if not model.is_training_model:
         return ["inference"]
-    times = times_of(model, steps)
+    times = runs_per_step(model, steps)
     missing = {"apply"} if sum(times.values()) > 1 else set()
     if all(model.step(index).initialization is None for index in times):
         missing.add("initialization")

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.engines.distributed import Alone, ProcessGroup
 from onward.engines.step_errors import refuse_endless_loops
 from onward.errors import DataError, UnknownNameError, UnsupportedError, suggest, suggest_or_list
-from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
+from onward.lowering.rounds import Steps, as_one_step, input_of_run, join_batches
 from onward.model import Model
 from onward.model.state import State, carried_state, states
 from onward.model.walk import graphs_of
@@ -138,7 +138,7 @@ class Engine(ABC):
 
     def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
         """Return the named inputs of a batch. Raise if they do not fit the model."""
-        batch = batch if isinstance(batch, Mapping) else of_round(_as_batches(batch))
+        batch = batch if isinstance(batch, Mapping) else join_batches(_as_batches(batch))
         declared = self._declared | self.inputs
         arrays = {name: _array(array) for name, array in batch.items() if name not in declared or name in names}
         check_names(arrays, names)

@@ -22,7 +22,7 @@ from onward.engines.step_errors import memory_of
 from onward.errors import OutOfMemoryError, UnsupportedError
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.rounds import Steps
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.model import Model
 from onward.model.core import as_input, is_gradient, string
 from onward.model.state import carried_state
@@ -152,7 +152,7 @@ class Interpreted(Engine):
 
     def _part(self, name: str) -> _StepPart:
         if name not in self._parts:
-            lowered = lower_for_engine(self.model, self._steps, name, Manner(self._recompute, self._rules))
+            lowered = lower_for_engine(self.model, self._steps, name, LoweringOptions(self._recompute, self._rules))
             self._parts[name] = _StepPart(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
         return self._parts[name]
 

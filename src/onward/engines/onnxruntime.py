@@ -22,11 +22,11 @@ from onward.engines.step_errors import memory_of
 from onward.errors import DataError, UnsupportedError
 from onward.kernels import PASSES, library, update_in_place
 from onward.lowering.contract import contract_of
+from onward.lowering.data_parallel import DataParallel
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime, widen
 from onward.lowering.segments import cut, cut_after_text
-from onward.lowering.sharing import Share
-from onward.lowering.step import Lowering, Manner
+from onward.lowering.step import Lowering, LoweringOptions
 from onward.model import Model
 from onward.model.storage.tensor_places import let_go
 from onward.options import Parallel
@@ -61,9 +61,9 @@ class OnnxRuntime(Engine):
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads = threads or self.group.threads
         self._library = library().path if kernels and device == "cpu" else None
-        share = Share(self.group.rank, self.group.size, sync_batch_norm)
+        share = DataParallel(self.group.rank, self.group.size, sync_batch_norm)
         passes = PASSES if self._library is not None else None
-        self._lowering = Lowering(model, step, Manner(recompute, share=share, passes=passes))
+        self._lowering = Lowering(model, step, LoweringOptions(recompute, data_parallel=share, passes=passes))
         self._call = runner(self._one.model)
         self._providers = providers_of(device)
         self._memory = WITH_MEMORY.get(device, "cpu")

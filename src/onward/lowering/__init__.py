@@ -16,7 +16,7 @@ from onward.errors import RecipeError
 from onward.lowering.rounds import Steps
 from onward.lowering.run import lower_run
 from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.step import RUN, Manner, lower_for_engine
+from onward.lowering.step import RUN, LoweringOptions, lower_for_engine
 from onward.model import Model, Source, load
 from onward.options import WholeRunOptions, with_options
 
@@ -67,9 +67,9 @@ def lower(
     - `part`: what it computes. What follows is for the part `"run"` alone
     """
     if part == RUN:
-        return for_onnxruntime(lower_run(load(model), steps, Manner(recompute), WholeRunOptions(**settled)))
+        return for_onnxruntime(lower_run(load(model), steps, LoweringOptions(recompute), WholeRunOptions(**settled)))
     if settled:
         raise RecipeError(
             f"`{next(iter(settled))}` is for the part `{RUN}` alone", hint=f'add `part="{RUN}"` (`--part {RUN}`)'
         )
-    return for_onnxruntime(lower_for_engine(model, steps, part, Manner(recompute)))
+    return for_onnxruntime(lower_for_engine(model, steps, part, LoweringOptions(recompute)))

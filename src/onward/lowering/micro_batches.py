@@ -1,8 +1,9 @@
-"""A forward pass that computes a batch part by part: micro-batches, of equal size.
+"""Division of a forward pass into micro-batches of equal size.
 
-To the graph of one of several processes (see sharing.py), a micro-batch is what another process has. But parts come one
-after another, so that nobody can ask the others for a sum in the midst of it. What all parts need to know beforehand,
-such as the number of labels that count, is computed from the whole batch. The loss is a sum of what the parts give.
+To the graph of one of several processes (see data_parallel.py), a micro-batch is the batch of
+another process. But micro-batches follow one another, so none can wait for a sum with the others.
+Values that all need beforehand, such as the number of counted labels, are computed from the whole
+batch. The loss is the sum over the micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.errors import UnsupportedError
-from onward.lowering.sharing import extract, is_all_reduce, is_common
+from onward.lowering.data_parallel import extract, is_all_reduce, is_common
 from onward.model import Model
 from onward.model.walk import ancestors, read_by
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, suggest
-from onward.lowering.dependencies import Flow
+from onward.lowering.step_graph import StepGraph
 from onward.model import Model, Step
 from onward.model.core import (
     all_names,
@@ -61,7 +61,7 @@ class OneStep:
 
 def as_one_step(model: Model, steps: Steps = None, *, together: bool = True) -> OneStep:
     """The step that was asked for, or the round of several; not `together`, each runs once, on the state as it is."""
-    times = times_of(model, steps)
+    times = runs_per_step(model, steps)
     if list(times.values()) == [1]:
         return OneStep(model, next(iter(times)))
     if not together:
@@ -73,7 +73,7 @@ def as_one_step(model: Model, steps: Steps = None, *, together: bool = True) -> 
     return made.finish(times)
 
 
-def times_of(model: Model, steps: Steps) -> dict[int, int]:
+def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
     """The steps in their order, by number, and how often each of them runs."""
     if steps is None:
         if not model.steps:
@@ -102,7 +102,7 @@ def input_of_run(name: str, number: int) -> str:
     return name if number == 0 else f"{name}/{number + 1}"
 
 
-def of_round(batches: Iterable[Mapping[str, T]]) -> dict[str, T]:
+def join_batches(batches: Iterable[Mapping[str, T]]) -> dict[str, T]:
     """The batches of a round as one, with the names that its inputs have."""
     return {input_of_run(name, number): value for number, batch in enumerate(batches) for name, value in batch.items()}
 
@@ -316,5 +316,5 @@ def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
 
 
 def _loss_of(model: Model, index: int) -> str | None:
-    flow = Flow(Context(Model(model.combined(index))), model.step(index), carried_state(model, index))
-    return flow.loss(flow.metrics)
+    step_graph = StepGraph(Context(Model(model.combined(index))), model.step(index), carried_state(model, index))
+    return step_graph.loss(step_graph.metrics)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from onward.errors import UnsupportedError
-from onward.lowering.sharing import is_all_reduce, is_mean
+from onward.lowering.data_parallel import is_all_reduce, is_mean
 from onward.model import Model
 from onward.model.walk import ancestors, captured_values, nested_nodes, read_by
 from onward.runtime.composite_sessions import Exchange

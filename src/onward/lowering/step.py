@@ -16,11 +16,11 @@ from onward.differentiate.simplify import put_results_last, simplify
 from onward.differentiate.sweep import RuleLookup
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest
 from onward.lowering.contract import Contract
-from onward.lowering.dependencies import Flow
+from onward.lowering.data_parallel import DataParallel, is_all_reduce, make_data_parallel
 from onward.lowering.optimize import optimize, write_calls
-from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
-from onward.lowering.sharing import Share, is_all_reduce, share_step
+from onward.lowering.rounds import OneStep, Steps, as_one_step, runs_per_step
 from onward.lowering.standard_operators import OPTIMIZERS, expand, give_two_axes, write_out_unsafe
+from onward.lowering.step_graph import StepGraph
 from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.checks import check_signatures
 from onward.model.core import as_input, tensor_of, tie, untie, values
@@ -53,13 +53,13 @@ class Passes(NamedTuple):
     """Change the step when it is plain ONNX."""
 
 
-class Manner(NamedTuple):
+class LoweringOptions(NamedTuple):
     """How a part is lowered."""
 
     recompute: Choice = None
     differentiate: bool = True
     """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
-    share: Share = Share()
+    data_parallel: DataParallel = DataParallel()
     """Which of several processes it is for."""
     passes: Passes | None = None
     """The passes that an engine adds."""
@@ -75,10 +75,10 @@ class Lowering:
     inferred for one part are those of the next.
     """
 
-    def __init__(self, source: Source, steps: Steps = None, manner: Manner = Manner()):  # noqa: B008 (a constant)
+    def __init__(self, source: Source, steps: Steps = None, options: LoweringOptions = LoweringOptions()):  # noqa: B008 (a constant)
         self.model = check_signatures(load(source))
         check_gradients_of(self.model)
-        self._steps, self._manner = steps, manner
+        self._steps, self._options = steps, options
         self._of_one_opset: Model | None = None
         self._rounds: dict[bool, tuple[OneStep, _Types]] = {}
 
@@ -88,13 +88,13 @@ class Lowering:
         if part == "inference":
             one, types = OneStep(self._plain_model(), 0), _Types()
         else:
-            if part == "apply" and sum(times_of(self.model, self._steps).values()) > 1:
+            if part == "apply" and sum(runs_per_step(self.model, self._steps).values()) > 1:
                 raise UnsupportedError(
                     "in a round of several steps, gradients come from what earlier ones have made of the state",
                     hint="lower the whole round, or one step of it by name",
                 )
             one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
-        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._manner, types))
+        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._options, types))
         for node in made.graph.all_nodes():
             node.device_configurations = ()  # they are the model's: a step is of one device
         loss = one.loss if one.loss in contract.metrics else contract.loss
@@ -127,18 +127,18 @@ def lower_for_engine(
     source: Source,
     step: Steps = None,
     part: str | None = None,
-    manner: Manner = Manner(),  # noqa: B008 (a constant)
+    options: LoweringOptions = LoweringOptions(),  # noqa: B008 (a constant)
 ) -> Model:
     """A part, in the operator set that the model has, for any engine."""
     if part is not None and part not in _OF_ENGINES:
         known = (*PARTS, RUN)
         raise UnknownNameError(f"there is no part `{part}`", hint=suggest(part, known) or f"parts: {', '.join(known)}")
-    return Lowering(source, step, manner).part(part)
+    return Lowering(source, step, options).part(part)
 
 
 def lower_for_framework(source: Source, step: Steps = None, part: str | None = None) -> Model:
     """A part with training operators as they are, for a framework that has derivatives of its own."""
-    return lower_for_engine(source, step, part, Manner(differentiate=False))
+    return lower_for_engine(source, step, part, LoweringOptions(differentiate=False))
 
 
 def default_part(model: Model) -> str:
@@ -155,7 +155,7 @@ class _Origin(NamedTuple):
     model: Model
     number: int
     """Of the step, in the model."""
-    manner: Manner
+    options: LoweringOptions
     types: _Types
     """Types that were inferred for other parts, by name in the combined graph."""
 
@@ -164,57 +164,57 @@ _Part = tuple[Model, Contract]
 
 
 def _step(origin: _Origin) -> _Part:
-    flow = _open_step(origin)
-    share_step(flow, origin.manner.share)
-    made, contract = _plain(origin, flow, flow.bindings, flow.metrics)
+    step_graph = _open_step(origin)
+    make_data_parallel(step_graph, origin.options.data_parallel)
+    made, contract = _plain(origin, step_graph, step_graph.bindings, step_graph.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
     unread = [state.name for state in states(origin.model, origin.number) if state.name not in read]
-    for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
+    for value in (step_graph.state[name] for name in unread):  # a loop hands over all state, also what is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
     return made, dataclasses.replace(contract, state=[*contract.state, *unread])
 
 
 def _evaluation(origin: _Origin) -> _Part:
-    flow = _open_step(origin)
+    step_graph = _open_step(origin)
     outputs = [value.name or "" for value in origin.model.graph.outputs if tensor_of(value) is value]
-    loss = flow.loss(flow.metrics)
-    flow.switch_to_inference()
-    metrics = flow.of_evaluation()
-    share_step(flow, origin.manner.share._replace(gradients=False))
-    made, contract = _plain(origin, flow, {}, metrics, outputs)
+    loss = step_graph.loss(step_graph.metrics)
+    step_graph.switch_to_inference()
+    metrics = step_graph.of_evaluation()
+    make_data_parallel(step_graph, origin.options.data_parallel._replace(gradients=False))
+    made, contract = _plain(origin, step_graph, {}, metrics, outputs)
     return made, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
 
 
 def _gradient_part(origin: _Origin) -> _Part:
-    flow = _open_step(origin)
-    gradients = {output.name or "": x for x, output in flow.results()}
-    share_step(flow, origin.manner.share)
-    made, contract = _plain(origin, flow, *flow.of_forward(), list(gradients))
+    step_graph = _open_step(origin)
+    gradients = {output.name or "": x for x, output in step_graph.results()}
+    make_data_parallel(step_graph, origin.options.data_parallel)
+    made, contract = _plain(origin, step_graph, *step_graph.of_forward(), list(gradients))
     return made, dataclasses.replace(contract, gradients=gradients)
 
 
 def _forward(origin: _Origin) -> _Part:
-    flow = _open_step(origin)
-    share_step(flow, origin.manner.share._replace(gradients=False))
-    return _plain(origin, flow, *flow.of_forward())
+    step_graph = _open_step(origin)
+    make_data_parallel(step_graph, origin.options.data_parallel._replace(gradients=False))
+    return _plain(origin, step_graph, *step_graph.of_forward())
 
 
 def _apply(origin: _Origin) -> _Part:
-    flow = _open_step(origin)
-    forward, forward_metrics = flow.of_forward()
+    step_graph = _open_step(origin)
+    forward, forward_metrics = step_graph.of_forward()
     parameters = {}
-    flow.graph.outputs.clear()  # others are set later
-    for x, output in flow.results():
+    step_graph.graph.outputs.clear()  # others are set later
+    for x, output in step_graph.results():
         given = ir.Value(name=output.name, type=output.type, shape=output.shape)
         output.name = f"{output.name}/computed"
         output.replace_all_uses_with(given)
-        flow.graph.inputs.append(given)
-        flow.known[given.name] = given
+        step_graph.graph.inputs.append(given)
+        step_graph.known[given.name] = given
         parameters[given.name] = x
-    bindings = {name: new for name, new in flow.bindings.items() if name not in forward}
-    metrics = [name for name in flow.metrics if name not in forward_metrics]
-    made, contract = _plain(origin, flow, bindings, metrics)
+    bindings = {name: new for name, new in step_graph.bindings.items() if name not in forward}
+    metrics = [name for name in step_graph.metrics if name not in forward_metrics]
+    made, contract = _plain(origin, step_graph, bindings, metrics)
     if strange := [name for name in contract.batch if name not in parameters]:
         raise UnsupportedError(
             f"the update reads `{strange[0]}`, not gradients and state alone", hint="run the whole step: part `step`"
@@ -270,9 +270,9 @@ def _inference(origin: _Origin) -> _Part:
     """
     made = origin.model.copy(steps=False)
     write_padding(made)
-    if origin.manner.differentiate and has_training_operators(made):
+    if origin.options.differentiate and has_training_operators(made):
         context = Context(made)
-        made = lower_gradients(context, recompute=origin.manner.recompute)
+        made = lower_gradients(context, recompute=origin.options.recompute)
         expand(context, OPTIMIZERS)
         write_calls(context)
         inline_calls(made, names_in_use=context.names)
@@ -346,7 +346,7 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 # ---- what the parts share --------------------------------------------------------------------------------------------
 
 
-def _open_step(origin: _Origin) -> Flow:
+def _open_step(origin: _Origin) -> StepGraph:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(origin.model.combined(origin.number, share_functions=True))
     graph = combined.graph
@@ -354,7 +354,7 @@ def _open_step(origin: _Origin) -> Flow:
         value.type, value.shape = origin.types.get(value.name or "", (value.type, value.shape))
     context = Context(combined)
     write_padding(combined)
-    if origin.manner.share.size > 1:  # what is summed up over samples must be seen
+    if origin.options.data_parallel.size > 1:  # what is summed up over samples must be seen
         inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
     give_two_axes(context)
     tie(graph)
@@ -362,24 +362,28 @@ def _open_step(origin: _Origin) -> Flow:
     state = carried_state(origin.model, origin.number)
     for name in (s.name for s in state):
         as_input(graph, name)
-    return Flow(context, origin.model.step(origin.number), state)
+    return StepGraph(context, origin.model.step(origin.number), state)
 
 
 def _plain(
-    origin: _Origin, flow: Flow, bindings: Mapping[str, str], metrics: Sequence[str], more: Sequence[str] = ()
+    origin: _Origin,
+    step_graph: StepGraph,
+    bindings: Mapping[str, str],
+    metrics: Sequence[str],
+    more: Sequence[str] = (),
 ) -> _Part:
     """Keep what metrics, `more` outputs and new state need, and lower it."""
-    manner, context, loss = origin.manner, flow.context, flow.loss(metrics)
+    options, context, loss = origin.options, step_graph.context, step_graph.loss(metrics)
     graph = context.graph
-    graph.outputs[:] = [flow.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
+    graph.outputs[:] = [step_graph.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     remove_unused(graph)
     untie(graph)
-    if manner.differentiate:
-        _infer_once(origin, flow)
-        passes = manner.passes if manner.passes is not None and manner.passes.suit(context.model) else None
+    if options.differentiate:
+        _infer_once(origin, step_graph)
+        passes = options.passes if options.passes is not None and options.passes.suit(context.model) else None
         if passes is not None:
             passes.before(context)
-        made = lower_gradients(context, recompute=manner.recompute, find=lookup if passes is None else passes.find)
+        made = lower_gradients(context, recompute=options.recompute, find=lookup if passes is None else passes.find)
         expand(context)
         write_calls(context)
         if made.functions:
@@ -393,24 +397,24 @@ def _plain(
         plain = [f"{domain}.{name}" for domain, name, _ in made.functions if (domain, name) not in RULES]
         inline_calls(made, plain, context.names)
         _drop_unused_inputs(made.graph)
-    made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
+    made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in step_graph.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
     return made, Contract(
-        batch=[name for name in inputs if name not in flow.state],
-        state=[name for name in inputs if name in flow.state],
+        batch=[name for name in inputs if name not in step_graph.state],
+        state=[name for name in inputs if name in step_graph.state],
         update=dict(bindings),
         metrics=list(metrics),
         loss=loss,
     )
 
 
-def _infer_once(origin: _Origin, flow: Flow) -> None:
+def _infer_once(origin: _Origin, step_graph: StepGraph) -> None:
     """Infer types before anything is rewritten; keep those of the combined graph for other parts."""
-    context, types = flow.context, origin.types
+    context, types = step_graph.context, origin.types
     if types:
-        context.note_types(value for name, value in flow.opened.items() if name in types)
+        context.note_types(value for name, value in step_graph.opened.items() if name in types)
     context.fill_in_types()
-    for name, value in flow.opened.items():
+    for name, value in step_graph.opened.items():
         if name and value.type is not None and value.graph is context.graph:
             types[name] = value.type, value.shape
 

@@ -40,16 +40,16 @@ from onward.engines.torch import Torch
 from onward.engines.torch.layers import batch_normalization_at_once
 from onward.errors import ArgumentError, UnsupportedError
 from onward.lowering.contract import contract_of
-from onward.lowering.rounds import Steps
-from onward.lowering.sharing import (
-    Share,
+from onward.lowering.data_parallel import (
+    DataParallel,
     is_all_reduce,
     leave_last_sums,
     reads_statistics,
     split_off_first_sums,
     split_update,
 )
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.rounds import Steps
+from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.model import Model
 from onward.model.state import carried_state
 from onward.model.storage import describe_tensor
@@ -84,8 +84,9 @@ class TorchParallel(Engine):
         self._framework = self._forward_framework(**options)
         self._updating = ParallelTorch(self._device, self._mesh, **options)
         self._in_rows = self.is_sharded and strategy in ("fsdp", "hybrid")
-        self._manner = Manner(
-            differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
+        self._lowering_options = LoweringOptions(
+            differentiate=False,
+            data_parallel=DataParallel(self.group.rank, self.group.size, sync_batch_norm, gradients=False),
         )
         self._whole = {s.name: s.array for s in carried_state(self._one.model, self._one.index)}
         self._load_parts(compile, bool(recompute))
@@ -108,7 +109,7 @@ class TorchParallel(Engine):
         update = lower_for_engine(self.model, self._steps, "apply")
         self._update_contract = contract_of(update)
         parameters = list(self._update_contract.gradients.values())
-        forward = lower_for_engine(self.model, self._steps, "forward", self._manner_of_steps())
+        forward = lower_for_engine(self.model, self._steps, "forward", self._step_options())
         self._contract = contract_of(forward)
         self.inputs = {v.name: v for v in forward.graph.inputs if v.name and v.name in self._contract.batch}
         self.loss = self._contract.loss or self.loss
@@ -122,9 +123,9 @@ class TorchParallel(Engine):
             split_update(update, self._sharded_names())
         self._update = self._update_step(update, compile)
 
-    def _manner_of_steps(self) -> Manner:
+    def _step_options(self) -> LoweringOptions:
         """How the forward pass of a step is lowered, where that is not as for evaluation."""
-        return self._manner
+        return self._lowering_options
 
     def _update_step(self, update: Model, compile: bool) -> Callable[..., tuple[Tensors, dict[str, Any]]]:
         """(state, (), gradients and loss) -> (new state, metrics); what is compiled writes over the state itself."""
@@ -294,7 +295,7 @@ class TorchParallel(Engine):
     @torch.no_grad()
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            lowered = lower_for_engine(self.model, self._steps, "evaluation", self._manner)
+            lowered = lower_for_engine(self.model, self._steps, "evaluation", self._lowering_options)
             contract = contract_of(lowered)
             held = [name for name in contract.state if name in self._trained]
             hold_as_initializers(lowered, held, self._carried)

@@ -27,10 +27,10 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
+from onward.lowering.data_parallel import DataParallel, extract
 from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches
 from onward.lowering.rounds import Steps
-from onward.lowering.sharing import Share, extract
-from onward.lowering.step import Manner
+from onward.lowering.step import LoweringOptions
 from onward.model import Model
 from onward.model.walk import ancestors
 
@@ -52,9 +52,12 @@ class TorchPipeline(TorchParallel):
     def _make_mesh(self, strategy: str) -> DeviceMesh:
         return init_device_mesh(self._device.type, (self.group.size,))
 
-    def _manner_of_steps(self) -> Manner:
+    def _step_options(self) -> LoweringOptions:
         """As one of several processes, which a micro-batch is to the graph."""
-        return Manner(differentiate=False, share=Share(0, 2, self._manner.share.batch_norm, gradients=False))
+        return LoweringOptions(
+            differentiate=False,
+            data_parallel=DataParallel(0, 2, self._lowering_options.data_parallel.batch_norm, gradients=False),
+        )
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
         known = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]

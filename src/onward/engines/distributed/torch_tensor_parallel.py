@@ -29,7 +29,7 @@ from onward.engines.framework import Function, Operators
 from onward.engines.torch import Torch
 from onward.errors import UnsupportedError
 from onward.lowering.rounds import Steps
-from onward.lowering.step import Manner
+from onward.lowering.step import LoweringOptions
 from onward.model import Model
 
 
@@ -63,10 +63,10 @@ class TorchTensorParallel(TorchParallel):
     def _forward_framework(self, **options: Any) -> Torch:
         return _Dividing(self._division, self._device, None, **options)
 
-    def _manner_of_steps(self) -> Manner:
+    def _step_options(self) -> LoweringOptions:
         data = self._whole_mesh[DATA]
-        share = self._manner.share._replace(rank=data.get_local_rank(), size=data.size())
-        return self._manner._replace(share=share)
+        share = self._lowering_options.data_parallel._replace(rank=data.get_local_rank(), size=data.size())
+        return self._lowering_options._replace(data_parallel=share)
 
     # ---- what state is where -----------------------------------------------------------------------------------------
 

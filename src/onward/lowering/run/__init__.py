@@ -23,7 +23,7 @@ from onward.lowering.contract import Contract
 from onward.lowering.rounds import Steps, as_one_step
 from onward.lowering.run.data import Columns, Embedding, check_noise, loop_inputs, scalar
 from onward.lowering.run.steps import StepLoop, Validation
-from onward.lowering.step import RUN, Manner, lower_for_engine
+from onward.lowering.step import RUN, LoweringOptions, lower_for_engine
 from onward.model import Model
 from onward.model.state import states
 from onward.options import WholeRunOptions
@@ -44,7 +44,7 @@ FINISHED, MORE, EARLY, NOT_FINITE = range(4)
 """Why it stopped: all epochs are done; the steps are made; it gets no better; the loss is not finite."""
 
 
-def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptions) -> Model:
+def lower_run(model: Model, steps: Steps, lowering_options: LoweringOptions, options: WholeRunOptions) -> Model:
     """The part `run`."""
     if not options.validate and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
         raise RecipeError(
@@ -53,7 +53,7 @@ def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptio
             else f"`{useless[0]}` is measured on validation data, and there are none",
             hint="add `validation=True` (`--validation`)",
         )
-    step = lower_for_engine(model, steps, "step", manner)
+    step = lower_for_engine(model, steps, "step", lowering_options)
     one = as_one_step(model, steps)
     averages = {s.parameter: s.name for s in states(one.model, one.index) if s.role == "ema" and s.parameter}
     loop = StepLoop(step, one.batches, options)
@@ -61,7 +61,7 @@ def lower_run(model: Model, steps: Steps, manner: Manner, options: WholeRunOptio
     if not options.validate:
         return _WholeRun(loop, options, step.opset, fixed).build()
     measures = measures_of(model, chosen_metrics(model, options.metrics, options.monitor), options.monitor)
-    evaluation = lower_for_engine(model, steps, "evaluation", manner)
+    evaluation = lower_for_engine(model, steps, "evaluation", lowering_options)
     return _WholeRun(loop, options, step.opset, fixed, Validation(evaluation, measures, averages)).build()
 
 

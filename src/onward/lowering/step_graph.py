@@ -15,7 +15,7 @@ from onward.model.walk import ancestors, descendants
 from onward.transform.context import Context
 
 
-class Flow:
+class StepGraph:
     """The combined graph of a step, in which the state has been made inputs, and Gradients read what they name."""
 
     def __init__(self, context: Context, step: Step, state: Sequence[State]):

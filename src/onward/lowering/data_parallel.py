@@ -19,8 +19,8 @@ import onnx_ir as ir
 from onward.build import DOMAIN, Builder, Expr
 from onward.constants import constant_ints
 from onward.errors import UnsupportedError
-from onward.lowering.dependencies import Flow
 from onward.lowering.standard_operators import expand
+from onward.lowering.step_graph import StepGraph
 from onward.model import Model
 from onward.model.core import string, values
 from onward.model.walk import ancestors, nested_graphs, read_by, source_of
@@ -31,7 +31,7 @@ _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _SUMS = ("ReduceSum", "ReduceSumSquare", "ReduceL1")
 
 
-class Share(NamedTuple):
+class DataParallel(NamedTuple):
     """Which of how many processes this is, and what they have in common."""
 
     rank: int = 0
@@ -46,64 +46,64 @@ def is_all_reduce(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type == ALL_REDUCE
 
 
-def share_step(flow: Flow, share: Share) -> None:
+def make_data_parallel(step_graph: StepGraph, options: DataParallel) -> None:
     """Make a step one of several that are run at once, in place."""
-    if share.size == 1:
+    if options.size == 1:
         return
-    flow.context.fill_in_types()
-    sharing = _Sharing(flow, share)
-    if share.batch_norm:
+    step_graph.context.fill_in_types()
+    sharing = _Sharing(step_graph, options)
+    if options.batch_norm:
         sharing.normalize_together()
     sharing.apply()
-    flow.graph.sort()
+    step_graph.graph.sort()
 
 
 class _Sharing:
-    def __init__(self, flow: Flow, share: Share):
-        self._flow, self._share = flow, share
-        self._op = flow.context.builder()
+    def __init__(self, step_graph: StepGraph, options: DataParallel):
+        self._step_graph, self._options = step_graph, options
+        self._op = step_graph.context.builder()
 
     def normalize_together(self) -> None:
-        nodes = [n for n in self._flow.graph if n.op_type == "BatchNormalization" and _is_training(n)]
+        nodes = [n for n in self._step_graph.graph if n.op_type == "BatchNormalization" and _is_training(n)]
         for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
             if user.op_type == "CastLike" and at == 1:  # the number of samples, for what is divided by one less
                 self._replace(user.outputs[0], all_reduce)
-        expand(self._flow.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
-        self._flow.known.update({value.name: value for value in values(self._flow.graph)})
+        expand(self._step_graph.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
+        self._step_graph.known.update({value.name: value for value in values(self._step_graph.graph)})
 
     def apply(self) -> None:
         self._draw_apart()
         local = self._sum_up()
-        for gradient in self._flow.last_gradients():
-            if self._flow.value(string(gradient, "y")) in local:
+        for gradient in self._step_graph.last_gradients():
+            if self._step_graph.value(string(gradient, "y")) in local:
                 raise UnsupportedError(
                     "the loss is no sum or mean over all samples of a batch, as far as its graph tells",
                     hint="end it with a ReduceMean or ReduceSum over all axes, or train it in one process",
                 )
-        if self._share.gradients:
-            for _, output in self._flow.results():
+        if self._options.gradients:
+            for _, output in self._step_graph.results():
                 self._replace(output, lambda local: all_reduce(local, mean=True))
 
     def _draw_apart(self) -> None:
         """Let each process draw random numbers of its own; the generator goes on as one, the same for all."""
-        flow = self._flow
-        for name in [name for name, value in flow.state.items() if value in flow.random]:
-            _, onwards = ancestors([flow.value(flow.bindings[name])] if name in flow.bindings else [])
-            drawing = [(node, i) for node, i in flow.state[name].uses() if node.outputs[0] not in onwards]
-            own = self._op.BitwiseXor(flow.state[name], np.array([0, self._share.rank], np.uint32))
+        step_graph = self._step_graph
+        for name in [name for name, value in step_graph.state.items() if value in step_graph.random]:
+            _, onwards = ancestors([step_graph.value(step_graph.bindings[name])] if name in step_graph.bindings else [])
+            drawing = [(node, i) for node, i in step_graph.state[name].uses() if node.outputs[0] not in onwards]
+            own = self._op.BitwiseXor(step_graph.state[name], np.array([0, self._options.rank], np.uint32))
             for node, i in drawing:
                 node.replace_input_with(i, own.value)
 
     def _sum_up(self) -> set[ir.Value]:
         """Sum over all processes what is summed over all samples on the way to losses and other metrics; what else
         depends on the samples of this process."""
-        flow = self._flow
-        wanted = [flow.value(name) for name in flow.metrics]
-        wanted += [flow.value(string(node, "y")) for node in flow.last_gradients()]
+        step_graph = self._step_graph
+        wanted = [step_graph.value(name) for name in step_graph.metrics]
+        wanted += [step_graph.value(string(node, "y")) for node in step_graph.last_gradients()]
         nodes, _ = ancestors(wanted)
-        state = set(flow.state.values())
-        local = {value for value in flow.graph.inputs if value not in state}
-        for node in list(flow.graph):
+        state = set(step_graph.state.values())
+        local = {value for value in step_graph.graph.inputs if value not in state}
+        for node in list(step_graph.graph):
             read = list(read_by(node))[: 1 if node.op_type == "CastLike" else None]  # of the other, only the type
             if is_all_reduce(node) or local.isdisjoint(read):
                 continue
@@ -154,11 +154,11 @@ class _Sharing:
         for node, i in uses:
             node.replace_input_with(i, new)
         if is_output:
-            outputs = self._flow.graph.outputs
+            outputs = self._step_graph.graph.outputs
             outputs[:] = [new if output is value else output for output in outputs]
         value.name = self._op.names.fresh(f"{name}/local")
         new.name = name
-        self._flow.known[name] = new
+        self._step_graph.known[name] = new
 
 
 def _is_training(node: ir.Node) -> bool:
