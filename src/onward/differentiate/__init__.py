@@ -166,8 +166,7 @@ def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
     sequences.
     """
     if not is_sequence(a.value):
-        product: Expr = op.ReduceSum(a * b, keepdims=0)
-        return product
+        return op.ReduceSum(a * b, keepdims=0)
     products = op.each(_inner_product, a, b)
     some = op.SequenceInsert(products, op.scalar(0, a))  # so that it is not empty
     return _inner_product(op, op.ConcatFromSequence(some, axis=0, new_axis=1), op.scalar(1, a))

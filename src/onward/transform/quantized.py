@@ -113,8 +113,7 @@ def quantise(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndar
     if dtype.is_integer():
         levels = np.rint(levels) + zero.astype(np.float32)
     within = np.clip(levels, float(dtype.min), float(dtype.max))
-    rounded: np.ndarray = (within.astype(np.int32) if dtype.is_integer() else within).astype(zero.dtype)
-    return rounded
+    return (within.astype(np.int32) if dtype.is_integer() else within).astype(zero.dtype)
 
 
 def _spread(node: ir.Node, parameter: np.ndarray, floats: np.ndarray) -> np.ndarray:
@@ -123,8 +122,7 @@ def _spread(node: ir.Node, parameter: np.ndarray, floats: np.ndarray) -> np.ndar
         return parameter.reshape(())
     axis = node.attributes.get_int("axis", 1)
     if block := node.attributes.get_int("block_size", 0):
-        repeated: np.ndarray = np.repeat(parameter, block, axis)[tuple(map(slice, floats.shape))]
-        return repeated
+        return np.repeat(parameter, block, axis)[tuple(map(slice, floats.shape))]
     shape = [1] * floats.ndim
     shape[axis] = -1
     return parameter.reshape(shape)

@@ -289,8 +289,7 @@ class _WholeRun:
         zero = ir.Tensor(np.zeros(1).astype(values.dtype.numpy()), dtype=values.dtype)
         sizes = (before, op(self._per_epoch) - before - found)
         first, last = (op.ConstantOfShape(op.Unsqueeze(size, [0]), value=zero) for size in sizes)
-        result: Expr = op.Concat(first, values, last, axis=0)
-        return result
+        return op.Concat(first, values, last, axis=0)
 
 
 def _moved_on(op: Builder, at: Mapping[str, Expr], piece: _Piece, ended: Expr) -> dict[str, Expr]:

@@ -60,8 +60,7 @@ class Columns:
     def rows(self, op: Builder) -> Expr:
         """How many samples there are."""
         first = next(iter(self._columns.values()))
-        result: Expr = op.Squeeze(op.Shape(first, start=0, end=1), [0])
-        return result
+        return op.Squeeze(op.Shape(first, start=0, end=1), [0])
 
     def batches(self, op: Builder, *, drop: bool = False) -> Expr:
         """How many batches they make."""
@@ -160,14 +159,12 @@ def _permute(op: Builder, positions: Expr, low: Expr, high: Expr, keys: Expr) ->
     body = op.subgraph(shift, [*loop_inputs(), row_numbers("above"), row_numbers("below")], "shift")
     start = (positions / low, op.Mod(positions, low))
     above, below = op.Loop(np.int64(_KEYS // 2), op.constant(True), *start, body=body, outputs=2)
-    result: Expr = op.Add(op.Mul(above, low), below)
-    return result
+    return op.Add(op.Mul(above, low), below)
 
 
 def _shifted(op: Builder, coordinate: Expr, hashed: Expr, size: Expr) -> Expr:
     unsigned = [op.Cast(value, to=ir.DataType.UINT64) for value in (_hash(op, hashed), size)]
-    result: Expr = op.Mod(coordinate + op.Cast(op.Mod(*unsigned), to=ir.DataType.INT64), size)
-    return result
+    return op.Mod(coordinate + op.Cast(op.Mod(*unsigned), to=ir.DataType.INT64), size)
 
 
 def _mix(op: Builder, number: Expr) -> Expr:
@@ -177,15 +174,13 @@ def _mix(op: Builder, number: Expr) -> Expr:
 def _hash(op: Builder, number: Expr) -> Expr:
     number = op.BitwiseXor(number, _right(op, number, 30)) * _signed(_FIRST)
     number = op.BitwiseXor(number, _right(op, number, 27)) * _signed(_SECOND)
-    result: Expr = op.BitwiseXor(number, _right(op, number, 31))
-    return result
+    return op.BitwiseXor(number, _right(op, number, 31))
 
 
 def _right(op: Builder, number: Expr, bits: int) -> Expr:
     """Shifted to the right, with zeros from the left."""
     unsigned = op.Cast(number, to=ir.DataType.UINT64)
-    result: Expr = op.Cast(op.BitShift(unsigned, np.uint64(bits), direction="RIGHT"), to=ir.DataType.INT64)
-    return result
+    return op.Cast(op.BitShift(unsigned, np.uint64(bits), direction="RIGHT"), to=ir.DataType.INT64)
 
 
 def _signed(number: int) -> np.ndarray:

@@ -65,8 +65,7 @@ def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[s
 
 
 def perplexity(op: Builder, loss: Expr) -> Expr:
-    result: Expr = op.Where(loss < _LARGE, op.Exp(loss), op.scalar(float("inf"), loss))
-    return result
+    return op.Where(loss < _LARGE, op.Exp(loss), op.scalar(float("inf"), loss))
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -110,8 +109,7 @@ class _Accuracy(_OfClasses):
         return _count(op, op.And(op.Equal(chosen, right), right >= 0)), _count(op, right >= 0)
 
     def result(self, op: Builder, *sums: Expr) -> Expr:
-        result: Expr = op.Div(*(op.Cast(each, to=_DOUBLE) for each in sums))
-        return result
+        return op.Div(*(op.Cast(each, to=_DOUBLE) for each in sums))
 
 
 class _TopK(_Accuracy):
@@ -152,8 +150,7 @@ class _Confusion(_OfClasses):
         part, whole = self._share(hits, chosen, right)
         shares = op.Where(whole > 0, part / whole, op.scalar(0, whole))
         if self._number == 2:
-            result: Expr = op.Gather(shares, np.int64(1))
-            return result
+            return op.Gather(shares, np.int64(1))
         present = _count(op, chosen + right > 0)
         return op.ReduceSum(shares, keepdims=0) / op.Cast(present, to=_DOUBLE)
 
@@ -177,8 +174,7 @@ class _F1(_Confusion):
 
 
 def _count(op: Builder, truths: Expr, axes: Sequence[int] | None = None) -> Expr:
-    result: Expr = op.ReduceSum(op.Cast(truths, to=_INT), axes, keepdims=0)
-    return result
+    return op.ReduceSum(op.Cast(truths, to=_INT), axes, keepdims=0)
 
 
 # ---- amounts ---------------------------------------------------------------------------------------------------------
@@ -199,14 +195,12 @@ class _MAE(GraphMetric):
         return total / count
 
     def _of_each(self, op: Builder, difference: Expr) -> Expr:
-        result: Expr = op.Abs(difference)
-        return result
+        return op.Abs(difference)
 
 
 class _RMSE(_MAE):
     def result(self, op: Builder, *sums: Expr) -> Expr:
-        result: Expr = op.Sqrt(super().result(op, *sums))
-        return result
+        return op.Sqrt(super().result(op, *sums))
 
     def _of_each(self, op: Builder, difference: Expr) -> Expr:
         return difference * difference

@@ -174,8 +174,7 @@ class Validation:
     def is_better(self, op: Builder, value: Expr, best: Expr, is_first: Expr) -> Expr:
         finite = op.Not(op.Or(op.IsNaN(value), op.IsInf(value)))
         is_ahead = value > best if self._measures.higher_is_better else value < best
-        result: Expr = op.And(finite, op.Or(is_first, is_ahead))
-        return result
+        return op.And(finite, op.Or(is_first, is_ahead))
 
     def measure(
         self, op: Builder, embed: Embedding, is_wanted: Expr, state: Mapping[str, Expr]
