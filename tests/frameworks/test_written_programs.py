@@ -70,22 +70,22 @@ def test_a_program_can_be_imported_and_hides_no_module(path: str, program: str) 
 @pytest.mark.parametrize(
     ("source", "objection"),
     [
-        ("x = '", "no Python"),
+        ("x = '", "not Python"),
         ("import os", "imports `os`"),
         ("from subprocess import run", "imports `subprocess`"),
         ("def f():\n    import socket", "imports `socket`"),
-        ("print(1)", "when it is imported"),
-        ("def f(x):\n    return eval(x)", "what `eval` is"),
-        ("x = __import__('os')", "what `__import__` is"),
+        ("print(1)", "runs code on import"),
+        ("def f(x):\n    return eval(x)", "`eval` is not defined"),
+        ("x = __import__('os')", "`__import__` is not defined"),
         ("def f(x):\n    return x.__globals__", "`__globals__`"),
         ("import torch\nx = torch.hub", "`hub`"),
         ("import torch\ndef f():\n    return torch.load('x')", "`load`"),
-        ("def f():\n    return g()", "what `g` is"),
-        ("import torch\ndef f(torch):\n    return torch", "`torch` is two things"),
+        ("def f():\n    return g()", "`g` is not defined"),
+        ("import torch\ndef f(torch):\n    return torch", "`torch` hides an import"),
         ("def f(): pass\ndef f(): pass", "`f` is defined twice"),
     ],
 )
-def test_what_no_program_of_ours_does(source: str, objection: str) -> None:
+def test_audit_refuses_a_program(source: str, objection: str) -> None:
     with pytest.raises(UnsupportedError, match=objection):
         audit_program(source, ["torch"])
 

@@ -167,13 +167,13 @@ def _was_state(source: Path, to: str) -> bool:
 
 def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
-    from onward.frameworks.files import ENDINGS, places, write
+    from onward.frameworks.files import ENDINGS, write, written_paths
 
     ending = ENDINGS[framework]
     path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
     if ending and path.suffix != ending:
         raise Misuse(f"`{path}` is no name for {framework}", f"write to `{path.with_suffix(ending)}`, for example")
-    for place in places(framework, path) if not force else []:
+    for place in written_paths(framework, path) if not force else []:
         refuse_to_overwrite(place, source)
     with working(f"converting {source}", source):
         written = write(onward.load(str(source)), framework, path)

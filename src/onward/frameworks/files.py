@@ -1,6 +1,7 @@
-"""Runs as files of other frameworks, and back: what `onward convert` does.
+"""Runs as files of other frameworks, and back, for `onward convert`.
 
-What is written needs nothing of Onward. What is read back is never executed: state refills a training model.
+The written files need no Onward. Files that are read are never executed: their state fills a
+training model.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
 
 ENDINGS: dict[Framework, str] = {"torch": ".pt", "keras": ".keras", "jax": "", "tensorflow": ""}
-"""Of the file that holds the state; none where it is a folder."""
+"""Suffix of the state file, or none for a folder."""
 
 
-def places(framework: Framework, path: Path) -> list[Path]:
-    """What is written for a run: the file and a program beside it, or the folder."""
+def written_paths(framework: Framework, path: Path) -> list[Path]:
+    """Return the paths that are written for a run: a file and its program, or a folder."""
     return [path, program_beside(path)] if ENDINGS[framework] else [path]
 
 
 def write(model: Model, framework: Framework, path: Path) -> list[Path]:
-    """Write the run that a training model holds for a framework; the files, or folders, that were written."""
-    made: list[Path] = _files_of(framework).write(_with_known_names(framework, of_one_opset(model)), path)
-    return made
+    """Write the run of a training model for a framework, and return the paths."""
+    paths: list[Path] = _files_of(framework).write(_with_known_names(framework, of_one_opset(model)), path)
+    return paths
 
 
 def restore(framework: Framework, path: Path, like: Model | None = None) -> Model:
-    """The training model that goes on where a run of a framework is: `like`, with the state that its files have."""
+    """Return the training model `like` with the state of a framework's files."""
     try:
         if not path.is_dir():
             regular(path)
@@ -52,15 +53,15 @@ def restore(framework: Framework, path: Path, like: Model | None = None) -> Mode
     files = _files_of(framework)
     if like is None and framework != "tensorflow":
         raise UnsupportedError(
-            f"`{path}` holds the state of a run, and not what it computes",
-            hint="give the training model that it was made of: `--like training.onnx`",
+            f"`{path}` holds the state of a run, but no graph",
+            hint="give its training model: `--like training.onnx`",
         )
-    made: Model = files.restore(path, None if like is None else _with_known_names(framework, like))
-    return made
+    model: Model = files.restore(path, None if like is None else _with_known_names(framework, like))
+    return model
 
 
 def _with_known_names(framework: Framework, model: Model) -> Model:
-    """With state under names that converters know. TensorFlow executes any step as it is."""
+    """Return the model with state names that converters know. TensorFlow executes any step."""
     return model if framework == "tensorflow" else adopt(model)
 
 
@@ -77,53 +78,55 @@ def _files_of(framework: Framework) -> Any:
 
 
 def recognize(path: Path) -> Framework | None:
-    """The framework that a file or a folder is of, by what it is called and what is in it."""
+    """Return the framework of a file or folder, judged by its name and content."""
     if path.is_dir():
         return "tensorflow" if (path / "saved_model.pb").exists() else "jax"
     return next((name for name, ending in ENDINGS.items() if ending and path.suffix == ending), None)
 
 
 def with_state(like: Model, state: Mapping[str, np.ndarray], of: str) -> Model:
-    """A copy of a training model with other values, by its own names; refused is what it has no place for.
+    """Return a copy of a training model with other state, and refuse names that it lacks.
 
-    `of` is what the values come from, such as a path.
+    `of` is the source of the values, such as a path.
     """
-    made, problems = like.copy(), Problems(f"the state of `{of}`")
-    known = tensors_of(made, state)
-    compare(problems, state, known)
+    model, problems = like.copy(), Problems(f"the state of `{of}`")
+    tensors = tensors_of(model, state)
+    compare(problems, state, tensors)
     problems.refuse()
-    check_numbers(problems, state, known)
+    check_numbers(problems, state, tensors)
     problems.refuse()
     for name, array in state.items():
-        made.set(name, array)
-    return made
+        model.set(name, array)
+    return model
 
 
 def tensors_of(model: Model, names: Iterable[str]) -> dict[str, Any]:
-    """What a training model has under these names, as far as it has."""
-    known = {}
+    """Return the tensors of these names that a training model has."""
+    tensors = {}
     for name in names:
         with contextlib.suppress(LookupError):
-            known[name] = model.initializer(name).const_value
-    return known
+            tensors[name] = model.initializer(name).const_value
+    return tensors
 
 
-def compare(problems: Problems, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Note what tensors of a file, and those that a training model has, do not have in common."""
-    for name in {**known, **found}:
-        if name not in known or name not in found:
-            problems.add(f"{'the training model' if name not in known else 'it'} has no `{name}`", OTHER)
-        elif _kind(found[name]) != _kind(known[name]):
-            problems.add(f"`{name}` is {_kind(found[name])}, not {_kind(known[name])}", OTHER)
+def compare(problems: Problems, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Note differences in names, types and shapes between tensors of a file and of a training
+    model.
+    """
+    for name in {**theirs, **ours}:
+        if name not in theirs or name not in ours:
+            problems.add(f"{'the training model' if name not in theirs else 'it'} has no `{name}`", OTHER)
+        elif _type_and_shape(ours[name]) != _type_and_shape(theirs[name]):
+            problems.add(f"`{name}` is {_type_and_shape(ours[name])}, not {_type_and_shape(theirs[name])}", OTHER)
 
 
-def check_numbers(problems: Problems, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Note what is no number where the training model has numbers, and counts that are none."""
-    for name, tensor in found.items():
-        if not _is_finite(tensor) and _is_finite(known[name]):
-            problems.add(f"`{name}` has elements that are infinite or no numbers (NaN)", "go on from an earlier state")
-    if STEP in found and int(found[STEP]) < 0:
-        problems.add(f"it has made {int(found[STEP])} updates", OTHER)
+def check_numbers(problems: Problems, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Note NaN and infinite elements, and negative counts."""
+    for name, tensor in ours.items():
+        if not _is_finite(tensor) and _is_finite(theirs[name]):
+            problems.add(f"`{name}` has infinite or NaN elements", "restore an earlier state")
+    if STEP in ours and int(ours[STEP]) < 0:
+        problems.add(f"it has made {int(ours[STEP])} updates", OTHER)
 
 
 def _is_finite(tensor: Any) -> bool:
@@ -131,10 +134,10 @@ def _is_finite(tensor: Any) -> bool:
     return array.dtype.kind in "biuSUO" or bool(np.isfinite(array.astype(np.float64)).all())
 
 
-def _kind(tensor: Any) -> str:
-    """Type and shape, of tensors of any framework."""
+def _type_and_shape(tensor: Any) -> str:
+    """Return the type and shape of a tensor of any framework."""
     dtype = tensor.dtype.numpy() if isinstance(tensor.dtype, ir.DataType) else tensor.dtype
     return f"{str(dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-OTHER = "give the training model that it was made of"
+OTHER = "give the training model of this run"

@@ -1,4 +1,6 @@
-"""Chance in what is traced, which runs only once: what Python or NumPy draw would be a constant."""
+"""Detection of random numbers in traced code, which runs once: draws of Python or NumPy would be
+constants.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from onward.run_state.problems import Problems
 
 @contextlib.contextmanager
 def no_chance(what: str) -> Iterator[None]:
-    """Refuse what asks Python or NumPy for random numbers meanwhile."""
+    """Refuse code that draws random numbers from Python or NumPy."""
     before = _generators()
     yield
     problems = Problems(what)
     for generator, state in _generators().items():
         if state != before[generator]:
             problems.add(
-                f"it draws random numbers by `{generator}`, and a graph would have the same ones always",
-                "turn off what is random, such as layers that are left out or masks on inputs; or use dropout",
+                f"it draws random numbers from `{generator}`, which a graph would repeat",
+                "turn off randomness such as layer drop and input masks, or use dropout",
             )
     problems.refuse()
 

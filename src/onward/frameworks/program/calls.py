@@ -1,4 +1,4 @@
-"""Programs as calls: values, steps, and loops in place of steps that repeat."""
+"""Calls of a program, and loops in place of calls that repeat."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from onward.analysis.repeats import Item, Repeat, find_repeats
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A tensor of a program."""
+    """Tensor of a program."""
 
     tensor: Any = None
-    """Its shape and type, as the framework has them."""
+    """Shape and type, as the framework represents them."""
     name: str = ""
-    """Of an input; of a constant, if it has one."""
+    """Name of an input or a constant."""
     path: str = ""
-    """Where the program holds it, if it does."""
+    """Path under which the program holds the tensor."""
     array: np.ndarray | None = None
-    """What it is, if it is a constant."""
+    """Elements of a constant."""
     step: ProgramStep | None = None
-    """What computes it, if something does."""
+    """Call that computes the tensor."""
 
 
 @dataclasses.dataclass(eq=False)
 class ProgramStep:
-    """One call; in its arguments are values where there were tensors."""
+    """Call whose arguments contain values in place of tensors."""
 
     function: str
-    """`torch.relu`, `torch.Tensor.reshape`, or what the module calls: `self.dropout`."""
+    """`torch.relu`, `torch.Tensor.reshape`, or a call of the module: `self.dropout`."""
     arguments: list[Any]
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
     results: list[Value] = dataclasses.field(default_factory=list)
     is_tuple: bool = False
     pattern: str = ""
-    """How the results lie in one another, if not side by side: `{}, ({}, {})`."""
+    """Nesting of the results: `{}, ({}, {})` (default: flat)."""
     call: Callable[..., Any] | None = None
-    """The function itself, if it is one of the framework's own."""
+    """Function of the framework itself."""
     item: int | None = None
-    """Which of several results is taken, if only one is."""
+    """Index of the only result that is read."""
     bodies: dict[str, Body] = dataclasses.field(default_factory=dict)
-    """Functions that are defined for the call, by the names of its arguments."""
+    """Functions that are defined for the call, by argument."""
 
     def values(self) -> Iterator[Value]:
-        """What it reads."""
+        """Yield the values that the call reads."""
         yield from values_in([self.arguments, self.named])
         for body in self.bodies.values():
             yield from body.captured()
@@ -57,30 +57,30 @@ class ProgramStep:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """Calls that depend on arguments of their own."""
+    """Calls of a nested function."""
 
     arguments: list[Value]
     steps: list[ProgramStep]
     outputs: list[Value]
     after: str = ""
-    """A line that follows the definition, in which `{}` is the name of the function."""
+    """Line that follows the definition; `{}` is the name of the function."""
 
     def captured(self) -> Iterator[Value]:
-        """What is read from around it."""
+        """Return the outer values that the body reads."""
         inside = {*self.arguments, *(value for step in self.steps for value in step.results)}
         read = [*(value for step in self.steps for value in step.values()), *self.outputs]
         return (value for value in read if value not in inside)
 
 
 def step_result(function: str, *arguments: Any, **named: Any) -> Value:
-    """The result of a new call."""
+    """Return the result of a new call."""
     step = ProgramStep(function, list(arguments), named)
     step.results = [Value(step=step)]
     return step.results[0]
 
 
 class Holder:
-    """An argument that mentions values, as a formula of their sizes does."""
+    """Argument that contains values, such as a formula of sizes."""
 
     parts: tuple[Any, ...]
 
@@ -101,17 +101,17 @@ def values_in(argument: Any) -> Iterator[Value]:
 
 
 def without_unused(steps: list[ProgramStep], outputs: Iterable[Value]) -> list[ProgramStep]:
-    """Only those steps that an output depends on."""
-    needed, kept = set(outputs), []
+    """Return the calls that an output depends on."""
+    needed, used = set(outputs), []
     for step in reversed(steps):
         if not needed.isdisjoint(step.results):
             needed.update(step.values())
-            kept.append(step)
-    return kept[::-1]
+            used.append(step)
+    return used[::-1]
 
 
 def in_order(outputs: Iterable[Value]) -> list[ProgramStep]:
-    """What outputs depend on, each call as near before its first reader as may be."""
+    """Return the calls that outputs depend on, each as close before its first reader as possible."""
     order: dict[ProgramStep, None] = {}
     pending: list[tuple[ProgramStep, bool]] = [(v.step, False) for v in reversed(list(outputs)) if v.step]
     while pending:
@@ -129,7 +129,7 @@ def count_uses(steps: Iterable[ProgramStep], outputs: Iterable[Value]) -> collec
 
 
 def take_single_results(steps: Iterable[ProgramStep], outputs: Iterable[Value]) -> None:
-    """Where only one of several results is read, let the call be of that one."""
+    """Replace calls with several results by calls of the only result that is read."""
     steps = list(steps)
     uses = count_uses(steps, outputs)
     for step in steps:
@@ -139,7 +139,7 @@ def take_single_results(steps: Iterable[ProgramStep], outputs: Iterable[Value]) 
 
 
 def call_key(step: ProgramStep, value_key: Callable[[Value], Any] = id) -> Any:
-    """What tells a call from others: equal ones compute the same."""
+    """Return a key that is equal for calls that compute the same."""
 
     def key(argument: Any) -> Any:
         if isinstance(argument, Value):
@@ -158,40 +158,38 @@ def call_key(step: ProgramStep, value_key: Callable[[Value], Any] = id) -> Any:
 
 
 def with_stores(steps: list[ProgramStep], stores: Iterable[ProgramStep]) -> list[ProgramStep]:
-    """Calls with those that only keep what others have computed, each as soon as that is there, and nobody reads
-    what was there before.
-    """
-    made, added = list(steps), set[ProgramStep]()
+    """Insert calls that store results, after their values and after readers of the old value."""
+    ordered, stored = list(steps), set[ProgramStep]()
     for store in stores:
         needed = in_order(store.values())
-        new = [*(step for step in needed if step not in set(made)), store]
-        after = max((i for i, step in enumerate(made) if step in set(needed)), default=-1) + 1
-        while after < len(made) and made[after] in added:
-            after += 1
+        new = [*(step for step in needed if step not in set(ordered)), store]
+        position = max((i for i, step in enumerate(ordered) if step in set(needed)), default=-1) + 1
+        while position < len(ordered) and ordered[position] in stored:
+            position += 1
         path = store.arguments[0].path
-        if any(value.path == path for step in made[after:] for value in step.values()):
-            after = len(made)
-        made[after:after] = new
-        added.update(new)
-    return made
+        if any(value.path == path for step in ordered[position:] for value in step.values()):
+            position = len(ordered)
+        ordered[position:position] = new
+        stored.update(new)
+    return ordered
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
-_HELD = re.compile(r'\["([^"{}\\]*)"\]$')
-"""The name of what is held, in the expression that reaches it: `params["blocks.0.norm.weight"]`."""
+_STORED_NAME = re.compile(r'\["([^"{}\\]*)"\]$')
+"""Name in the expression of a stored tensor: `params["blocks.0.norm.weight"]`."""
 
 
 @dataclasses.dataclass(eq=False)
 class Loop(ProgramStep):
-    """Steps for each of several layers; `results` are what is carried after the last."""
+    """Calls repeated for several layers; `results` are the carried values after the last iteration."""
 
     numbers: range = range(0)
     steps: list[ProgramStep] = dataclasses.field(default_factory=list)
     inner: list[Value] = dataclasses.field(default_factory=list)
-    """What is carried within the loop, for each of the arguments."""
+    """Carried values inside the loop, one per argument."""
     new: list[Value] = dataclasses.field(default_factory=list)
-    """What it becomes."""
+    """Carried values at the end of an iteration."""
 
     def values(self) -> Iterable[Value]:  # type: ignore[override]
         inside = {*self.inner, *(value for step in self.steps for value in step.results)}
@@ -200,20 +198,22 @@ class Loop(ProgramStep):
 
 
 def fold_repeats(steps: Sequence[ProgramStep], outputs: Iterable[Value]) -> list[ProgramStep]:
-    """The same calls, with a loop in place of those that are repeated."""
-    made = _with_sizes_first(steps)
-    found = find_repeats([_item(step) for step in made], list(outputs))
-    loops = [(repeat, _loop(made[repeat.start : repeat.start + repeat.length], repeat)) for repeat in found]
+    """Return the calls with repeated ones replaced by loops."""
+    ordered = _with_sizes_first(steps)
+    repeats = find_repeats([_item(step) for step in ordered], list(outputs))
+    loops = [(repeat, _loop(ordered[repeat.start : repeat.start + repeat.length], repeat)) for repeat in repeats]
     if not any(loop for _, loop in loops):
         return list(steps)
     for repeat, loop in reversed(loops):
         if loop is not None:
-            made[repeat.start : repeat.start + repeat.length * repeat.count] = [loop]
-    return made
+            ordered[repeat.start : repeat.start + repeat.length * repeat.count] = [loop]
+    return ordered
 
 
 def _with_sizes_first(steps: Sequence[ProgramStep]) -> list[ProgramStep]:
-    """Sizes and constants that several calls read come before all of them, and not with the first block."""
+    """Return the calls with sizes and constants that several calls read moved before the first
+    block.
+    """
     uses = count_uses(steps, [])
     sizes: set[ProgramStep] = set()
     for step in steps:
@@ -230,18 +230,18 @@ _SHAPES = (".shape", "ops.shape")
 
 def _item(step: ProgramStep) -> Item:
     read = list(step.values())
-    held = [_HELD.search(value.path) for value in read]
-    paths = tuple(found[1] for found in held if found)
-    inputs = tuple(v for v, found in zip(read, held, strict=True) if not found and v.array is None)
+    matches = [_STORED_NAME.search(value.path) for value in read]
+    paths = tuple(match[1] for match in matches if match)
+    inputs = tuple(v for v, match in zip(read, matches, strict=True) if not match and v.array is None)
     others = step.item, step.is_tuple, len(step.bodies) and id(step)
-    return Item((call_key(step, _kind), *others), paths, inputs, tuple(step.results))
+    return Item((call_key(step, _value_key), *others), paths, inputs, tuple(step.results))
 
 
-def _kind(value: Value) -> Any:
-    """What is the same of values in different blocks."""
-    found = _HELD.search(value.path)
+def _value_key(value: Value) -> Any:
+    """Return what values of the same role in different blocks have in common."""
+    match = _STORED_NAME.search(value.path)
     array = None if value.array is None else (value.array.dtype, value.array.shape, value.array.tobytes())
-    return value.path[: found.start()] if found else "", array
+    return value.path[: match.start()] if match else "", array
 
 
 def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
@@ -252,14 +252,15 @@ def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
         if old in value.path:
             new = value.path.replace(old, f'f"{repeat.prefix}.{{i}}.')
             changed.setdefault(value, Value(value.tensor, path=new))
-    sizes = [part for step in steps for part in _holders([step.arguments, step.named])]
-    if any(value in changed for part in sizes for value in part.values()):
+    sizes = [holder for step in steps for holder in _holders([step.arguments, step.named])]
+    if any(value in changed for holder in sizes for value in holder.values()):
         return None
-    body = []
-    for step in steps:
-        copy = dataclasses.replace(step, arguments=_replace_values(step.arguments, changed))
-        copy.named = _replace_values(step.named, changed)
-        body.append(copy)
+    body = [
+        dataclasses.replace(
+            step, arguments=replace_values(step.arguments, changed), named=replace_values(step.named, changed)
+        )
+        for step in steps
+    ]
     for value in inner.values():
         value.step = None
     loop = Loop("for", list(repeat.carried), numbers=range(repeat.first, repeat.first + repeat.count), steps=body)
@@ -275,12 +276,16 @@ def _holders(argument: Any) -> list[Holder]:
     return [holder for item in items for holder in _holders(item)]
 
 
-def _replace_values(argument: Any, new: dict[Value, Value]) -> Any:
-    """An argument with other values in it."""
-    if isinstance(argument, Value):
-        return new.get(argument, argument)
+def map_argument(argument: Any, function: Callable[[Any], Any]) -> Any:
+    """Return an argument with `function` applied to all that is not a list, a tuple or a dict."""
     if isinstance(argument, dict):
-        return {key: _replace_values(item, new) for key, item in argument.items()}
-    if type(argument) in (list, tuple):
-        return type(argument)(_replace_values(item, new) for item in argument)
-    return argument
+        return {key: map_argument(item, function) for key, item in argument.items()}
+    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+        items = [map_argument(item, function) for item in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    return function(argument)
+
+
+def replace_values(argument: Any, new: Mapping[Value, Value]) -> Any:
+    """Return an argument with other values in it."""
+    return map_argument(argument, lambda item: new.get(item, item) if isinstance(item, Value) else item)

@@ -1,4 +1,4 @@
-"""Steps as lines of Python: expressions, and statements that name their results."""
+"""Printers of calls as lines of Python: expressions, and statements that name their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onward.frameworks.program.sizes import Extent
 from onward.frameworks.program.source_text import number, quote
 
 ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, WIDE = 0, 1, 2, 3, 4, 5, 6, 7
-"""How loosely the parts of an expression hold together."""
+"""Precedence of expressions: larger numbers bind more loosely."""
 SIGNS = {
     **dict.fromkeys(("+", "-"), SUM),
     **dict.fromkeys(("*", "/", "//", "%", "@"), PRODUCT),
@@ -24,55 +24,56 @@ SIGNS = {
 PREFIXES = {"neg": "-", "not": "~"}
 
 
-_IDLE = {"dilations": 1, "strides": 1, "pads": 0}
+_DEFAULTS = {"dilations": 1, "strides": 1, "pads": 0}
 
 
 def is_idle(name: str, value: Any) -> bool:
-    """Whether an attribute of a window changes nothing: such need not be given."""
-    return name in _IDLE and isinstance(value, list | tuple) and {*value} == {_IDLE[name]}
+    """True if an attribute of a window has its default and need not be passed."""
+    return name in _DEFAULTS and isinstance(value, list | tuple) and {*value} == {_DEFAULTS[name]}
 
 
 class Expression(NamedTuple):
     text: str
     looseness: int = ATOM
     depth: int = 0
-    """How many calls are inside of one another."""
+    """Nesting depth of calls."""
 
     def within(self, most: int) -> str:
         return f"({self.text})" if self.looseness > most else self.text
 
 
 class Printer:
-    """Writes expressions, given how values are called.
+    """Printer of expressions, given the names of values.
 
-    A function that is a sign stands between its operands, one that begins with a dot is a method or an attribute of
-    its first, and `[]` an index; what a framework calls otherwise it says in a class of its own.
+    A function that is a sign stands between its operands. One that begins with a dot is a method or
+    an attribute of its first argument, and `[]` is an index. A subclass prints what is special to a
+    framework.
     """
 
     special = "math"
-    """The module that has infinity."""
+    """Module that the program takes infinity from."""
 
     def __init__(self, name: Callable[[Value], Expression]):
         self._name = name
 
     def step(self, step: ProgramStep) -> Expression:
-        function, given = step.function, step.arguments
+        function, arguments = step.function, step.arguments
         if function in SIGNS:
-            return self.between(function, *given)
+            return self.between(function, *arguments)
         if function == "=":
-            return Expression(f"{self.value(given[0]).text} = {self.value(given[1]).text}", WIDE)
+            return Expression(f"{self.value(arguments[0]).text} = {self.value(arguments[1]).text}", WIDE)
         if function in PREFIXES:
-            operand = self.value(given[0])
+            operand = self.value(arguments[0])
             return Expression(f"{PREFIXES[function]}{operand.within(UNARY)}", UNARY, operand.depth)
         if function == "[]":
-            return self.after(given[0], f"[{', '.join(map(self.place, given[1]))}]")
+            return self.after(arguments[0], f"[{', '.join(map(self.place, arguments[1]))}]")
         if not function.startswith("."):
-            called = self.call(function, given, step.named)
+            called = self.call(function, arguments, step.named)
             return called if step.item is None else called._replace(text=f"{called.text}[{step.item}]")
         if function in (".T", ".shape"):
-            return self.after(given[0], function)
-        called = self.call(function, given[1:], step.named)
-        return self.after(given[0], called.text, called.depth)
+            return self.after(arguments[0], function)
+        called = self.call(function, arguments[1:], step.named)
+        return self.after(arguments[0], called.text, called.depth)
 
     def after(self, first: Value, text: str, depth: int = 1) -> Expression:
         owner = self.value(first)
@@ -85,37 +86,37 @@ class Printer:
         text = f"{x.within(leftmost)} {sign} {y.within(looseness - 1)}"
         return Expression(text, looseness, max(x.depth, y.depth))
 
-    def operand(self, given: Any, other: Any) -> Expression:
-        """What stands beside another operand, which may say the type of a number."""
-        return self.value(given)
+    def operand(self, argument: Any, other: Any) -> Expression:
+        """Return an operand of a sign. The other operand may determine the type of a number."""
+        return self.value(argument)
 
     def call(self, function: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Expression:
-        given = [self.value(argument) for argument in arguments]
-        parts = {key: self.value(value) for key, value in named.items()}
-        texts = [*(part.text for part in given), *(f"{key}={part.text}" for key, part in parts.items())]
-        depth = 1 + max((part.depth for part in (*given, *parts.values())), default=0)
+        positional = [self.value(argument) for argument in arguments]
+        keywords = {key: self.value(value) for key, value in named.items()}
+        texts = [*(part.text for part in positional), *(f"{key}={part.text}" for key, part in keywords.items())]
+        depth = 1 + max((part.depth for part in (*positional, *keywords.values())), default=0)
         return Expression(f"{function}({', '.join(texts)})", ATOM, depth)
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 
-    def value(self, given: Any) -> Expression:
-        """Anything that can be an argument."""
-        if isinstance(given, Value):
-            return self._name(given)
-        if isinstance(given, Expression):
-            return given
-        if isinstance(given, Extent):
-            return self._size(*given.parts)
-        if isinstance(given, list | tuple):
-            parts = [self.value(item) for item in given]
+    def value(self, argument: Any) -> Expression:
+        """Return any argument as an expression."""
+        if isinstance(argument, Value):
+            return self._name(argument)
+        if isinstance(argument, Expression):
+            return argument
+        if isinstance(argument, Extent):
+            return self._size(*argument.parts)
+        if isinstance(argument, list | tuple):
+            parts = [self.value(item) for item in argument]
             inside = ", ".join(part.text for part in parts)
-            text = f"[{inside}]" if isinstance(given, list) else f"({inside}{',' if len(parts) == 1 else ''})"
+            text = f"[{inside}]" if isinstance(argument, list) else f"({inside}{',' if len(parts) == 1 else ''})"
             return Expression(text, ATOM, max((part.depth for part in parts), default=0))
-        if isinstance(given, bool | int | float | np.generic):
-            return Expression(number(given, self.special))
-        if given is None or given is Ellipsis or isinstance(given, str):
-            return Expression("..." if given is Ellipsis else "None" if given is None else quote(given))
-        return self.other(given)
+        if isinstance(argument, bool | int | float | np.generic):
+            return Expression(number(argument, self.special))
+        if argument is None or argument is Ellipsis or isinstance(argument, str):
+            return Expression("..." if argument is Ellipsis else "None" if argument is None else quote(argument))
+        return self.other(argument)
 
     def _size(self, first: Any, *rest: Any) -> Expression:
         if isinstance(first, str):
@@ -123,20 +124,20 @@ class Printer:
         return self.size(self.value(first), *rest) if rest else self.value(first)
 
     def size(self, x: Expression, axis: int) -> Expression:
-        """How long an axis is."""
+        """Return the size of an axis as an expression."""
         return Expression(f"{x.within(ATOM)}.shape[{axis}]")
 
-    def other(self, given: Any) -> Expression:
-        """An argument that only this framework has."""
-        raise TypeError(f"a {type(given).__name__} is an argument")
+    def other(self, argument: Any) -> Expression:
+        """Return an argument that only this framework has."""
+        raise TypeError(f"a {type(argument).__name__} is an argument")
 
-    def place(self, place: Any) -> str:
-        """An index, or a slice."""
-        if not isinstance(place, slice):
-            return self.value(place).text
+    def place(self, index: Any) -> str:
+        """Return an index or a slice as text."""
+        if not isinstance(index, slice):
+            return self.value(index).text
         start, stop, step = (
-            "" if part is None or (part == empty and isinstance(part, int)) else self.value(part).text
-            for part, empty in ((place.start, 0), (place.stop, None), (place.step, 1))
+            "" if bound is None or (bound == empty and isinstance(bound, int)) else self.value(bound).text
+            for bound, empty in ((index.start, 0), (index.stop, None), (index.step, 1))
         )
         return f"{start}:{stop}{f':{step}' if step else ''}"
 
@@ -144,12 +145,12 @@ class Printer:
 # ---- statements ------------------------------------------------------------------------------------------------------
 
 WIDTH, DEEPEST = 88, 2
-"""How long a line gets, and how many calls stand inside of one another, before a part of it gets a name."""
+"""Length of a line, and nesting depth of calls, above which a part of an expression gets a name."""
 LETTERS = ("x", "y", "z", "u", "w", "a", "b", "c", "d", "e")
 
 
 class FunctionWriter:
-    """The lines of one function."""
+    """Lines of one function."""
 
     def __init__(
         self,
@@ -157,23 +158,23 @@ class FunctionWriter:
         outputs: Sequence[Value],
         names: Mapping[Value, str],
         printer: Callable[[Callable[[Value], Expression]], Printer],
-        place: Callable[[Value], Expression],
+        stored: Callable[[Value], Expression],
         *,
         taken: Iterable[str] = (),
         roles: Mapping[Value, str] | None = None,
         carried: Mapping[Value, str] | None = None,
     ):
-        """`names` are those of inputs, and `place` says where everything else is that no call computes.
+        """Take the names of inputs and the expressions of stored values.
 
-        No result is called as what is `taken`; `roles` are how some of them are best called. What is `carried` is not
-        needed any more after its last reader.
+        No result gets a name in `taken`; `roles` are preferred names of results. `carried` values
+        are not needed after their last reader.
         """
         self._steps = steps
         self._outputs = set(outputs)
         self._inputs = set(names)
         self._taken = {*names.values(), *taken}
         self._names = {**names, **(carried or {})}
-        self._place = place
+        self._place = stored
         self._roles = roles or {}
         self._inline: dict[Value, Expression] = {}
         self._at = {step: i for i, step in enumerate(steps)}
@@ -190,24 +191,28 @@ class FunctionWriter:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def name(self, value: Value) -> Expression:
-        """The expression for a value, once the lines before it are there."""
+        """Return the expression for a value, after the lines before it are written."""
         if value in self._inline:
             return self._inline[value]
         return Expression(self._names[value]) if value in self._names else self._place(value)
 
     def _fresh(self, step: ProgramStep, value: Value) -> str:
-        """A name: that of an operand which is not used any more, or a letter that is free."""
+        """Return a name: that of an operand that is not read later, or a free letter."""
         number = self._at[step]
-        held = {self._names[v] for v in self._names if self._last.get(v, -1) > number} | self._taken
+        used = self._used_names(number + 1) | self._taken
         role = self._roles.get(value)
-        if role is not None and role not in held:
+        if role is not None and role not in used:
             return role
         operands = [self._names[v] for v in self._operands(step) if v in self._names]
-        reused = next((n for n in operands if n in LETTERS and n not in held), None)
-        return reused or next(name for name in _letters() if name not in held)
+        reused = next((n for n in operands if n in LETTERS and n not in used), None)
+        return reused or next(name for name in _letters() if name not in used)
+
+    def _used_names(self, position: int) -> set[str]:
+        """Return the names of values that are read from this call on."""
+        return {name for value, name in self._names.items() if self._last.get(value, -1) >= position}
 
     def _operands(self, step: ProgramStep) -> Iterator[Value]:
-        """What a statement reads, also within the calls that stand in it."""
+        """Yield what a statement reads, including the calls inlined in it."""
         for value in step.values():
             if value in self._inline and value.step is not None:
                 yield from self._operands(value.step)
@@ -222,12 +227,12 @@ class FunctionWriter:
             return
         for argument, body in step.bodies.items():
             yield from self._function(step, argument, body)
-        made = self._printer.step(step)
+        expression = self._printer.step(step)
         if not step.results:
-            yield made.text
+            yield expression.text
             return
-        if not step.is_tuple and self._stands_inside(step, made):
-            self._inline[step.results[0]] = made
+        if not step.is_tuple and self._stands_inside(step, expression):
+            self._inline[step.results[0]] = expression
             self._keep(step)
             return
         targets = []
@@ -243,10 +248,10 @@ class FunctionWriter:
                 self._names.pop(value, None)
         listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
-        yield f"{nested or listed} = {made.text}"
+        yield f"{nested or listed} = {expression.text}"
 
     def _loop(self, step: Loop) -> Iterator[str]:
-        """A loop: what is carried has the same name before, in and after it."""
+        """Write a loop. A carried value has the same name before, in and after it."""
         names = []
         for value, result in zip(step.arguments, step.results, strict=True):
             is_free = value in self._names and value not in self._inputs and self._last[value] == self._at[step]
@@ -255,14 +260,14 @@ class FunctionWriter:
                 yield f"{name} = {self.name(value).text}"
             self._names[result] = name
             names.append(name)
-        held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} - {*names}
+        used = self._used_names(self._at[step]) - {*names}
         inner = FunctionWriter(
             step.steps,
             step.new * 2,
             {v: n for v, n in self._names.items() if v not in step.arguments and v not in step.results},
             self._make_printer,
             self._place,
-            taken=self._taken | held,
+            taken=self._taken | used,
             roles={**self._roles, **dict(zip(step.new, names, strict=True))},
             carried=dict(zip(step.inner, names, strict=True)),
         )
@@ -275,53 +280,49 @@ class FunctionWriter:
             yield f"    {', '.join(n for n, _ in moved)} = {', '.join(m for _, m in moved)}"
 
     def _function(self, step: ProgramStep, argument: str, body: Body) -> Iterator[str]:
-        """A function that the step is given, defined before it."""
-        held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} | self._taken
-        named = itertools.chain([argument], (f"{argument}_{i}" for i in itertools.count(2)))
-        name = next(name for name in named if name not in held)
+        """Define a function that the call takes as an argument."""
+        used = self._used_names(self._at[step]) | self._taken
+        candidates = itertools.chain([argument], (f"{argument}_{i}" for i in itertools.count(2)))
+        name = next(name for name in candidates if name not in used)
         self._taken.add(name)
         step.named[argument] = Expression(name)
-        free = (letter for letter in _letters() if letter not in held)
-        names = dict(zip(body.arguments, free, strict=False))
-        known, taken = {**self._names, **names}, self._taken | held
-        inner = FunctionWriter(body.steps, body.outputs, known, self._make_printer, self._place, taken=taken)
+        free = (letter for letter in _letters() if letter not in used)
+        arguments = dict(zip(body.arguments, free, strict=False))
+        names_inside, taken = {**self._names, **arguments}, self._taken | used
+        inner = FunctionWriter(body.steps, body.outputs, names_inside, self._make_printer, self._place, taken=taken)
         lines = inner.lines()
         results = ", ".join(inner.name(value).text for value in body.outputs)
-        yield f"def {name}({', '.join(names.values())}):"
+        yield f"def {name}({', '.join(arguments.values())}):"
         yield from (f"    {line}" for line in [*lines, f"return [{results}]"])
         if body.after:
             yield body.after.format(name)
 
     def _keep(self, step: ProgramStep) -> None:
-        """Let what a call reads keep its name until the line that the call stands in."""
+        """Extend the use of operands to the line in which their call is inlined."""
         until = self._last[step.results[0]]
         for value in self._operands(step):
             self._last[value] = max(self._last.get(value, 0), until)
 
-    def _stands_inside(self, step: ProgramStep, made: Expression) -> bool:
-        """Whether a call goes into the one line that reads it: if that is the next, and stays short."""
+    def _stands_inside(self, step: ProgramStep, expression: Expression) -> bool:
+        """True if a call is inlined in its only reader: the next one, and short."""
         value = step.results[0]
-        if self._uses.get(value) != 1 or made.depth >= DEEPEST + 1 or len(made.text) > WIDTH - 30:
+        if self._uses.get(value) != 1 or expression.depth >= DEEPEST + 1 or len(expression.text) > WIDTH - 30:
             return False
         if value in self._outputs:
             return True
         reader = self._readers[value]
         if reader.bodies or isinstance(reader, Loop):
             return False
-        between = self._steps[self._at[step] + 1 : self._at[reader]]
-        if any(
-            not self._inline.keys() >= {*other.results[:1]} and not self._will_go_inside(other, reader)
-            for other in between
-        ):
-            return False
-        self._inline[value] = made
-        known = all(v in self._names or v in self._inline or v.step is None for v in reader.values())
-        whole = self._printer.step(reader) if known else made
+        read = set(reader.values())
+        for other in self._steps[self._at[step] + 1 : self._at[reader]]:
+            for first in other.results[:1]:
+                if first not in self._inline and (self._uses.get(first) != 1 or first not in read):
+                    return False
+        self._inline[value] = expression
+        is_printable = all(v in self._names or v in self._inline or v.step is None for v in reader.values())
+        whole = self._printer.step(reader) if is_printable else expression
         del self._inline[value]
         return len(whole.text) <= WIDTH - 8 and whole.depth <= DEEPEST
-
-    def _will_go_inside(self, step: ProgramStep, reader: ProgramStep) -> bool:
-        return bool(step.results) and self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
 
 
 def _letters() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How calls are written that Python, or the framework, has a shorter form for than the operator."""
+"""Short forms of operators: `x + y`, `x[1:]`, `x.T`."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any, NamedTuple
 from onward.frameworks.program.calls import ProgramStep, Value, step_result
 
 
-class OperatorCall(NamedTuple):
-    """A call of an operator."""
+class OperatorArguments(NamedTuple):
+    """Arguments of an operator."""
 
     inputs: Sequence[Any]
     known: Sequence[Any]
-    """Those inputs that are known while the program is written, as lists and numbers; None for others."""
+    """Inputs that are known while the program is written, as lists and numbers; None for others."""
     attributes: Mapping[str, Any]
     shape: Sequence[Any] | None
-    """The sizes of the first input, if they are known."""
+    """Sizes of the first input, if they are known."""
     result: Sequence[Any] | None = None
-    """Those of the result."""
+    """Sizes of the result, if they are known."""
 
-    def known_input(self, place: int) -> Any:
-        """One that need not be given, as a list."""
-        found = self.known[place] if place < len(self.known) else None
-        return found if found is None or isinstance(found, list) else [found]
+    def known_input(self, index: int) -> Any:
+        """Return an optional input as a list."""
+        value = self.known[index] if index < len(self.known) else None
+        return value if value is None or isinstance(value, list) else [value]
 
 
-Form = Callable[[OperatorCall, Mapping[str, str]], ProgramStep | Value | None]
-"""A value if nothing is to be done, None where the operator says more."""
+Form = Callable[[OperatorArguments, Mapping[str, str]], ProgramStep | Value | None]
+"""Short form of an operator: a value if it does nothing, None if there is no short form."""
 
 
 class Dialect(NamedTuple):
-    """What a framework has."""
+    """Functions of a framework."""
 
     functions: Mapping[str, str]
-    """By what numpy calls them; methods begin with a dot, and take sizes one by one."""
+    """Functions by their numpy names. A method begins with a dot, and takes sizes one by one."""
     own: Mapping[str, Form]
-    """Operators that others have no such forms for."""
+    """Forms of this framework alone."""
     without: Container[str] = ()
 
-    def short_form(self, operator: str, given: OperatorCall, is_float: bool) -> ProgramStep | Value | None:
-        """The call for an operator, if there is a short one. `is_float` says whether the first tensor is."""
+    def short_form(self, operator: str, arguments: OperatorArguments, is_float: bool) -> ProgramStep | Value | None:
+        """Return the short call for an operator, or None. `is_float` describes the first tensor."""
         form = self.own.get(operator, _FORMS.get(operator))
         if (
             form is None
-            or None in given.inputs
+            or None in arguments.inputs
             or operator in self.without
-            or not (is_float or operator not in _FLOATS)
+            or (operator in _FLOATS and not is_float)
         ):
             return None
-        return form(given, self.functions)
+        return form(arguments, self.functions)
 
 
 def _call(function: str, *arguments: Any, **named: Any) -> ProgramStep:
@@ -64,36 +64,37 @@ def _infix(sign: str) -> Form:
     return lambda given, _: _call(sign, *given.inputs)
 
 
-def _gemm(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
-    attributes = {"alpha": 1, "beta": 1, "transA": 0, "transB": 0, **given.attributes}
-    if attributes["alpha"] != 1 or attributes["beta"] != 1:
+def _gemm(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
+    attributes = given.attributes
+    if attributes.get("alpha", 1) != 1 or attributes.get("beta", 1) != 1:
         return None
-    flags = ("transA", "transB")
-    turn = functions["T"]
-    a, b = (step_result(turn, x) if attributes[flag] else x for x, flag in zip(given.inputs, flags, strict=False))
+    flags, transpose = ("transA", "transB"), functions["T"]
+    a, b = (
+        step_result(transpose, x) if attributes.get(flag) else x for x, flag in zip(given.inputs, flags, strict=False)
+    )
     return _call("+", step_result("@", a, b), given.inputs[2]) if len(given.inputs) > 2 else _call("@", a, b)
 
 
 def _reduction(function: str) -> Form:
-    def form(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
+    def form(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
         axes = given.known_input(1)
         if (len(given.inputs) > 1 and axes is None) or given.attributes.get("noop_with_empty_axes"):
             return None
-        kept = {"keepdims": True} if given.attributes.get("keepdims", 1) else {}
-        return _call(functions[function], given.inputs[0], *([_places(axes)] if axes else []), **kept)
+        keepdims = {"keepdims": True} if given.attributes.get("keepdims", 1) else {}
+        return _call(functions[function], given.inputs[0], *([_axes(axes)] if axes else []), **keepdims)
 
     return form
 
 
-def _by_places(function: str) -> Form:
-    def form(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
+def _by_axes(function: str) -> Form:
+    def form(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
         axes = given.known_input(1)
-        return None if axes is None else _call(functions[function], given.inputs[0], _places(axes))
+        return None if axes is None else _call(functions[function], given.inputs[0], _axes(axes))
 
     return form
 
 
-def _reshape(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
+def _reshape(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
     sizes = given.known_input(1)
     if not sizes:
         return None
@@ -111,29 +112,29 @@ def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
 
 
-def _transpose(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
+def _transpose(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep:
     order = given.attributes.get("perm")
     if order is None or list(order) == [1, 0]:
         return _call(functions["T"], given.inputs[0])
     return _with_sizes(functions["transpose"], given.inputs[0], order)
 
 
-def _gather(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
-    place, axis = given.known[1], given.attributes.get("axis", 0)
-    if not isinstance(place, int) or given.shape is None:
+def _gather(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
+    index, axis = given.known[1], given.attributes.get("axis", 0)
+    if not isinstance(index, int) or given.shape is None:
         return None
-    return _call("[]", given.inputs[0], [*[slice(None)] * (axis % len(given.shape)), place])
+    return _call("[]", given.inputs[0], [*[slice(None)] * (axis % len(given.shape)), index])
 
 
 _FAR = 2**31 - 1
-"""What is beyond any end."""
+"""End that is beyond any axis."""
 
 
-def _slice(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | Value | None:
+def _slice(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | Value | None:
     if given.shape is None or any(known is None for known in given.known[1:]):
         return None
-    places = slice_places(given.shape, *given.known[1:])
-    return None if places is None else _call("[]", given.inputs[0], places) if places else given.inputs[0]
+    slices = slice_places(given.shape, *given.known[1:])
+    return None if slices is None else _call("[]", given.inputs[0], slices) if slices else given.inputs[0]
 
 
 def slice_places(
@@ -143,34 +144,34 @@ def slice_places(
     axes: Sequence[int] | None = None,
     steps: Sequence[Any] | None = None,
 ) -> list[slice] | None:
-    """A slice as Python has it, without what chooses everything at the end; None if it does not go forward."""
+    """Return Python slices without full ones at the end, or None if a step is not positive."""
     steps = [1] * len(starts) if steps is None else steps
     if not all(isinstance(step, int) and step > 0 for step in steps):
         return None
-    places = [slice(None)] * len(shape)
+    slices = [slice(None)] * len(shape)
     for start, end, axis, step in zip(starts, ends, range(len(starts)) if axes is None else axes, steps, strict=True):
         size = shape[axis]
         is_far = isinstance(end, int) and (end >= _FAR or (isinstance(size, int) and end >= size))
         first = None if isinstance(start, int) and (start == 0 or start <= -_FAR) else start
-        places[axis] = slice(first, None if is_far or str(end) == str(size) else end, None if step == 1 else step)
-    while places and places[-1] == slice(None):
-        places.pop()
-    return places
+        slices[axis] = slice(first, None if is_far or str(end) == str(size) else end, None if step == 1 else step)
+    while slices and slices[-1] == slice(None):
+        slices.pop()
+    return slices
 
 
-def _concat(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
+def _concat(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep:
     return _call(functions["concatenate"], list(given.inputs), given.attributes["axis"])
 
 
-def _expand(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep | None:
+def _expand(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
     return None if given.result is None else _call(functions["broadcast_to"], given.inputs[0], tuple(given.result))
 
 
-def _log_softmax(given: OperatorCall, functions: Mapping[str, str]) -> ProgramStep:
+def _log_softmax(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep:
     return _call(functions["log_softmax"], given.inputs[0], given.attributes.get("axis", -1))
 
 
-def _places(axes: Sequence[int]) -> Any:
+def _axes(axes: Sequence[int]) -> Any:
     return axes[0] if len(axes) == 1 else tuple(axes)
 
 
@@ -193,8 +194,8 @@ _FORMS: dict[str, Form] = {
     "Gemm": _gemm,
     "ReduceSum": _reduction("sum"),
     "ReduceMean": _reduction("mean"),
-    "Squeeze": _by_places("squeeze"),
-    "Unsqueeze": _by_places("expand_dims"),
+    "Squeeze": _by_axes("squeeze"),
+    "Unsqueeze": _by_axes("expand_dims"),
     "Reshape": _reshape,
     "Transpose": _transpose,
     "Expand": _expand,
@@ -204,4 +205,4 @@ _FORMS: dict[str, Form] = {
     "LogSoftmax": _log_softmax,
 }
 _FLOATS = ("Div", "Gemm", "ReduceSum", "ReduceMean")
-"""What integers would be rounded by in another way, or become."""
+"""Operators that round integers differently."""

@@ -1,7 +1,7 @@
-"""Sizes that are known only when a graph runs: what becomes of shapes while it is recorded.
+"""Sizes that are only known when a graph runs.
 
-A vector of sizes is an array on the host, with whole numbers where they are known and a `Size` where they are not. So
-what depends on known sizes stays known, and only the rest is computed when the graph runs.
+A vector of sizes is an array on the host: integers where they are known, a `Size` where they are
+not. Whatever depends on known sizes only stays known while a graph is recorded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from onward.frameworks.program.calls import Holder, ProgramStep, Value, step_res
 
 
 class Size:
-    """A whole number, taken to be more than 1."""
+    """Integer that is assumed to be greater than 1."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -67,25 +67,24 @@ def _value(number: Any) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Whether something is an array of sizes, some of which are not known."""
+    """True if a value is an array of sizes, some of which are unknown."""
     return isinstance(value, np.ndarray) and value.dtype == object
 
 
 def vector(sizes: Any) -> np.ndarray:
-    """Sizes as an array: numbers, or anything else that is only known when the graph runs."""
-    known = all(isinstance(size, int) for size in sizes)
-    if known:
+    """Return sizes as an array of integers, and of `Size` for anything else."""
+    if all(isinstance(size, int) for size in sizes):
         return np.array(sizes, np.int64)
-    made = np.empty(len(sizes), object)
-    made[:] = [size if isinstance(size, int) else Size(size) for size in sizes]
-    return made
+    array = np.empty(len(sizes), object)
+    array[:] = [size if isinstance(size, int) else Size(size) for size in sizes]
+    return array
 
 
-def as_lists(given: Any) -> Any:
-    """An array as numbers of Python, in lists; anything else as it is."""
-    if not isinstance(given, np.ndarray):
-        return given
-    return _number(given) if given.ndim == 0 else [as_lists(np.asarray(item, given.dtype)) for item in given]
+def as_lists(value: Any) -> Any:
+    """Return an array as nested lists of Python numbers, and anything else unchanged."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return _number(value) if value.ndim == 0 else [as_lists(np.asarray(item, value.dtype)) for item in value]
 
 
 def _number(array: np.ndarray) -> Any:
@@ -96,15 +95,15 @@ def _number(array: np.ndarray) -> Any:
 # ---- sizes in programs -----------------------------------------------------------------------------------------------
 
 Pair = tuple[int, int]
-"""A size for each of two choices of those that are not known."""
+"""Size under each of two choices of the unknown sizes."""
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 
 class Extent(Holder):
-    """A whole number that is known when a program runs: the size of an axis, or a formula of such sizes."""
+    """Integer that is known when a program runs: the size of an axis, or a formula of such sizes."""
 
     def __init__(self, pair: Pair, *parts: Any):
-        """A value that is the size, or a value and an axis, or a sign and two numbers."""
+        """Take the value of the size, a value and an axis, or a sign and two numbers."""
         self.pair = pair
         self.parts = parts
 
@@ -129,19 +128,24 @@ class Extent(Holder):
 
 
 class Shaped(NamedTuple):
-    """The tensor of a value: a shape for each of two choices of what is not known. Where both are the same, it is."""
+    """Type and two shapes of a value, one per choice of the unknown sizes.
+
+    Equal sizes are known.
+    """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: str
 
 
 class Choices:
-    """Which sizes stand for those that are not known, twice. Those that come first are taken to be that of the batch,
-    and so are others of the name that it has for the inputs of the model.
+    """Two choices of the unknown sizes.
+
+    The first axis is assumed to be the batch, and so are other axes of the name that the batch has
+    in the inputs.
     """
 
     def __init__(self, inputs: Iterable[ir.Value] = (), *, batch_first: bool = True) -> None:
-        """Without `batch_first`, sizes that come first are that of the batch only if they have no name."""
+        """Without `batch_first`, only unnamed first axes are the batch."""
         self._known: dict[Any, Pair] = {}
         self._batch_first = batch_first
         self._batch = {
@@ -151,26 +155,28 @@ class Choices:
     def shapes(self, value: ir.Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
         assert value.shape is not None
         pairs = [(x, x) if isinstance(x, int) else self._pair(value, i, x.value) for i, x in enumerate(value.shape)]
-        return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+        return tuple(first for first, _ in pairs), tuple(second for _, second in pairs)
 
     def _pair(self, value: ir.Value, axis: int, name: str | None) -> Pair:
-        """What tells a size from others: that of the batch, one that has a name, one that has none."""
         is_first = axis == 0 and (name is None or self._batch_first)
         key = None if is_first or name in self._batch else name or (value.name, axis)
-        place = 8 * (len(self._known) + 1)
-        return self._known.setdefault(key, (place, place + 4))
+        first = 8 * (len(self._known) + 1)
+        return self._known.setdefault(key, (first, first + 4))
 
 
 class Sizes:
-    """The sizes of values, some of which have names of their own."""
+    """Sizes of values, some of which have names."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Extent] = {}
         self.roles: dict[Value, str] = {}
-        """What sizes are called."""
+        """Names of sizes."""
 
     def name(self, x: Value, dims: Iterable[str | None], shape: Callable[[Value], tuple[str, list[Any]]]) -> None:
-        """Let sizes of an input have names. `shape` is the function that tells them all, and its arguments."""
+        """Name sizes of an input.
+
+        `shape` returns the function that computes the shape, and its arguments.
+        """
         pairs = list(zip(*x.tensor.shapes, strict=True))
         new = {i: dim for i, dim in enumerate(dims) if dim is not None and pairs[i] not in self._known}
         has_all = len(new) == len(pairs) > 1
@@ -182,25 +188,24 @@ class Sizes:
             self._known[pairs[axis]] = Extent(pairs[axis], size)
 
     def of(self, x: Value) -> list[Any]:
-        """The shape of a value: numbers, and what is known when the program runs."""
+        """Return the shape of a value: integers, and extents that are known when the program runs."""
         return [
-            pair[0] if pair[0] == pair[1] else self._known.get(pair) or self._of_axis(x, axis, pair)
+            pair[0]
+            if pair[0] == pair[1]
+            else self._known.get(pair) or self._known.setdefault((x, axis), Extent(pair, x, axis))
             for axis, pair in enumerate(zip(*x.tensor.shapes, strict=True))
         ]
-
-    def _of_axis(self, x: Value, axis: int, pair: Pair) -> Extent:
-        return self._known.setdefault((x, axis), Extent(pair, x, axis))
 
 
 # ---- operators on the host -------------------------------------------------------------------------------------------
 
-_AS_THEY_ARE = frozenset(
+_SAME_ON_SIZES = frozenset(
     {
         "Add", "Sub", "Mul", "Gather", "Concat", "Slice", "Unsqueeze", "Squeeze", "Identity", "Split", "Where",
         "Shape", "Size",
     }
 )  # fmt: skip
-_OWN: Mapping[str, Callable[..., Any]] = {
+_ON_SIZES: Mapping[str, Callable[..., Any]] = {
     "Cast": lambda x, *, to: NotImplemented if ir.DataType(to).is_floating_point() else x,
     "Div": lambda a, b: a // b,
     "Equal": lambda a, b: np.asarray(a == b, bool),
@@ -211,18 +216,16 @@ _OWN: Mapping[str, Callable[..., Any]] = {
 
 def on_host(
     rows: Mapping[str, Function],
-    place: Callable[[np.ndarray], Any],
+    to_device: Callable[[np.ndarray], Any],
     own: Mapping[str, Function] | None = None,
 ) -> dict[str, Function]:
-    """Numpy's operators; what they cannot do with sizes that are not known is left to the rows of a table.
+    """Return numpy's operators, with rows of a table for unknown sizes.
 
-    `own` are operators on such sizes, where they are not of the class above.
+    `own` are operators on such sizes that the class above lacks.
     """
-    known = {**_OWN, **(own or {})}
+    with_sizes = {**{name: Numpy.operators[name] for name in _SAME_ON_SIZES}, **_ON_SIZES, **(own or {})}
     return {
-        name: _either(
-            function, known.get(name, function if name in _AS_THEY_ARE else None), name, rows.get(name), place
-        )
+        name: _either(function, with_sizes.get(name), name, rows.get(name), to_device)
         for name, function in Numpy.operators.items()
     }
 
@@ -232,41 +235,40 @@ def _either(
     on_sizes: Function | None,
     name: str,
     row: Function | None,
-    place: Callable[[np.ndarray], Any],
+    to_device: Callable[[np.ndarray], Any],
 ) -> Function:
+    # Inputs that select positions or branches must be known.
+    selectors = slice(1, None) if name in _INDEXED else slice(0, 1 if name == "Where" else 0)
+
     @functools.wraps(function)
     def call(*inputs: Any, **attributes: Any) -> Any:
-        chosen = function if not any(map(is_open, inputs)) else on_sizes if not _places_are_open(name, inputs) else None
+        candidate = on_sizes if not any(map(is_open, inputs[selectors])) else None
+        chosen = candidate if any(map(is_open, inputs)) else function
         result = NotImplemented if chosen is None else chosen(*inputs, **_keywords_of(chosen, attributes))
         if result is not NotImplemented:
             return _plain(result)
         if row is None:
             raise NotImplementedError("a size is not known")
         hosted = HOST_INPUTS.get(name, ())
-        placed = (x if x is None or i in hosted else place(x) for i, x in enumerate(inputs))
-        return row(*placed, **_keywords_of(row, attributes))
+        converted = (x if x is None or i in hosted else to_device(x) for i, x in enumerate(inputs))
+        return row(*converted, **_keywords_of(row, attributes))
 
-    return asking(call, {key for part in (function, on_sizes, row) if part is not None for key in keywords(part)})
-
-
-_PLACED = ("Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape")
+    return with_attributes(call, {key for row in (function, on_sizes, row) if row is not None for key in keywords(row)})
 
 
-def _places_are_open(operator: str, inputs: Sequence[Any]) -> bool:
-    """Whether what says where something is, or which of two things, is not known."""
-    return any(map(is_open, inputs[1:] if operator in _PLACED else inputs[:1] if operator == "Where" else ()))
+_INDEXED = ("Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape")
 
 
-def asking(call: Function, asked: Iterable[str]) -> Function:
-    """A function that asks for attributes by these names."""
+def with_attributes(call: Function, attributes: Iterable[str]) -> Function:
+    """Set the signature of a function that takes attributes by these names."""
     inputs = inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)
-    by_name = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted({*asked})]
+    by_name = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted({*attributes})]
     call.__signature__ = inspect.Signature([inputs, *by_name])  # type: ignore[attr-defined]
     return call
 
 
 def _plain(result: Any) -> Any:
-    """What is known is an array of numbers, also where it came from sizes that are not."""
+    """Return known sizes as an array of integers."""
     if isinstance(result, tuple):
         return tuple(map(_plain, result))
     if isinstance(result, list | np.generic) or (isinstance(result, np.ndarray) and result.dtype != object):
@@ -279,5 +281,5 @@ def _plain(result: Any) -> Any:
 
 
 def _keywords_of(function: Function, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = keywords(function)
-    return {key: value for key, value in attributes.items() if key in wanted}
+    names = keywords(function)
+    return {key: value for key, value in attributes.items() if key in names}

@@ -1,4 +1,6 @@
-"""The source of functions and classes of ours, with that of all that they mention: for files that stand alone."""
+"""Bundles of Onward's own functions and classes, with all definitions they need, as text for
+standalone files.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ _REMARK = re.compile(r"  # (type: ignore|noqa)[^\n]*")
 
 
 class SourceBundle:
-    """Definitions of modules of ours, collected under names that are unique, each after those that it needs.
+    """Definitions of modules of Onward under unique names, each after those that it needs.
 
-    What others have made is imported.
+    Definitions of other packages are imported.
     """
 
     def __init__(
@@ -32,11 +34,11 @@ class SourceBundle:
         taken: Iterable[str] = (),
         annotated: bool = True,
     ):
-        """`instead` names modules whose definitions stand for those of others, `replaced` has definitions by name.
+        """`instead` maps modules to the ones whose definitions replace theirs, `module:name` for
+        another name.
 
-        What is called otherwise there is named by `module:name`.
-
-        Nothing is called as what is `taken`. Unless it is `annotated`, nothing says which types arguments have.
+        `replaced` has texts of definitions by name. Names in `taken` are not used. Without
+        `annotated`, annotations of arguments are dropped.
         """
         self._instead = instead or {}
         self._replaced = replaced or {}
@@ -50,48 +52,48 @@ class SourceBundle:
         return list(self._texts.values())
 
     def imports(self) -> list[str]:
-        """The lines that import what the definitions take from elsewhere."""
+        """Return the import lines of the definitions."""
         return list(self._imports)
 
     # ---- what is asked for -------------------------------------------------------------------------------------------
 
     def add(self, *objects: Any) -> None:
-        """Have functions and classes, by the names that they have."""
-        for one in objects:
-            self.define(one.__module__, one.__name__)
+        """Add functions and classes under their own names."""
+        for definition in objects:
+            self.define(definition.__module__, definition.__name__)
 
     def define(
         self, module: str, name: str, called: str | None = None, defaults: Mapping[str, str] | None = None
     ) -> str:
-        """Have a definition of a module; what it is called here. Keywords that have to be given may get `defaults`."""
+        """Add a definition of a module and return its name here.
+
+        Required keywords may get `defaults`.
+        """
         module, _, other = self._instead.get(f"{module}.{name}", self._instead.get(module, module)).partition(":")
         name = other or name
-        if (module, name) in self._names:
-            return self._define_again(self._names[module, name], called)
+        if (known := self._names.get((module, name))) is not None:
+            if called is None or called == known:
+                return known
+            self._texts[called] = f"{called} = {known}"
+            return called
         source = _Module.of(module)
         statement = source.definitions.get(name)
         if statement is None:
             raise UnsupportedError(f"`{module}` has no definition of `{name}` that can be written to a file")
         if isinstance(statement, ast.Import | ast.ImportFrom):
             return self._import(statement, name)
-        made = called or self._fresh(name, module)
-        self._taken.add(made)
-        self._names[module, name] = made
-        self._texts[made] = self._copy(source, statement, {name: made} if name != made else {}, defaults)
+        unique = called or (name if name not in self._taken else f"{name}_{module.rpartition('.')[2]}")
+        self._taken.add(unique)
+        self._names[module, name] = unique
+        self._texts[unique] = self._copy(source, statement, {name: unique} if name != unique else {}, defaults)
         for other in source.completing(name):
             self.define(module, other)
-        return made
-
-    def _define_again(self, known: str, called: str | None) -> str:
-        if called is None or called == known:
-            return known
-        self._texts[called] = f"{called} = {known}"
-        return called
+        return unique
 
     def name_expression(
         self, called: str, module: str, expression: ast.expr, defaults: Mapping[str, str] | None = None
     ) -> None:
-        """Have a name for what an expression of a module is."""
+        """Add a name for an expression of a module."""
         text = self._copy(_Module.of(module), expression, {}, defaults)
         self._taken.add(called)
         self._texts[called] = _as_function(called, text) if isinstance(expression, ast.Lambda) else f"{called} = {text}"
@@ -103,12 +105,12 @@ class SourceBundle:
         renamed: Mapping[str, str],
         defaults: Mapping[str, str] | None,
     ) -> str:
-        """The text of a part of a module, with the names that things have here."""
-        inner = (each for each in ast.walk(node) if isinstance(each, ast.ImportFrom))
-        if any(str(each.module).startswith(_OURS) for each in inner):
+        """Return the text of a node of a module, with names as they are here."""
+        inner = (statement for statement in ast.walk(node) if isinstance(statement, ast.ImportFrom))
+        if any(str(statement.module).startswith(_OURS) for statement in inner):
             raise UnsupportedError(
-                f"`{getattr(node, 'name', node)}` of the engine needs more of Onward than can be written to a file",
-                hint="have it as live functions: `onward.to_jax`",
+                f"`{getattr(node, 'name', node)}` of the engine needs modules of Onward that a file cannot contain",
+                hint="use live functions: `onward.to_jax`",
             )
         names = dict(renamed)
         for name in source.mentioned(node):
@@ -131,17 +133,14 @@ class SourceBundle:
         self._taken.add(name)
         return name
 
-    def _fresh(self, name: str, module: str) -> str:
-        return name if name not in self._taken else f"{name}_{module.rpartition('.')[2]}"
-
 
 def parse_module(name: str) -> ast.Module:
-    """The source of a module."""
+    """Return the syntax tree of a module."""
     return _Module.of(name).tree
 
 
 class _Module:
-    """A module as text."""
+    """Module as text."""
 
     def __init__(self, name: str):
         self.name = name
@@ -156,7 +155,7 @@ class _Module:
         return cls(name)
 
     def completing(self, name: str) -> Iterator[str]:
-        """Functions that are handed to this one by a decorator: `@softmax.defjvp`."""
+        """Yield functions that a decorator attaches to this one: `@softmax.defjvp`."""
         for statement in self.tree.body:
             if isinstance(statement, ast.FunctionDef):
                 owners = (d.value for d in statement.decorator_list if isinstance(d, ast.Attribute))
@@ -164,11 +163,13 @@ class _Module:
                     yield statement.name
 
     def mentioned(self, node: ast.AST) -> list[str]:
-        """The names of the module that a part of it reads."""
+        """Return the names of the module that a node reads."""
         return [name for name in _globals(self._plain(node)) if name in self.definitions]
 
     def text(self, node: ast.AST, changes: _Changes) -> str:
-        """A part of the module as it stands, but for other names, and what registers it in a table."""
+        """Return the text of a node, with other names, without decorators that register it in a
+        table.
+        """
         text = self._plain(node)
         lines = [line.encode() for line in text.splitlines()]
         for edit in sorted(_edits(ast.parse(text), changes), reverse=True):
@@ -180,27 +181,27 @@ class _Module:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             text = ast.get_source_segment(self._text, node) or ""
             return f"({text})" if isinstance(node, ast.expr) and "\n" in text else text
-        kept = [d for d in node.decorator_list if "operators.define" not in ast.unparse(d)]
-        above = [f"@{ast.get_source_segment(self._text, decorator)}" for decorator in kept]
+        decorators = [ast.get_source_segment(self._text, decorator) or "" for decorator in node.decorator_list]
+        above = [f"@{text}" for text in decorators if "operators.define" not in text]
         return _REMARK.sub("", "\n".join([*above, *self._lines[node.lineno - 1 : node.end_lineno]]))
 
 
 @functools.cache
 def _globals(text: str) -> list[str]:
-    """What a text reads that it does not define within functions, in the order in which it is mentioned."""
+    """Return the names that a text reads and does not define in functions, in order of mention."""
     tree = _Unannotated().visit(ast.parse(text))
-    found: set[str] = set()
+    read: set[str] = set()
     pending = [symtable.symtable(ast.unparse(tree), "program", "exec")]
     while pending:
         table = pending.pop()
-        found.update(
+        read.update(
             symbol.get_name()
             for symbol in table.get_symbols()
             if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
         )
         pending += table.get_children()
     mentioned = dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    return [name for name in mentioned if name in found and not hasattr(builtins, name)]
+    return [name for name in mentioned if name in read and not hasattr(builtins, name)]
 
 
 class _Changes(NamedTuple):
@@ -239,7 +240,7 @@ def _edits(tree: ast.Module, changes: _Changes) -> Iterator[_Edit]:
 
 
 class _Unannotated(ast.NodeTransformer):
-    """The same without annotations of functions, which nobody evaluates."""
+    """Remover of annotations, which nothing evaluates."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         return ast.arg(node.arg)
@@ -261,6 +262,6 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _as_function(called: str, text: str) -> str:
-    made = ast.parse(text, mode="eval").body
-    assert isinstance(made, ast.Lambda)
-    return f"def {called}({ast.unparse(made.args)}):\n    return {ast.unparse(made.body)}"
+    expression = ast.parse(text, mode="eval").body
+    assert isinstance(expression, ast.Lambda)
+    return f"def {called}({ast.unparse(expression.args)}):\n    return {ast.unparse(expression.body)}"

@@ -1,4 +1,4 @@
-"""Texts of programs: names, literals, and how lines are laid out."""
+"""Source text of programs: names, literals, and the layout of lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,15 @@ from onward.build import Names
 
 
 def quote(value: str) -> str:
-    """A string, in quotes; all on one line, and nothing in it that one does not see."""
-    made = repr(value)
-    return f'"{made[1:-1]}"' if made[0] == "'" and '"' not in value else made
+    """Return a string in double quotes where possible, on one line, without invisible characters."""
+    text = repr(value)
+    return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in value else text
 
 
 def docstring(content: str) -> str:
-    """Lines as a docstring, in its quotes."""
-    lines = "\n".join("".join(map(_visible, line)) for line in content.split("\n"))
+    """Return lines as a docstring, with its quotes."""
+    lines = "".join(c if c == "\n" or (c.isprintable() and c != "\\") else repr(c)[1:-1] for c in content)
     return '"""' + re.sub(r'"(?="|\Z)', r"\"", lines) + '"""'
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() and character != "\\" else repr(character)[1:-1]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -43,15 +39,16 @@ BUILTINS = frozenset({
     "ValueError",
     "__file__", "__name__",
 })  # fmt: skip
-"""What programs use of what is built in."""
+"""Built-in names that programs use."""
 RESERVED = frozenset([*keyword.kwlist, *BUILTINS, "_", "self"])
-"""What no variable of a program is called."""
+"""Names that no variable of a program has."""
 
 
 def identifier(name: str, otherwise: str = "x") -> str:
-    """A name of Python that is like another one: of ASCII, as others would be read as their look-alikes.
+    """Return a Python name similar to another name.
 
-    It is not private, since Python would change that within a class, no keyword, and nothing that a program may need.
+    It has ASCII characters only, since Python reads others as their look-alikes. It is not private,
+    which Python would change within a class, and not a keyword or another reserved name.
     """
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or otherwise
     plain = f"_{plain}" if plain[0].isdigit() else plain
@@ -59,18 +56,18 @@ def identifier(name: str, otherwise: str = "x") -> str:
 
 
 def is_identifier(name: str) -> bool:
-    """Whether Python takes a name, as an attribute, for what it is."""
+    """True if a name can be an attribute as it is."""
     return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
 
 
 class Identifiers(Names):
-    """Names of a program, each of which is given away once."""
+    """Unique names of a program."""
 
     def __init__(self, taken: Iterable[str] = ()):
         super().__init__({*taken, *RESERVED})
 
     def like(self, name: str, otherwise: str = "x") -> str:
-        """A fresh name that is like one of a model."""
+        """Return a fresh name similar to one of a model."""
         return self.fresh(identifier(name, otherwise))
 
 
@@ -78,7 +75,9 @@ _MODULES = {"jax", "keras", "numpy", "onward", "optax", "tensorflow", "torch", *
 
 
 def program_beside(path: Path) -> Path:
-    """The file for the program that belongs to a file: a module that can be imported, and that hides no other."""
+    """Return the path of the program beside a file: a module that can be imported and hides no
+    other.
+    """
     name = identifier(path.stem, "run")
     return path.with_name(f"{name}_run.py" if name in _MODULES else f"{name}.py")
 
@@ -87,9 +86,9 @@ def program_beside(path: Path) -> Path:
 
 
 def number(value: Any, module: str = "math") -> str:
-    """A number. Attributes of a model have the digits of float32, and are as short as these allow.
+    """Return a number as text, with the fewest digits that float32 or float64 needs.
 
-    `module` is what the program takes infinity from.
+    `module` is the one that the program takes infinity from.
     """
     if isinstance(value, np.floating):
         plain, short = float(value), str(value)
@@ -110,7 +109,7 @@ def _short(plain: float) -> str:
 
 
 def literal(value: Any, module: str = "math") -> str:
-    """Numbers, texts and what holds them."""
+    """Return numbers, strings and containers of them as text."""
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, np.ndarray):
@@ -129,7 +128,7 @@ WIDTH = 100
 
 
 def arrange_imports(lines: Iterable[str]) -> str:
-    """Imports as linters want them: the future, the standard library, the rest."""
+    """Return import lines in the order of linters: `__future__`, the standard library, the rest."""
     blocks: list[list[str]] = [[], [], []]
     for line in sorted(set(lines), key=lambda line: (line.startswith("from"), line)):
         module = line.split()[1].partition(".")[0]
@@ -138,7 +137,7 @@ def arrange_imports(lines: Iterable[str]) -> str:
 
 
 def indent(lines: Iterable[str]) -> list[str]:
-    """Lines, some of which may be several, one level deeper."""
+    """Indent lines, some of which are several."""
     return [textwrap.indent(line, "    ") for line in lines]
 
 
@@ -147,7 +146,7 @@ def break_lines(text: str) -> str:
 
 
 def _break_line(line: str) -> list[str]:
-    """A line, or its last call with one argument in each line."""
+    """Return a line, or its last call with one argument per line."""
     if len(line) <= WIDTH or not line.endswith((")", "]", "}", "):", ") -> None:")):
         return [line]
     opened = _opening(line)
@@ -159,44 +158,42 @@ def _break_line(line: str) -> list[str]:
     together = f"{indent}    {', '.join(arguments)}"
     inner = [together] if len(together) <= WIDTH else [f"{indent}    {argument}," for argument in arguments]
     inner = [together] if len(arguments) == 1 else inner  # a comma would make a tuple of what is in brackets
-    return [line[: begin + 1], *(part for each in inner for part in _break_line(each)), f"{indent}{line[end:]}"]
+    return [
+        line[: begin + 1],
+        *(part for inner_line in inner for part in _break_line(inner_line)),
+        f"{indent}{line[end:]}",
+    ]
 
 
 TEXT = r"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'"""
-"""A string of Python in one line."""
+"""Python string in one line."""
 _TEXT = re.compile(TEXT)
 
 
 def mask_texts(line: str) -> str:
-    """The same, with other signs in place of texts: what is in these is no code."""
-    return _TEXT.sub(lambda found: "_" * len(found[0]), line)
+    """Return a line with its strings masked, since they are not code."""
+    return _TEXT.sub(lambda match: "_" * len(match[0]), line)
 
 
 def _opening(line: str) -> tuple[int, int] | None:
-    """Where the outermost bracket that holds most opens, and where it closes."""
-    found: tuple[int, int] | None = None
-    depth, start = 0, 0
-    for i, character in enumerate(mask_texts(line)):
-        if character in "([{":
-            start = i if not depth else start
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-            if not depth and (found is None or i - start > found[1] - found[0]):
-                found = start, i
-    return found
+    """Return the start and end of the longest outermost bracket."""
+    outer = [(i, character) for i, character, depth in _depths(line) if not depth]
+    opened = [i for i, character in outer if character in "([{"]
+    closed = [i for i, character in outer if character in ")]}"]
+    return max(zip(opened, closed, strict=False), key=lambda pair: pair[1] - pair[0], default=None)
 
 
 def _arguments(text: str) -> list[str]:
-    """What commas divide, outside of brackets and quotes."""
-    parts, depth, start = [], 0, 0
+    """Split at commas outside of brackets and strings."""
+    commas = [i for i, character, depth in _depths(text) if character == "," and not depth]
+    parts = [text[start + 1 : end].strip() for start, end in zip([-1, *commas], [*commas, len(text)], strict=True)]
+    return parts if parts[-1] else parts[:-1]
+
+
+def _depths(text: str) -> Iterator[tuple[int, str, int]]:
+    """Yield the index and nesting depth of each character. Brackets have the depth around them."""
+    depth = 0
     for i, character in enumerate(mask_texts(text)):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character == "," and not depth:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    last = text[start:].strip()
-    return [*parts, last] if last else parts
+        depth -= character in ")]}"
+        yield i, character, depth
+        depth += character in "([{"

@@ -1,4 +1,4 @@
-"""Steps of a program that was written, in a process of its own, compared with those of the training model."""
+"""Trial of a written program: its steps, in a separate process, compared with the training model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from onward.agreement.steps import LOSS, epsilon_in, steps_with_other_last_digit
 from onward.agreement.tolerance import Comparison, Tolerance
 from onward.agreement.verification import batches_made_up
 from onward.engines import start
-from onward.errors import Error, MismatchError, UnsupportedError
+from onward.errors import Error, MismatchError
+from onward.frameworks.program.audit import program_error
 from onward.model import Model
 from onward.model.state import states
 
@@ -26,18 +27,21 @@ _SECONDS = 600.0
 
 
 def can_try() -> bool:
-    """True if there is an interpreter to run programs with: an embedded one, or an application of its own, is not."""
+    """True if there is a Python interpreter to run programs with.
+
+    An embedded or frozen one does not count.
+    """
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = None) -> bool:
-    """Run a file of ours with the names of others; whether there was a way to. It needs the framework only."""
+    """Run one of our scripts on these files. Return False if there is no interpreter."""
     if not can_try():
         return False
     # -P: the folder of the script must not become a source of modules. -B: nothing is written beside the program.
     command = [sys.executable, "-P", "-B", script, *map(str, files)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
@@ -48,36 +52,30 @@ def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = N
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise _refusal(f"it did not end within {_SECONDS:.0f} s") from error
-    if done.returncode:
-        raise _refusal((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        raise program_error(f"does not end within {_SECONDS:.0f} s") from error
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        raise program_error(f"does not run: {last_line}")
     return True
-
-
-def _refusal(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the program that was made of the model does not run: {what}",
-        hint="please report the model; its live form needs no program: `onward.to_torch`, `onward.to_keras`",
-    )
 
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
 _STEPS = 3
-"""A forward pass, an update that shows in the second loss, and one with what the optimizer remembers."""
+"""A forward pass, an update visible in the second loss, and one that uses optimizer state."""
 _LAST_DIGITS = 10
-"""How many times as far apart losses may be as they are with weights that differ by 1e-6."""
+"""Allowed difference of losses, relative to that of weights that differ by 1e-6."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTrial:
-    """Steps of a training model on a batch that is made up, for a program to repeat."""
+    """Steps of a training model on a generated batch, for a program to repeat."""
 
     model: Model
     index: int
-    """Of the step."""
+    """Index of the step."""
     options: Mapping[str, Any]
-    """Of the engine."""
+    """Options of the engine."""
     batch: dict[str, np.ndarray]
     losses: list[float]
 
@@ -87,22 +85,24 @@ class StepTrial:
         return any(state.role == "rng" for state in states(self.model, self.index))
 
     def save(self, folder: Path, **settings: Any) -> Path:
-        """Write what a child reads: the batch by its place, and the names in that order with other settings."""
+        """Write the batch by position, with the names in that order and other settings."""
         path = folder / "batch.npz"
         arrays = {str(i): array for i, array in enumerate(self.batch.values())}
         text = json.dumps({"names": list(self.batch), "steps": len(self.losses), **settings})
         np.savez(path, settings=np.array(text), **arrays)  # type: ignore[arg-type]
         return path
 
-    def compare(self, found: Sequence[float], *, same_random_numbers: bool) -> None:
-        """Raise an error if the losses of a program are others, by more than rounding errors that have grown."""
+    def compare(self, losses: Sequence[float], *, same_random_numbers: bool) -> None:
+        """Raise an error if the losses of a program differ by more than accumulated rounding
+        errors.
+        """
         if self.draws and not same_random_numbers:
             return
-        hint = "please report the model; the training model itself is right: `onward.engines.start(model, engine=...)`"
+        hint = "report the model; run the training model itself: `onward.engines.start(model, engine=...)`"
         compare = Comparison(
             "that of the training model", hint, Tolerance(epsilon=epsilon_in(types_in(self.model))), "{}".format
         )
-        for i, (ours, theirs) in enumerate(zip(found, self.losses, strict=True)):
+        for i, (ours, theirs) in enumerate(zip(losses, self.losses, strict=True)):
             try:
                 compare({LOSS: np.asarray(ours)}, {LOSS: np.asarray(theirs)}, when=f"in step {i + 1} of the program ")
             except MismatchError:
@@ -113,16 +113,15 @@ class StepTrial:
 
 
 def step_trial(model: Model, index: int = 0) -> StepTrial | None:
-    """Make the first steps of a training model; None if it runs on nothing that is made up, or nothing can be tried."""
+    """Return the first steps of a training model, or None if it cannot be run on generated inputs."""
     if not can_try():
         return None
-    options: dict[str, Any] = {"threads": 1}
-    if ir.DataType.BFLOAT16 in types_in(model):  # of which ONNX Runtime has few kernels
-        options = {"engine": "numpy"}
+    has_bfloat16 = ir.DataType.BFLOAT16 in types_in(model)  # few kernels of ONNX Runtime take it
+    options: dict[str, Any] = {"engine": "numpy"} if has_bfloat16 else {"threads": 1}
     try:
         with start(model, index, **options) as engine:
-            (made,) = batches_made_up(model, index, engine, {}, 1, 0)
-            batch = {name: np.asarray(made[name]) for name in engine.inputs}
+            (arrays,) = batches_made_up(model, index, engine, {}, 1, 0)
+            batch = {name: np.asarray(arrays[name]) for name in engine.inputs}
             losses = [float(engine.step(batch)[engine.loss]) for _ in range(_STEPS)]
     except Error:
         return None

@@ -38,7 +38,7 @@ from onward.frameworks.jax.runtime import TYPES
 from onward.frameworks.program import printing
 from onward.frameworks.program.calls import Body, ProgramStep, Value, call_key, fold_repeats, in_order, with_stores
 from onward.frameworks.program.printing import Expression, FunctionWriter, is_idle
-from onward.frameworks.program.short_forms import Dialect, OperatorCall
+from onward.frameworks.program.short_forms import Dialect, OperatorArguments
 from onward.frameworks.program.sizes import Choices, Shaped, Size, Sizes, as_lists, is_open, on_host, vector
 from onward.frameworks.program.source_bundle import SourceBundle
 from onward.frameworks.program.source_text import Identifiers, is_identifier, number, quote
@@ -392,7 +392,7 @@ class _Recorder:
         dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
         is_float = dtype is not None and dtype.is_floating_point()
         return _DIALECT.short_form(
-            call.operator, OperatorCall(inputs, known, _attributes(call), shape, result), is_float
+            call.operator, OperatorArguments(inputs, known, _attributes(call), shape, result), is_float
         )
 
     def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> ProgramStep:
@@ -441,7 +441,7 @@ class _Recorder:
         return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
 
 
-def _cast(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
+def _cast(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
     dtype = plain_type(given.attributes["to"])
     return None if dtype is None else ProgramStep(".astype", [given.inputs[0], Expression(dtype)])
 

@@ -32,7 +32,7 @@ from onward.frameworks.program.calls import (
     with_stores,
 )
 from onward.frameworks.program.printing import Expression, FunctionWriter, Printer, is_idle
-from onward.frameworks.program.short_forms import Dialect, OperatorCall
+from onward.frameworks.program.short_forms import Dialect, OperatorArguments
 from onward.frameworks.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
 from onward.frameworks.program.source_text import Identifiers, identifier, is_identifier
 from onward.model import Model
@@ -99,7 +99,9 @@ class Recorder(GraphKeras):
         first = next((x for x in inputs if isinstance(x, Value)), None)
         shape = self.known_sizes.of(inputs[0]) if inputs and isinstance(inputs[0], Value) else None
         is_float = first is not None and "float" in first.tensor.dtype
-        short = _DIALECT.short_form(operator, OperatorCall(inputs, [*map(_known, inputs)], attributes, shape), is_float)
+        short = _DIALECT.short_form(
+            operator, OperatorArguments(inputs, [*map(_known, inputs)], attributes, shape), is_float
+        )
         return short if isinstance(short, Value) else self._record(short, function, inputs, attributes)
 
     def _keeps(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> bool:
@@ -178,12 +180,12 @@ def _is_zero(x: Any) -> bool:
     return _is_constant(x) and not np.any(x.step.arguments[0])
 
 
-def _cast(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep | None:
+def _cast(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
     dtype = given.attributes["to"]
     return ProgramStep("ops.cast", [given.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
 
 
-def _softmax(given: OperatorCall, _: Mapping[str, str]) -> ProgramStep:
+def _softmax(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep:
     axis = given.attributes.get("axis", -1)
     return ProgramStep("ops.softmax", [given.inputs[0], *([] if axis == -1 else [axis])])
 

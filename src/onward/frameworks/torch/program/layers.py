@@ -10,7 +10,7 @@ from torch import nn
 
 from onward.frameworks.program.calls import ProgramStep, Value, values_in
 from onward.frameworks.program.source_text import is_identifier, number, quote
-from onward.frameworks.torch.program.recording import is_zero
+from onward.frameworks.torch.program.recording import is_always_zero
 
 F_ = "torch.nn.functional."
 
@@ -107,7 +107,7 @@ def _recurrent(step: ProgramStep) -> Layer | None:
         bidirectional=(both, False),
         dtype=weights[0].tensor.dtype,
     )
-    given = [x] if all(map(is_zero, states)) else [x, first]
+    given = [x] if all(map(is_always_zero, states)) else [x, first]
     pattern = "{}, ({}, {})" if kind == "nn.LSTM" else ""
     return Layer(f"{kind}({made})", dict(zip(names, weights, strict=True)), given, pattern)
 

@@ -25,7 +25,7 @@ from onward.frameworks.program.sizes import on_host
 from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.module_engine import Live, share_of_batch
 from onward.frameworks.torch.program import recurrent
-from onward.frameworks.torch.program.recording import Recorder, is_zero
+from onward.frameworks.torch.program.recording import Recorder, is_always_zero
 from onward.options import Variance
 
 
@@ -185,7 +185,7 @@ class Writing(Live):
         if any(low != high for low, high in amounts):
             flat = [amount for pair in reversed(amounts) for amount in pair]
             x, before = F.pad(x, flat), [0] * rank
-        b = None if b is not None and is_zero(self.recorder.value(b)) else b  # which exporters write for none
+        b = None if b is not None and is_always_zero(self.recorder.value(b)) else b  # exporters write zeros for no bias
         function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
         given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
         usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}

@@ -1,4 +1,4 @@
-"""What makes recorded calls fewer: movements of elements that amount to one, and attention that is written out."""
+"""Passes that shorten recorded calls: merged movements of elements, and fused attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from onward.frameworks.program.calls import ProgramStep, Value, count_uses, in_order, without_unused
+from onward.frameworks.program.calls import ProgramStep, Value, count_uses, in_order, replace_values, without_unused
 from onward.frameworks.torch.program.layers import F_
 from onward.frameworks.torch.program.operators import ForwardCalls
 from onward.frameworks.torch.program.recording import WhileTraining, compute, hint, numbered_tensor
@@ -21,36 +21,36 @@ _MOVES = {
 
 
 def simplify(steps: list[ProgramStep], outputs: list[Value]) -> list[ProgramStep]:
-    """The same program, in which no call is undone by a later one."""
+    """Merge chains of calls that only move elements."""
     readers: dict[Value, list[ProgramStep]] = {}
     for step in steps:
         for value in step.values():
             readers.setdefault(value, []).append(step)
-    done: set[ProgramStep] = set()
-    kept = set(outputs)
+    moved: set[ProgramStep] = set()
+    output_values = set(outputs)
     for step in steps:
-        if step.function in _MOVES and step not in done:
+        if step.function in _MOVES and step not in moved:
             chain = [step]  # calls that move elements, with nobody else reading what they give
-            while (result := chain[-1].results[0]) not in kept:
+            while (result := chain[-1].results[0]) not in output_values:
                 following = readers.get(result, [])
                 if len(following) != 1 or following[0].function not in _MOVES:
                     break
                 chain += following
-            done.update(chain)
+            moved.update(chain)
             _shorten(chain)
     return steps
 
 
 Call = tuple[str, list[Any]]
-"""A method, and its arguments."""
+"""Method and its arguments."""
 
 
 def _shorten(chain: list[ProgramStep]) -> None:
-    """Let fewer calls do what a part of the chain does, the longest parts first."""
+    """Replace parts of a chain by fewer calls, the longest parts first."""
     for length in range(len(chain), 1, -1):
         for start in range(len(chain) - length + 1):
             part = chain[start : start + length]
-            calls = _fewer(part[0].arguments[0], part[-1].results[0])
+            calls = _shortest_calls(part[0].arguments[0], part[-1].results[0])
             if calls is not None and len(calls) < length:
                 value: Value = part[0].arguments[0]
                 for step, (method, arguments) in zip(part[-len(calls) :], calls, strict=True):
@@ -63,40 +63,41 @@ def _shorten(chain: list[ProgramStep]) -> None:
                 return
 
 
-def _fewer(source: Value, result: Value) -> list[Call] | None:
-    """One or two calls that move elements from their places in one value to those in another."""
+def _shortest_calls(source: Value, result: Value) -> list[Call] | None:
+    """Return one or two calls that move the elements of one value to their positions in another."""
     before = numbered_tensor(source.tensor.shape)
     after = compute(result, {source: before})
     sizes = list(result.tensor.shape)
     if torch.equal(before.flatten(), after.flatten()):
         is_flat = after.ndim == 2 and before.ndim > 2 and after.shape[0] == before.shape[0]
         return [("flatten", [1])] if is_flat else [("reshape", [sizes])]
-    for axes in itertools.permutations(range(before.ndim)) if before.ndim == after.ndim <= _MOST_AXES else ():
+    orders = list(itertools.permutations(range(before.ndim))) if before.ndim <= _MOST_AXES else []
+    for axes in orders if before.ndim == after.ndim else ():
         if _agree(before.permute(axes), after):
             return [("permute", [list(axes)])]
     for axes in itertools.permutations(range(after.ndim)) if after.ndim <= _MOST_AXES else ():
         split = [size for _, size in sorted(zip(axes, sizes, strict=True), key=lambda pair: pair[0])]
         if _agree(before.reshape([hint(size) for size in split]).permute(axes), after):
             return [("reshape", [split]), ("permute", [list(axes)])]
-    for axes in itertools.permutations(range(before.ndim)) if before.ndim <= _MOST_AXES else ():
+    for axes in orders:
         if _agree(before.permute(axes).reshape(after.shape), after):
             return [("permute", [list(axes)]), ("reshape", [sizes])]
     return None
 
 
-_MOST_AXES = 5
+_MOST_AXES = 5  # 120 orders
 
 
 def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same; a few elements say so first."""
+    """True if two tensors are equal. A few elements are compared first, which is fast."""
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
-    places = [tuple((i * 7919 + axis) % size for axis, size in enumerate(a.shape)) for i in range(1, 6)]
-    return all(a[place] == b[place] for place in places) and torch.equal(a, b)
+    positions = [tuple((i * 7919 + axis) % size for axis, size in enumerate(a.shape)) for i in range(1, 6)]
+    return all(a[position] == b[position] for position in positions) and torch.equal(a, b)
 
 
-def is_idle(step: ProgramStep) -> bool:
-    """Whether a call gives what it is given."""
+def is_identity(step: ProgramStep) -> bool:
+    """True if a call returns its input unchanged."""
     source = step.arguments[0] if step.arguments else None
     if not isinstance(source, Value):
         return False
@@ -109,11 +110,11 @@ def is_idle(step: ProgramStep) -> bool:
 
 
 def shorten(program: ForwardCalls) -> ForwardCalls:
-    """The same, with fewer calls."""
+    """Return the program with fewer calls."""
     outputs = list(program.outputs.values())
     steps = without_unused(simplify(program.steps, outputs), outputs)
     for step in steps:
-        if is_idle(step):
+        if is_identity(step):
             _replace(steps, program, step.results[0], step.arguments[0])
     steps = without_unused(steps, list(program.outputs.values()))
     uses = count_uses(steps, program.outputs.values())
@@ -126,31 +127,21 @@ def shorten(program: ForwardCalls) -> ForwardCalls:
 
 def _replace(steps: list[ProgramStep], program: ForwardCalls, old: Value, new: Value) -> None:
     for step in steps:
-        step.arguments = _with(step.arguments, old, new)
-        step.named = _with(step.named, old, new)
-    program.outputs = {name: new if value is old else value for name, value in program.outputs.items()}
-
-
-def _with(argument: Any, old: Value, new: Value) -> Any:
-    if argument is old:
-        return new
-    if isinstance(argument, dict):
-        return {key: _with(item, old, new) for key, item in argument.items()}
-    if isinstance(argument, list):
-        return [_with(item, old, new) for item in argument]
-    return tuple(_with(item, old, new) for item in argument) if isinstance(argument, tuple) else argument
+        step.arguments, step.named = replace_values((step.arguments, step.named), {old: new})
+    program.outputs = replace_values(program.outputs, {old: new})
 
 
 def _reduce_at_once(squeeze: ProgramStep, uses: dict[Value, int]) -> None:
-    """A reduction that keeps axes, which are taken away then, as one that does not keep them."""
+    """Merge a squeeze into the reduction before it that keeps the same axes."""
     source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
     reduction = _only(source, uses, *_REDUCTIONS)
     if reduction is None or not reduction.named.get("keepdim") or len(squeeze.arguments) != 2:
         return
     rank = reduction.arguments[0].tensor.ndim
-    axes = [tree_leaves(step.arguments[1]) for step in (reduction, squeeze)]
-    axes = [sorted(axis % rank for axis in each) for each in axes]
-    if axes[0] == axes[1]:
+    reduced, squeezed = (
+        sorted(axis % rank for axis in tree_leaves(step.arguments[1])) for step in (reduction, squeeze)
+    )
+    if reduced == squeezed:
         squeeze.function, squeeze.call = reduction.function, reduction.call
         squeeze.arguments = reduction.arguments
         squeeze.named = {key: value for key, value in reduction.named.items() if key != "keepdim"}
@@ -163,7 +154,7 @@ _REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.ami
 
 
 def _fuse_attention(last: ProgramStep, uses: dict[Value, int]) -> None:
-    """softmax(q · c · (k · c)ᵀ + mask) · v, with dropout before the last product, as PyTorch's own function."""
+    """Replace softmax(q · c · (k · c)ᵀ + mask) · v, with optional dropout, by PyTorch's attention."""
     if last.function != "torch.Tensor.matmul":
         return
     weights, v = last.arguments
@@ -180,9 +171,9 @@ def _fuse_attention(last: ProgramStep, uses: dict[Value, int]) -> None:
     product = _only(scores, uses, "torch.Tensor.matmul")
     if product is None or not all(isinstance(x, Value) and x.tensor.ndim == 4 for x in (*product.arguments, v)):
         return
-    (q, of_q), (turned, of_k) = (_factor_of(value, uses) for value in product.arguments)
-    turn = _only(turned, uses, "torch.Tensor.permute")
-    if turn is None:
+    (q, of_q), (transposed, of_k) = (_factor_of(value, uses) for value in product.arguments)
+    permute = _only(transposed, uses, "torch.Tensor.permute")
+    if permute is None:
         return
     if mask is not None and not isinstance(mask, Value):
         return
@@ -193,30 +184,30 @@ def _fuse_attention(last: ProgramStep, uses: dict[Value, int]) -> None:
     if not math.isclose(scale, q.tensor.shape[-1] ** -0.5, rel_tol=1e-6):
         named["scale"] = scale
     last.function, last.call = f"{F_}scaled_dot_product_attention", None
-    last.arguments, last.named = [q, _swap_source(turn), v], named
+    last.arguments, last.named = [q, _swap_source(permute), v], named
 
 
-def _swap_source(turn: ProgramStep) -> Value:
-    """What a permutation gives, but for the last two axes, which change places."""
-    source, (*axes, row, column) = turn.arguments
+def _swap_source(permute: ProgramStep) -> Value:
+    """Return the source of a permutation with its last two axes exchanged."""
+    source, (*axes, row, column) = permute.arguments
     if [*axes, column, row] == list(range(len(axes) + 2)):
         return source
-    turn.arguments = [source, [*axes, column, row]]
-    turn.results[0].tensor = source.tensor.permute(turn.arguments[1])
-    return turn.results[0]
+    permute.arguments = [source, [*axes, column, row]]
+    permute.results[0].tensor = source.tensor.permute(permute.arguments[1])
+    return permute.results[0]
 
 
 _SCALES = ("torch.Tensor.mul", "torch.Tensor.div")
 
 
 def _only(value: Any, uses: dict[Value, int], *functions: str) -> ProgramStep | None:
-    """The call that makes a value for one reader, if it is one of these."""
+    """Return the call that computes a value with a single reader, if it is one of these functions."""
     step = value.step if isinstance(value, Value) and uses[value] == 1 else None
     return step if step is not None and step.function in functions else None
 
 
 def _factor_of(value: Value, uses: dict[Value, int]) -> tuple[Value, float]:
-    """A value, and the number that it is multiplied by."""
+    """Split a scaled value into the value and its factor."""
     step = _only(value, uses, *_SCALES)
     if step is None:
         return value, 1.0

@@ -1,6 +1,6 @@
-"""What a forward pass does, as calls of PyTorch's own functions: recorded while operators run on tensors without data.
+"""Recorder of a forward pass as calls of PyTorch's own functions, on tensors without data.
 
-Sizes that vary are symbols meanwhile, so that what is computed from them is known as a formula.
+Sizes that vary are symbols, so that the recorder sees formulas of sizes.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.utils._pytree import tree_leaves
 
 from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
-from onward.frameworks.program.calls import ProgramStep, Value
+from onward.frameworks.program.calls import ProgramStep, Value, map_argument
 from onward.frameworks.torch.forward import LIVE
 
 TRAINING = object()
-"""An argument that is whether the module is in training."""
+"""Argument that stands for `self.training`."""
 
 
 class WhileTraining(NamedTuple):
-    """An argument that is zero in inference."""
+    """Argument that is zero in inference."""
 
     value: float
 
 
 @contextlib.contextmanager
 def without_recording() -> Iterator[None]:
-    """Compute with real numbers, also where calls are written down."""
+    """Compute with real numbers, without recording the calls."""
     with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]
-    """Writes down each call that makes tensors."""
+    """Recorder of each call that computes tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,32 +57,32 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         return value.tensor
 
     def stand_in(self, example: torch.Tensor, varies: list[bool]) -> torch.Tensor:
-        """A tensor without data; axes that vary, and have the same size in the examples, are the same symbol."""
+        """Return a tensor without data. Varying axes of equal size share a symbol."""
         dynamic = [DimDynamic.DYNAMIC if varying else DimDynamic.STATIC for varying in varies]
         with torch._C.DisableTorchFunction():
             return self.fake.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
 
     def constant(self, array: np.ndarray) -> torch.Tensor:
-        """A tensor whose elements are known."""
+        """Return a tensor whose elements are constant."""
         with without_recording():
-            made = from_array(array)
-        return self.add(Value(self.stand_in(made, [False] * made.ndim), array=array))
+            tensor = from_array(array)
+        return self.add(Value(self.stand_in(tensor, [False] * tensor.ndim), array=array))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = result if isinstance(result, tuple | list) else (result,)
-        if not any(isinstance(x, FakeTensor) for x in made) or isinstance(function, torch._ops.OpOverload):
+        tensors = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(x, FakeTensor) for x in tensors) or isinstance(function, torch._ops.OpOverload):
             return result
-        if not all(id(x) in self.known for x in made):  # else it returned what it was given
+        if not all(id(x) in self.known for x in tensors):  # else it returned what it was given
             self.record(resolve_name(function), args, kwargs or {}, result, function)
         return result
 
     def imagine(
         self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None
     ) -> Any:
-        """Write a call down that was not made: its result, of the right shape, has derivatives if an argument has."""
+        """Record a call that was not made. Its result requires a gradient if an argument does."""
         with torch._C.DisableTorchFunction():
             learns = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, dict(named))))
             for tensor in result if isinstance(result, tuple | list) else [result]:
@@ -92,8 +92,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
     def record(
         self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None
     ) -> Any:
-        """Write a call down; its result."""
-        step = ProgramStep(function, self._valued(list(args)), self._valued(dict(named)), call=call)
+        """Record a call, and return its result."""
+        arguments, keywords = map_argument(
+            (list(args), dict(named)), lambda x: self.value(x) if isinstance(x, torch.Tensor) else x
+        )
+        step = ProgramStep(function, arguments, keywords, call=call)
         step.is_tuple = isinstance(result, tuple | list)
         step.results = [Value(x, step=step) for x in (result if step.is_tuple else [result])]
         for value in step.results:
@@ -108,19 +111,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
             self.add(Value(tensor, array=tensor.detach().numpy()))
         return self.known[id(tensor)]
 
-    def _valued(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return self.value(argument)
-        if isinstance(argument, dict):
-            return {key: self._valued(item) for key, item in argument.items()}
-        if isinstance(argument, list | tuple):
-            items = [self._valued(item) for item in argument]
-            return items if isinstance(argument, list) else tuple(items)
-        return argument
-
 
 def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:
-    """What the arguments of a function are unless they are given."""
+    """Return the defaults of a function's parameters."""
     try:
         parameters = inspect.signature(call).parameters.values() if call is not None else ()
     except (TypeError, ValueError):  # written in C
@@ -132,37 +125,30 @@ def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:
 
 
 def sources(value: Value) -> set[Value]:
-    """What a value is computed from: inputs, and what the module holds."""
+    """Return the inputs and stored tensors that a value is computed from."""
     if value.step is None:
         return set() if value.array is not None else {value}
     return {source for operand in value.step.values() for source in sources(operand)}
 
 
-def compute(value: Value, given: Mapping[Value, torch.Tensor]) -> torch.Tensor:
-    """A value as real numbers, from others; sizes that vary are as they were when it was recorded."""
-    if value in given:
-        return given[value]
+def compute(value: Value, known_tensors: Mapping[Value, torch.Tensor]) -> torch.Tensor:
+    """Return a value in real numbers, computed from others with the sizes of the recording."""
+    if value in known_tensors:
+        return known_tensors[value]
     if value.array is not None:
         return from_array(value.array)
     if value.step is None or value.step.call is None:
         raise LookupError("it is not known how this is computed")
-    arguments, named = (_real(part, given) for part in (value.step.arguments, value.step.named))
+    arguments, named = map_argument(
+        (value.step.arguments, value.step.named),
+        lambda x: compute(x, known_tensors) if isinstance(x, Value) else hint(x),
+    )
     result = value.step.call(*arguments, **named)
     return result[value.step.results.index(value)] if value.step.is_tuple else result
 
 
-def _real(argument: Any, given: Mapping[Value, torch.Tensor]) -> Any:
-    if isinstance(argument, Value):
-        return compute(argument, given)
-    if isinstance(argument, dict):
-        return {key: _real(item, given) for key, item in argument.items()}
-    if isinstance(argument, list | tuple):
-        return type(argument)(_real(item, given) for item in argument)
-    return hint(argument)
-
-
-def is_zero(value: Value) -> bool:
-    """Whether a value is zero, whatever the inputs are."""
+def is_always_zero(value: Value) -> bool:
+    """True if a value is zero for all inputs."""
     try:
         with without_recording():
             return not sources(value) and not bool(compute(value, {}).any())
@@ -171,11 +157,11 @@ def is_zero(value: Value) -> bool:
 
 
 def hint(size: Any) -> Any:
-    """The number that a symbol stands for while a program is recorded."""
+    """Return the number that a symbol stands for during recording."""
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat) else size
 
 
 def numbered_tensor(shape: Iterable[Any], start: int = 0) -> torch.Tensor:
-    """A tensor of different numbers, to see where they go."""
+    """Return a tensor of consecutive numbers, to track where elements move."""
     sizes = [hint(size) for size in shape]
     return torch.arange(start, start + math.prod(sizes)).reshape(sizes)

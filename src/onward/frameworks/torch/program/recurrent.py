@@ -9,7 +9,7 @@ import torch
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import Value
-from onward.frameworks.program.sizes import asking
+from onward.frameworks.program.sizes import with_attributes
 from onward.frameworks.torch.program.recording import Recorder, compute, numbered_tensor, sources, without_recording
 
 Tensors = Sequence[torch.Tensor]
@@ -107,7 +107,7 @@ _ASKED = ("activations", "clip", "direction", "input_forget", "layout", "linear_
 
 def rows(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     """The rows of a table."""
-    return {name: asking(_row(Recurrent(name, recorder), name), _ASKED) for name in GATES}
+    return {name: with_attributes(_row(Recurrent(name, recorder), name), _ASKED) for name in GATES}
 
 
 def _row(kind: Recurrent, operator: str) -> Callable[..., Any]:
