@@ -17,7 +17,7 @@ import onward
 from onward.checkpoint.pytorch.states import settings_of
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec
-from onward.vocabulary import torch as torch_vocabulary
+from onward.vocabulary.optimizers import TORCH_ROWS
 from onward.vocabulary.rows import row_for
 
 torch = pytest.importorskip("torch")
@@ -263,7 +263,7 @@ def test_settings_are_those_of_the_class() -> None:
     for name, kind in OPTIMIZERS.items():
         for variant in kind.variants:
             spec = Spec(name, {"variant": variant})
-            row = row_for(torch_vocabulary.OPTIMIZERS, optimizer(name).configure(**spec.options))
+            row = row_for(TORCH_ROWS, optimizer(name).configure(**spec.options))
             if row is None or not row.is_native:
                 with pytest.raises(onward.Error, match="no optimizer of its own"):
                     settings_of(spec, 0.1)

@@ -1,9 +1,7 @@
-"""Optimizers, schedules and losses of Keras by the names of its classes, as those of a recipe, both ways."""
+"""Names, saved slots, gradient clipping and schedules of Keras in words of a recipe, both ways."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
-from onward.vocabulary.rows import OptimizerRow
 
 
 class Refused(Exception):
@@ -38,117 +34,6 @@ def shortest_decimal(number: Any) -> float:
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
-
-ONLY_WITH = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
-"""Slot -> the setting of Keras without which a class does not keep it."""
-_WORDS = {"_m": "momentum", "_u": "norm", "_velocities": "velocity"}
-"""Names of variables that are not the singular of their attribute."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KerasRow(OptimizerRow):
-    """An optimizer class of Keras. A slot is an attribute with a list of one variable for each parameter."""
-
-    flags: tuple[str, ...] = ()
-    """Choices, which a recipe calls as Keras does."""
-    apart: tuple[str, ...] = ()
-    """Slots of which all variables are made before those of the next slot; others are made parameter by parameter."""
-    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Slots that Keras keeps once for all parameters -> attribute with the variable."""
-
-    @functools.cached_property
-    def words(self) -> dict[str, str]:
-        """Slot -> the word with which Keras ends the names of its variables."""
-        return {slot: _WORDS.get(name, name.strip("_").removesuffix("s")) for slot, name in self.slots.items()}
-
-    @functools.cached_property
-    def attributes(self) -> set[str]:
-        """Attributes with slots."""
-        return {*self.slots.values(), *self.shared.values()}
-
-    @functools.cached_property
-    def always(self) -> set[str]:
-        """Slots that are kept whatever the settings are."""
-        return self.slots.keys() - ONLY_WITH.keys()
-
-    def kept_slots(self, config: Mapping[str, Any]) -> list[str]:
-        """Return the slots that an optimizer with these settings keeps, in the order of making them."""
-        return [slot for slot in self.slots if slot in self.always or config.get(ONLY_WITH[slot])]
-
-    def read(self, config: Mapping[str, Any], lr: float) -> Spec:
-        """Return the optimizer of a recipe for settings of the class."""
-        decay = float(config.get("weight_decay") or 0.0)
-        numbers = {ours: float(config[theirs]) for ours, theirs in self.settings.items()}
-        flags = {flag: bool(config[flag]) for flag in self.flags}
-        if flags.get("nesterov") and not numbers["momentum"]:
-            flags["nesterov"] = False  # Keras has no look ahead without a momentum either
-        name = "adam" if self.name == "AdamW" and not decay else self.optimizers[0]
-        return Spec(name, {"lr": lr, **numbers, **flags, "variant": "keras", "weight_decay": decay})
-
-    def write(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
-        """Return the settings of the class, but for the learning rate and weight decay."""
-        numbers = {theirs: configured.values[ours] for ours, theirs in self.settings.items()}
-        return {**numbers, **{flag: bool(configured.options.get(flag, False)) for flag in self.flags}}
-
-    def fits(self, configured: ConfiguredOptimizer) -> bool:
-        """True if the arithmetic of the class is the same function, and no number that Keras fixes is another."""
-        if configured.kind.name not in self.optimizers or configured.options["maximize"]:
-            return False
-        theirs = optimizer(self.optimizers[0])
-        options = {flag: configured.options.get(flag, False) for flag in theirs.options}
-        keras_options = {**theirs.configure(variant="keras").options, **options}
-        twin = ConfiguredOptimizer(theirs, {**theirs.hyper, **configured.values}, keras_options)
-        fixed = {**theirs.hyper, **theirs.variants["keras"]}
-        free = {"lr", "weight_decay", *self.settings}
-        if any(configured.values[number] != fixed[number] for number in configured.effective - free):
-            return False
-        return _update_name(configured) == _update_name(twin)
-
-
-def _update_name(configured: ConfiguredOptimizer) -> str:
-    """Return the name of the update. A weight decay of 0 is none."""
-    name = configured.kind.choose(configured.settings, None).function.name
-    return name if configured.values.get("weight_decay") else name.removesuffix("W")
-
-
-def _row(
-    name: str, optimizers: Sequence[str], settings: Mapping[str, str], slots: Mapping[str, str], **columns: Any
-) -> KerasRow:
-    return KerasRow(f"keras.optimizers.{name}", tuple(optimizers), ("keras",), settings, slots, **columns)
-
-
-_BETAS = {"beta1": "beta_1", "beta2": "beta_2"}
-_ADAM = {**_BETAS, "eps": "epsilon"}
-_MOMENTS = {"exp_avg": "_momentums", "exp_avg_sq": "_velocities"}
-_AMSGRAD: dict[str, Any] = {"flags": ("amsgrad",), "apart": ("max_exp_avg_sq",)}
-_HATS = {**_MOMENTS, "max_exp_avg_sq": "_velocity_hats"}
-_ROWS = (
-    _row(
-        "SGD", ["sgd", "momentum", "nesterov", "sgdw"], {"momentum": "momentum"}, {"momentum_buffer": "momentums"},
-        flags=("nesterov",),
-    ),
-    _row("Adam", ["adam", "amsgrad"], _ADAM, _HATS, **_AMSGRAD),
-    _row("AdamW", ["adamw"], _ADAM, _HATS, **_AMSGRAD),
-    _row(
-        "Adagrad", ["adagrad"], {"eps": "epsilon", "initial_accumulator_value": "initial_accumulator_value"},
-        {"sum": "_accumulators"},
-    ),
-    _row(
-        "Adadelta", ["adadelta"], {"rho": "rho", "eps": "epsilon"},
-        {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
-    ),
-    _row("Adamax", ["adamax"], _ADAM, {"exp_avg": "_m", "exp_inf": "_u"}),
-    _row("Nadam", ["nadam"], _ADAM, _MOMENTS, shared={"mu_product": "_u_product"}),
-    _row(
-        "RMSprop", ["rmsprop"], {"alpha": "rho", "eps": "epsilon", "momentum": "momentum"},
-        {"square_avg": "_velocities", "momentum_buffer": "_momentums", "grad_avg": "_average_gradients"},
-        flags=("centered",), apart=("square_avg", "momentum_buffer", "grad_avg"),
-    ),
-    _row("Lion", ["lion"], _BETAS, {"exp_avg": "_momentums"}),
-    _row("Lamb", ["lamb"], _ADAM, _MOMENTS),
-)  # fmt: skip
-OPTIMIZERS = {row.name: row for row in _ROWS}
-"""By the names of Keras's classes."""
 
 KERAS_2_SLOTS = {
     "m": "exp_avg", "v": "exp_avg_sq", "vhat": "max_exp_avg_sq", "momentum": "momentum_buffer", "rms": "square_avg",

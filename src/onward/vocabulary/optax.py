@@ -1,12 +1,7 @@
-"""optax in words of a recipe: transformations, the chains that its optimizers are, and schedules.
-
-`ROWS` is read in both directions. Writers instantiate `OptaxRow.calls`; readers look up a transformation in
-`TRANSFORMATIONS` and the optimizer that it belongs to with `row_of`. Nothing here imports optax.
-"""
+"""Transformations and schedules of optax in words of a recipe, without importing optax."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -15,213 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.errors import UnsupportedError
-from onward.recipe.optimizers.definition import ConfiguredOptimizer, Settings
 from onward.recipe.spec import Spec
-from onward.vocabulary.rows import Condition, OptimizerRow
-
-# ---- transformations -------------------------------------------------------------------------------------------------
-
-
-class TransformationRow(NamedTuple):
-    """A function of optax that makes a transformation of gradients."""
-
-    settings: Mapping[str, str] = {}
-    """Argument -> setting of a recipe, "-" before it for its negative."""
-    slots: Mapping[str, str] = {}
-    """Field of its state -> slot."""
-    counts: bool = False
-    """True if its state counts updates."""
-    fixed: Mapping[str, Any] = {}
-    """Arguments that no recipe can set -> the value that all recipes mean."""
-
-
-_BETAS = {"b1": "beta1", "b2": "beta2", "eps": "eps"}
-_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-_NO_ROOT = {"eps_root": 0.0, "mu_dtype": None}
-_ROOT_MEAN_SQUARE = {"decay": "alpha", "eps": "eps"}
-
-TRANSFORMATIONS = {
-    "trace": TransformationRow(
-        {"decay": "momentum", "nesterov": "nesterov"}, {"trace": "momentum_buffer"}, fixed={"accumulator_dtype": None}),
-    "scale_by_adam": TransformationRow(_BETAS, _MOMENTS, True, _NO_ROOT),
-    "scale_by_amsgrad": TransformationRow(
-        _BETAS, {**_MOMENTS, "nu_max": "max_exp_avg_sq"}, True,
-        {**_NO_ROOT, "bias_correction_mu": True, "bias_correction_nu": True}),
-    "scale_by_adamax": TransformationRow(_BETAS, {"mu": "exp_avg", "nu": "exp_inf"}, True),
-    "scale_by_radam": TransformationRow(
-        _BETAS, _MOMENTS, True, {"threshold": 5.0, "nesterov": False, "eps_root": 0.0}),
-    "scale_by_lion": TransformationRow(
-        {"b1": "beta1", "b2": "beta2"}, {"mu": "exp_avg"}, True, {"mode": "hard", "mu_dtype": None}),
-    "scale_by_rss": TransformationRow(
-        {"initial_accumulator_value": "initial_accumulator_value", "eps": "eps"}, {"sum_of_squares": "sum"}),
-    "scale_by_rms": TransformationRow(_ROOT_MEAN_SQUARE, {"nu": "square_avg"}, fixed={"bias_correction": False}),
-    "scale_by_stddev": TransformationRow(
-        _ROOT_MEAN_SQUARE, {"nu": "square_avg", "mu": "grad_avg"}, fixed={"bias_correction": False}),
-    "scale_by_adadelta": TransformationRow({"rho": "rho", "eps": "eps"}, {"e_g": "square_avg", "e_x": "acc_delta"}),
-    "scale_by_factored_rms": TransformationRow(
-        {"decay_rate": "-beta2_decay", "epsilon": "eps1", "min_dim_size_to_factor": "min_dim_size_to_factor"},
-        {"v_row": "row_var", "v_col": "col_var", "v": "variance"}, True, {"step_offset": 0}),
-    "clip_by_block_rms": TransformationRow({"threshold": "d"}),
-    "scale_by_param_block_rms": TransformationRow({"min_scale": "eps2"}),
-    "scale_by_trust_ratio": TransformationRow(fixed={"min_norm": 0.0, "trust_coefficient": 1.0, "eps": 0.0}),
-    "add_decayed_weights": TransformationRow({"weight_decay": "weight_decay"}),
-    "scale_by_learning_rate": TransformationRow({"learning_rate": "lr"}),
-    "scale": TransformationRow(),
-    "identity": TransformationRow(),
-}  # fmt: skip
+from onward.vocabulary.optimizers import OPTAX_ROWS
+from onward.vocabulary.rows import OptaxCall, OptaxRow
 
 SETTINGS = {"learning_rate": "lr", "b1": "beta1", "b2": "beta2", "decay": "alpha", "weight_decay_rate": "weight_decay"}
 """Arguments of optax's optimizers that a recipe calls otherwise."""
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
-EPSILON, MOMENTUM = "epsilon", "momentum"
-
-
-class ChainStage(NamedTuple):
-    """A transformation in the chain of an optimizer."""
-
-    name: str
-    fixed: Mapping[str, Any] = {}
-    """Arguments that are the same for all settings."""
-    when: Callable[[Settings], bool | None] = lambda s: True
-    """Returns False where the chain is without it, and None where `optax.identity` stands in its place."""
-
-
-OptaxCall = tuple[str, dict[str, Any]]
-"""The name of a function of optax, and its arguments."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OptaxRow(OptimizerRow):
-    """An optimizer of optax as a chain of transformations, in the order in which `optax.<name>` has them."""
-
-    stages: tuple[ChainStage, ...] = ()
-    difference: str | None = None
-    """What optax computes in another way; its state is the same nevertheless. None: the numbers are the same."""
-
-    def fits(self, configured: ConfiguredOptimizer) -> bool:
-        return not configured.options["maximize"] and super().fits(configured)
-
-    def calls(self, configured: ConfiguredOptimizer, **replaced: Any) -> list[OptaxCall]:
-        """Return the chain for these settings, some of which may be replaced: the rate by a schedule."""
-        settings, calls = configured.settings, []
-        settings.decoupled = settings.variant == "keras" or configured.kind.name == "sgdw"
-        settings.decoupled |= getattr(settings, "decoupled_weight_decay", False)
-        values = {**vars(settings), **replaced}
-        for stage in self.stages:
-            if there := stage.when(settings):
-                arguments = {
-                    theirs: -values[ours[1:]] if ours[0] == "-" else values[ours]
-                    for theirs, ours in TRANSFORMATIONS[stage.name].settings.items()
-                    if theirs not in stage.fixed
-                }
-                calls.append((stage.name, {**arguments, **stage.fixed}))
-            elif there is None:
-                calls.append(("identity", {}))
-        return calls
-
-
-_RATE, _DECAY = ChainStage("scale_by_learning_rate"), "add_decayed_weights"
-
-
-def _with_decay(*direction: ChainStage, momentum: ChainStage | None = None) -> tuple[ChainStage, ...]:
-    """A direction with weight decay in the gradient or beside it, the rate, and momentum that has the rate in it."""
-    before = ChainStage(_DECAY, when=lambda s: bool(s.weight_decay) and not s.decoupled)
-    after = ChainStage(_DECAY, when=lambda s: bool(s.weight_decay) and s.decoupled)
-    return (before, *direction, after, _RATE, *([momentum] if momentum else []))
-
-
-_DECAY_OR_IDENTITY = ChainStage(_DECAY, when=lambda s: True if s.weight_decay else None)
-_SGD = _with_decay(ChainStage("trace", when=lambda s: True if s.momentum else None))
-_SGDS = ("sgd", "momentum", "nesterov", "sgdw")
-_NO_AMSGRAD = Condition("without amsgrad", lambda s: not s["amsgrad"])
-_AMSGRAD = Condition("with amsgrad", lambda s: s["amsgrad"])
-_NO_DAMPENING = Condition("without dampening", lambda s: not s["dampening"])
-_NO_DECAY = Condition("without weight decay", lambda s: not s["weight_decay"])
-_NO_LR_DECAY = Condition("without lr_decay", lambda s: not s["lr_decay"])
-
-
-def _row(
-    name: str,
-    optimizers: tuple[str, ...],
-    variants: tuple[str, ...],
-    stages: tuple[ChainStage, ...],
-    applies: Condition | None = None,
-    difference: str | None = None,
-) -> OptaxRow:
-    known = [TRANSFORMATIONS[stage.name] for stage in stages]
-    settings = {ours.removeprefix("-"): theirs for each in known for theirs, ours in each.settings.items()}
-    slots = {slot: field for each in known for field, slot in each.slots.items()}
-    return OptaxRow(f"optax.{name}", optimizers, variants, settings, slots, applies, stages, difference)
-
-
-def _rmsprop(scale: str, is_centered: bool) -> list[OptaxRow]:
-    """PyTorch has epsilon outside of the root and momentum before the rate; optax and Keras the other way around."""
-    here = Condition(f"centered={is_centered}".lower(), lambda s: s["centered"] is is_centered)
-    one_decay = Condition(
-        f"{here.words}, for Keras without momentum or without weight decay",
-        lambda s: here.holds(s) and not (s["variant"] == "keras" and s["momentum"] and s["weight_decay"]),
-    )
-    inner = ChainStage("trace", {"nesterov": False}, lambda s: bool(s.momentum))
-    nothing = ChainStage("identity", when=lambda s: not s.momentum and not s.weight_decay)
-    outer = ChainStage("trace", {"nesterov": False}, lambda s: bool(s.momentum) or (False if s.weight_decay else None))
-    torch = _with_decay(ChainStage(scale, {"eps_in_sqrt": False}), inner, momentum=nothing)
-    optax = _with_decay(ChainStage(scale, {"eps_in_sqrt": True}), momentum=outer)
-    return [
-        _row("rmsprop", ("rmsprop",), ("torch",), torch, here),
-        _row("rmsprop", ("rmsprop",), ("optax", "keras"), optax, one_decay),
-    ]
-
-
-_ADAM, _AMS = ChainStage("scale_by_adam"), ChainStage("scale_by_amsgrad")
-_RSS, _ADAMAX = _with_decay(ChainStage("scale_by_rss")), _with_decay(ChainStage("scale_by_adamax"))
-_ADADELTA = ChainStage("scale_by_adadelta")
-_LAMB = (_ADAM, ChainStage(_DECAY), ChainStage("scale_by_trust_ratio"), _RATE)
-_ADAFACTOR = (
-    ChainStage("scale_by_factored_rms"),
-    ChainStage("clip_by_block_rms"),
-    ChainStage("scale_by_learning_rate", {"flip_sign": False}),
-    ChainStage("scale_by_param_block_rms"),
-    ChainStage(_DECAY, when=lambda s: bool(s.weight_decay)),
-    ChainStage("scale", {"step_size": -1}),
-)
-_WITH_EPSILON = Condition("with an epsilon, without lr_decay", lambda s: s["eps"] and not s["lr_decay"])
-
-ROWS = [
-    _row("sgd", _SGDS, ("optax", "torch", "keras"), _SGD, Condition("without momentum", lambda s: not s["momentum"])),
-    _row("sgd", _SGDS, ("optax", "torch"), _SGD, _NO_DAMPENING),
-    _row("sgd", _SGDS, ("keras",), _SGD, _NO_DAMPENING, MOMENTUM),
-    _row("adam", ("adam", "amsgrad"), ("optax", "torch"), _with_decay(_ADAM), _NO_AMSGRAD),
-    _row("adam", ("adam", "amsgrad"), ("keras",), _with_decay(_ADAM), _NO_AMSGRAD, EPSILON),
-    _row("amsgrad", ("amsgrad", "adam"), ("optax",), _with_decay(_AMS), _AMSGRAD),
-    _row("adamw", ("adamw",), ("optax", "torch"), (_ADAM, _DECAY_OR_IDENTITY, _RATE), _NO_AMSGRAD),
-    _row("adamw", ("adamw",), ("keras", "transformers"), (_ADAM, _DECAY_OR_IDENTITY, _RATE), _NO_AMSGRAD, EPSILON),
-    _row("amsgrad", ("adamw",), ("optax",), (_AMS, _DECAY_OR_IDENTITY, _RATE), _AMSGRAD),
-    _row("adamax", ("adamax",), ("optax", "torch"), _ADAMAX),
-    _row("adamax", ("adamax",), ("keras",), _ADAMAX, None, EPSILON),
-    _row("nadam", ("nadam",), ("optax",), _with_decay(ChainStage("scale_by_adam", {"nesterov": True}))),
-    _row("radam", ("radam",), ("optax",), _with_decay(ChainStage("scale_by_radam"))),
-    _row("adagrad", ("adagrad",), ("optax", "keras"), _RSS, _WITH_EPSILON),
-    _row("adagrad", ("adagrad",), ("optax", "keras", "torch"), _RSS, _NO_LR_DECAY, EPSILON),
-    *_rmsprop("scale_by_rms", False),
-    *_rmsprop("scale_by_stddev", True),
-    _row("adadelta", ("adadelta",), ("optax", "torch"), (_DECAY_OR_IDENTITY, _ADADELTA, _RATE)),
-    _row("adadelta", ("adadelta",), ("keras",), (_DECAY_OR_IDENTITY, _ADADELTA, _RATE), _NO_DECAY),
-    _row("adadelta", ("adadelta",), ("keras",), (_ADADELTA, ChainStage(_DECAY), _RATE)),
-    _row("adafactor", ("adafactor",), ("optax",), _ADAFACTOR),
-    _row("lion", ("lion",), ("optax", "keras"), (ChainStage("scale_by_lion"), ChainStage(_DECAY), _RATE)),
-    _row("lamb", ("lamb",), ("optax",), _LAMB),
-    _row("lamb", ("lamb",), ("keras",), _LAMB, _NO_DECAY),
-]  # fmt: skip
-"""The first row that fits an optimizer of a recipe is the one to write; a transformation is read as the first row."""
-
 
 def row_of(transformation: str, arguments: Mapping[str, Any]) -> OptaxRow:
     """Return the first row with a transformation of these arguments, some of which may be flags as numbers."""
     return next(
         row
-        for row in ROWS
+        for row in OPTAX_ROWS
         for stage in row.stages
         if stage.name == transformation
         and all(bool(arguments.get(name)) == value for name, value in {"nesterov": False, **stage.fixed}.items())

@@ -1,12 +1,15 @@
-"""Rows of the vocabularies: the optimizers of a recipe as classes of a framework, both ways."""
+"""What a row of `optimizers.py` says about an optimizer of PyTorch, Keras or optax."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from onward.recipe.optimizers import ConfiguredOptimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers.definition import Settings, Update
+from onward.recipe.spec import Spec
 
 
 class Condition(NamedTuple):
@@ -50,3 +53,217 @@ Row = TypeVar("Row", bound=OptimizerRow)
 def row_for(rows: Iterable[Row], configured: ConfiguredOptimizer) -> Row | None:
     """Return the first row that fits."""
     return next((row for row in rows if row.fits(configured)), None)
+
+
+# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+
+_DECOUPLED_NAMES = ("adamw", "sgdw", "lion", "muon")
+"""Recipe optimizers whose weight decay is always decoupled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchOptimizer(OptimizerRow):
+    """A class of torch.optim, or a class of Onward for an update that torch.optim does not have."""
+
+    flags: tuple[str, ...] = ()
+    """Those of `FLAGS` that a group of the class has and a recipe does not."""
+    states: tuple[frozenset[str], ...] = ()
+    """Slots of a parameter, by which the class is recognized in a saved state. Empty if it is not."""
+    counts: bool = True
+    """True if the class keeps the number of updates in the slot `step`."""
+    variant_by_decay: bool = False
+    """True if decoupled weight decay tells Keras's variant from optax's."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of a printed class of Onward."""
+    updates: Mapping[str, Update] = dataclasses.field(default_factory=dict)
+    """Updates of a printed class, by the condition on its settings; the last condition is empty."""
+
+    @property
+    def is_native(self) -> bool:
+        """True for a class of torch.optim."""
+        return self.path.startswith("torch.optim.")
+
+    def read(self, settings: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the recipe's name and variant for the settings of a group."""
+        if self.variant_by_decay:
+            return self.optimizers[0], "keras" if settings["decoupled_weight_decay"] else "optax"
+        return self.optimizers[0], self.variants[0]
+
+    def words(
+        self, name: str, settings: Mapping[str, Any], *, number: Callable[[Any], Any] = float, **fixed: Any
+    ) -> Spec:
+        """Return the words of a recipe for the settings of a group.
+
+        Args:
+            name: the optimizer in the recipe
+            settings: the settings of the group, by PyTorch's names
+            number: converts a number that is not Python's
+            fixed: options that replace settings
+        """
+        options: dict[str, Any] = {}
+        for theirs, ours in self._names().items():
+            value = settings.get(theirs)
+            if len(ours) == 1:
+                options[ours[0]] = value
+            elif isinstance(value, tuple | list):
+                options |= zip(ours, value, strict=False)
+        options |= fixed
+        if not options.get("momentum"):
+            options.pop("dampening", None)  # PyTorch ignores it without momentum
+        kind = optimizer(name)
+        chosen = {key: options[key] for key in (*kind.hyper, *kind.choices) if options.get(key) is not None}
+        return Spec(name, {k: x if isinstance(x, bool | str | int) else float(number(x)) for k, x in chosen.items()})
+
+    def settings_for(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
+        """Return the settings of the class for a configured optimizer of a recipe."""
+        options = {**configured.values, **configured.options}
+        is_decoupled = configured.kind.name in _DECOUPLED_NAMES or options["variant"] == "keras"
+        options["decoupled_weight_decay"] = is_decoupled or options.get("decoupled_weight_decay", False)
+        if not options.get("fused"):
+            options.pop("fused", None)  # PyTorch chooses, and the numbers are the same
+        return {
+            theirs: options[ours[0]] if len(ours) == 1 else tuple(options[each] for each in ours)
+            for theirs, ours in self._names().items()
+            if ours[0] in options
+        }
+
+    def _names(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for ours, theirs in self.settings.items():
+            names.setdefault(theirs, []).append(ours)
+        return names
+
+
+# ---- Keras -----------------------------------------------------------------------------------------------------------
+
+ONLY_WITH = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+"""Slot -> the setting of Keras without which a class does not keep it."""
+_WORDS = {"_m": "momentum", "_u": "norm", "_velocities": "velocity"}
+"""Names of variables that are not the singular of their attribute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasRow(OptimizerRow):
+    """An optimizer class of Keras. A slot is an attribute with a list of one variable for each parameter."""
+
+    flags: tuple[str, ...] = ()
+    """Choices, which a recipe calls as Keras does."""
+    apart: tuple[str, ...] = ()
+    """Slots of which all variables are made before those of the next slot; others are made parameter by parameter."""
+    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Slots that Keras keeps once for all parameters -> attribute with the variable."""
+
+    @functools.cached_property
+    def words(self) -> dict[str, str]:
+        """Slot -> the word with which Keras ends the names of its variables."""
+        return {slot: _WORDS.get(name, name.strip("_").removesuffix("s")) for slot, name in self.slots.items()}
+
+    @functools.cached_property
+    def attributes(self) -> set[str]:
+        """Attributes with slots."""
+        return {*self.slots.values(), *self.shared.values()}
+
+    @functools.cached_property
+    def always(self) -> set[str]:
+        """Slots that are kept whatever the settings are."""
+        return self.slots.keys() - ONLY_WITH.keys()
+
+    def kept_slots(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the slots that an optimizer with these settings keeps, in the order of making them."""
+        return [slot for slot in self.slots if slot in self.always or config.get(ONLY_WITH[slot])]
+
+    def read(self, config: Mapping[str, Any], lr: float) -> Spec:
+        """Return the optimizer of a recipe for settings of the class."""
+        decay = float(config.get("weight_decay") or 0.0)
+        numbers = {ours: float(config[theirs]) for ours, theirs in self.settings.items()}
+        flags = {flag: bool(config[flag]) for flag in self.flags}
+        if flags.get("nesterov") and not numbers["momentum"]:
+            flags["nesterov"] = False  # Keras has no look ahead without a momentum either
+        name = "adam" if self.name == "AdamW" and not decay else self.optimizers[0]
+        return Spec(name, {"lr": lr, **numbers, **flags, "variant": "keras", "weight_decay": decay})
+
+    def write(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
+        """Return the settings of the class, but for the learning rate and weight decay."""
+        numbers = {theirs: configured.values[ours] for ours, theirs in self.settings.items()}
+        return {**numbers, **{flag: bool(configured.options.get(flag, False)) for flag in self.flags}}
+
+    def fits(self, configured: ConfiguredOptimizer) -> bool:
+        """True if the arithmetic of the class is the same function, and no number that Keras fixes is another."""
+        if configured.kind.name not in self.optimizers or configured.options["maximize"]:
+            return False
+        theirs = optimizer(self.optimizers[0])
+        options = {flag: configured.options.get(flag, False) for flag in theirs.options}
+        keras_options = {**theirs.configure(variant="keras").options, **options}
+        twin = ConfiguredOptimizer(theirs, {**theirs.hyper, **configured.values}, keras_options)
+        fixed = {**theirs.hyper, **theirs.variants["keras"]}
+        free = {"lr", "weight_decay", *self.settings}
+        if any(configured.values[number] != fixed[number] for number in configured.effective - free):
+            return False
+        return _update_name(configured) == _update_name(twin)
+
+
+def _update_name(configured: ConfiguredOptimizer) -> str:
+    """Return the name of the update. A weight decay of 0 is none."""
+    name = configured.kind.choose(configured.settings, None).function.name
+    return name if configured.values.get("weight_decay") else name.removesuffix("W")
+
+
+# ---- optax -----------------------------------------------------------------------------------------------------------
+
+
+class TransformationRow(NamedTuple):
+    """A function of optax that makes a transformation of gradients."""
+
+    settings: Mapping[str, str] = {}
+    """Argument -> setting of a recipe, "-" before it for its negative."""
+    slots: Mapping[str, str] = {}
+    """Field of its state -> slot."""
+    counts: bool = False
+    """True if its state counts updates."""
+    fixed: Mapping[str, Any] = {}
+    """Arguments that no recipe can set -> the value that all recipes mean."""
+
+
+class ChainStage(NamedTuple):
+    """A transformation in the chain of an optimizer."""
+
+    name: str
+    row: TransformationRow
+    fixed: Mapping[str, Any] = {}
+    """Arguments that are the same for all settings."""
+    when: Callable[[Settings], bool | None] = lambda s: True
+    """Returns False where the chain is without it, and None where `optax.identity` stands in its place."""
+
+
+OptaxCall = tuple[str, dict[str, Any]]
+"""The name of a function of optax, and its arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptaxRow(OptimizerRow):
+    """An optimizer of optax as a chain of transformations, in the order in which `optax.<name>` has them."""
+
+    stages: tuple[ChainStage, ...] = ()
+    difference: str | None = None
+    """What optax computes in another way; its state is the same nevertheless. None: the numbers are the same."""
+
+    def fits(self, configured: ConfiguredOptimizer) -> bool:
+        return not configured.options["maximize"] and super().fits(configured)
+
+    def calls(self, configured: ConfiguredOptimizer, **replaced: Any) -> list[OptaxCall]:
+        """Return the chain for these settings, some of which may be replaced: the rate by a schedule."""
+        settings, calls = configured.settings, []
+        settings.decoupled = settings.variant == "keras" or configured.kind.name == "sgdw"
+        settings.decoupled |= getattr(settings, "decoupled_weight_decay", False)
+        values = {**vars(settings), **replaced}
+        for stage in self.stages:
+            if there := stage.when(settings):
+                arguments = {
+                    theirs: -values[ours[1:]] if ours[0] == "-" else values[ours]
+                    for theirs, ours in stage.row.settings.items()
+                    if theirs not in stage.fixed
+                }
+                calls.append((stage.name, {**arguments, **stage.fixed}))
+            elif there is None:
+                calls.append(("identity", {}))
+        return calls

@@ -288,7 +288,7 @@ def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: 
     from onward.checkpoint.pytree.optax_states import stages
     from onward.frameworks.jax.optimizer import is_native
     from onward.recipe.optimizers import configure
-    from onward.vocabulary.optax import ROWS
+    from onward.vocabulary.optimizers import OPTAX_ROWS
     from onward.vocabulary.rows import row_for
 
     for variant in ("torch", "keras", "optax", "transformers"):
@@ -298,7 +298,7 @@ def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: 
                 configured = configure(spec)
             except RecipeError:
                 continue
-            row = row_for(ROWS, configured)
+            row = row_for(OPTAX_ROWS, configured)
             assert is_native(spec) == (row is not None and row.difference is None), spec
             if row is not None:
                 assert stages(spec, configured), spec

@@ -379,7 +379,7 @@ def test_what_is_no_compiled_graph_of_layers_is_refused():
 
 def test_trying_finds_what_was_read_wrongly(monkeypatch):
     from onward.recipe.spec import Spec
-    from onward.vocabulary.keras import KerasRow
+    from onward.vocabulary.rows import KerasRow
 
     run = mlp(keras.optimizers.Adam(1e-2, epsilon=1e-3))
     monkeypatch.setattr(

@@ -22,7 +22,8 @@ from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
 from onward.run_state.state import RunState
 from onward.run_state.training_models import from_training_model, to_training_model
-from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS
+from onward.vocabulary.optimizers import TORCH_ROWS
+from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 
 torch = pytest.importorskip("torch")
 from paths import ROOT  # noqa: E402
@@ -262,7 +263,7 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
     run = from_training_model(model)
     parameters = as_parameters(weights_of(model))
     made = make_optimizer(run, parameters)
-    row = next(row for row in OPTIMIZERS if row.fits(optimizer(name).configure(**settings, variant=variant)))
+    row = next(row for row in TORCH_ROWS if row.fits(optimizer(name).configure(**settings, variant=variant)))
     assert type(made) is class_of(row)
     assert isinstance(made, ExactOptimizer) == (not row.is_native)
 
@@ -281,9 +282,9 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
 
 def test_every_row_is_tested() -> None:
     tested = [optimizer(name).configure(**settings, variant=variant) for name, variant, settings in CASES]
-    for row in OPTIMIZERS:
-        assert any(next(r for r in OPTIMIZERS if r.fits(one)) is row for one in tested), row
-    for name, variant in {(name, variant) for row in OPTIMIZERS for name in row.optimizers for variant in row.variants}:
+    for row in TORCH_ROWS:
+        assert any(next(r for r in TORCH_ROWS if r.fits(one)) is row for one in tested), row
+    for name, variant in {(name, variant) for row in TORCH_ROWS for name in row.optimizers for variant in row.variants}:
         assert variant in optimizer(name).variants
 
 
@@ -403,9 +404,9 @@ def test_a_printed_update_reads_like_its_formula() -> None:
 
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "frameworks" / "torch.md").read_text().splitlines()
-    for row in OPTIMIZERS:
+    for row in TORCH_ROWS:
         when = f", {row.applies.words}" if row.applies else ""
         way = "native" if row.is_native else "exact subclass"
         names = ", ".join(f"`{name}`" for name in row.optimizers)
         assert f"| {names} | {', '.join(row.variants)}{when} | `{row.name}` | {way} |" in page
-    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(OPTIMIZERS)
+    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(TORCH_ROWS)

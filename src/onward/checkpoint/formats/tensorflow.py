@@ -16,7 +16,8 @@ from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
 from onward.run_state.tensors import ArrayTensor, Tensor, convert_dtype, number_of
-from onward.vocabulary.keras import OPTIMIZERS, shortest_decimal, snake_case
+from onward.vocabulary.keras import shortest_decimal, snake_case
+from onward.vocabulary.optimizers import KERAS_ROWS
 
 _STATE = "checkpoint"
 """The file that says which checkpoint of a folder is the newest."""
@@ -176,7 +177,7 @@ def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
     made: dict[str, Any] = dict(checkpoint.tensors)
     for optimizer in checkpoint.optimizers:
         made |= {str(name): slots[MASTER] for name, slots in optimizer.slots.items() if MASTER in slots}
-        row = next((row for row in OPTIMIZERS.values() if optimizer.families == row.optimizers[:1]), None)
+        row = next((row for row in KERAS_ROWS.values() if optimizer.families == row.optimizers[:1]), None)
         owner, words = (snake_case(row.name), row.words) if row else ("optimizer", {})
         for name, slots in optimizer.slots.items():
             for slot, value in slots.items():

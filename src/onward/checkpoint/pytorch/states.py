@@ -17,9 +17,10 @@ from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, SchedulerState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of, number_of
+from onward.vocabulary.optimizers import TORCH_ROWS
 from onward.vocabulary.rate_formulas import FOREVER, complete, in_words
 from onward.vocabulary.rows import row_for
-from onward.vocabulary.torch import FLAGS, OPTIMIZERS, families_of, saved_words
+from onward.vocabulary.torch import FLAGS, families_of, saved_words
 from onward.vocabulary.torch_schedules import Attributes, class_of, read_saved, restart_position
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def base_rate(settings: Settings) -> float:
 def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
     """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
     configured = configure(spec)
-    row = row_for((row for row in OPTIMIZERS if row.is_native), configured)
+    row = row_for((row for row in TORCH_ROWS if row.is_native), configured)
     if row is None:
         raise UnsupportedError(
             f"PyTorch has no optimizer of its own that computes what `{spec}` does",
@@ -172,7 +173,7 @@ def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-_COUNTERLESS = {name for row in OPTIMIZERS if not row.counts for name in row.optimizers}
+_COUNTERLESS = {name for row in TORCH_ROWS if not row.counts for name in row.optimizers}
 
 
 def module_state(checkpoint: Checkpoint) -> Attributed:

@@ -22,7 +22,8 @@ from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
 from onward.run_state.state import OptimizerState, ParameterGroup
 from onward.run_state.tensors import ArrayTensor, ComputedTensor, Tensor
-from onward.vocabulary.optax import EPSILON, ROWS, TRANSFORMATIONS, reduced_axis
+from onward.vocabulary.optax import reduced_axis
+from onward.vocabulary.optimizers import EPSILON, OPTAX_ROWS, TRANSFORMATIONS
 from onward.vocabulary.rows import row_for
 from onward.vocabulary.torch import FAMILIES as OF_PYTORCH
 
@@ -131,7 +132,7 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
 
 def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
     """Return the names of the transformations in the chain of optax for an optimizer of a recipe."""
-    row = row_for(ROWS, configured)
+    row = row_for(OPTAX_ROWS, configured)
     if row is None:
         raise UnsupportedError(
             f"optax has no optimizer that goes on with the state of `{spec}`",
@@ -143,7 +144,7 @@ def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
-    row = row_for(ROWS, configured)
+    row = row_for(OPTAX_ROWS, configured)
     if row is None or row.difference != EPSILON:
         return
     more = ""

@@ -19,10 +19,7 @@ from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dty
 from onward.vocabulary.keras import (
     AVERAGE,
     CLIPS,
-    ONLY_WITH,
-    OPTIMIZERS,
     SCHEDULES,
-    KerasRow,
     Rate,
     Refused,
     is_named_after,
@@ -30,6 +27,8 @@ from onward.vocabulary.keras import (
     shortest_decimal,
 )
 from onward.vocabulary.keras_losses import read_named_loss
+from onward.vocabulary.optimizers import KERAS_ROWS
+from onward.vocabulary.rows import ONLY_WITH, KerasRow
 
 # ---- what a compiled model says of its training, and the variables of its optimizer, which have no names -------------
 
@@ -110,12 +109,12 @@ def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
         inner = settings_of({"optimizer": given.get("inner_optimizer")})
         return inner and inner._replace(scaler=given)
     is_own = str(optimizer.get("module", "")).startswith("keras.") and not optimizer.get("registered_name")
-    if not is_own or kind not in OPTIMIZERS:
+    if not is_own or kind not in KERAS_ROWS:
         return None
-    for name in (*OPTIMIZERS[kind].settings.values(), *CLIPS, "weight_decay"):
+    for name in (*KERAS_ROWS[kind].settings.values(), *CLIPS, "weight_decay"):
         if not _is_number(given.get(name)):
             raise InvalidModelError(f"the optimizer of the file has a `{name}` that is no number")
-    return Settings(OPTIMIZERS[kind], given)
+    return Settings(KERAS_ROWS[kind], given)
 
 
 def _is_number(value: Any) -> bool:
@@ -124,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) -> Settings | None:
     """The optimizer of that name that keeps variables of these shapes, if there is one only."""
-    row = next((row for row in OPTIMIZERS.values() if is_named_after(name, row.name)), None)
+    row = next((row for row in KERAS_ROWS.values() if is_named_after(name, row.name)), None)
     if row is None or len(arrays) < 2:
         return None
     constant = not arrays[1].shape and arrays[1].dtype.kind == "f" and len(arrays) > 2

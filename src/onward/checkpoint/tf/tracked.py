@@ -13,7 +13,9 @@ from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.wire import numbers, text, texts
 from onward.run_state.tensors import Tensor
-from onward.vocabulary.keras import AVERAGE, KERAS_2_SLOTS, OPTIMIZERS, TENSORFLOW_1_SLOTS, KerasRow, is_named_after
+from onward.vocabulary.keras import AVERAGE, KERAS_2_SLOTS, TENSORFLOW_1_SLOTS, is_named_after
+from onward.vocabulary.optimizers import KERAS_ROWS
+from onward.vocabulary.rows import KerasRow
 
 _VALUE = "VARIABLE_VALUE"
 _STATES = "/.ATTRIBUTES/ITERATOR_STATE"
@@ -159,7 +161,7 @@ class _Objects:
         variables = self._list_objects(node, "_trainable_variables")
         known = [self._names[at] for at in variables]
         found = Keys(parameters=known, slots={name: {} for name in known})
-        rows = [row for row in OPTIMIZERS.values() if self._fits(node, row)]
+        rows = [row for row in KERAS_ROWS.values() if self._fits(node, row)]
         for slot, attribute in (rows[0].slots if rows else {}).items():
             for name, at in zip(known, self._list_objects(node, attribute), strict=False):
                 found.slots[name][slot] = self._nodes[at].key
@@ -203,7 +205,7 @@ def families_of(slots: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     (names,) = kept
     return tuple(
         row.optimizers[0]
-        for row in OPTIMIZERS.values()
+        for row in KERAS_ROWS.values()
         if names and row.always <= names <= row.slots.keys() and not row.shared
     )
 
@@ -239,7 +241,7 @@ def _by_name(tree: Tree) -> Meaning:
             found.parameters[key] = key
     if keys.slots or keys.averages or keys.numbers:
         keys.parameters = list(keys.slots)
-        called = [row.optimizers[0] for row in OPTIMIZERS.values() if is_named_after(keys.name, row.name)]
+        called = [row.optimizers[0] for row in KERAS_ROWS.values() if is_named_after(keys.name, row.name)]
         keys.families = tuple(called) or families_of(keys.slots)
         found.optimizers.append(keys)
     return found
@@ -248,7 +250,7 @@ def _by_name(tree: Tree) -> Meaning:
 def _slot_variables(variables: Sequence[str], optimizer: str) -> dict[str, tuple[str, str]]:
     """Variables that an optimizer keeps: of which parameter, and as what."""
     known, found = set(variables), {}
-    row = next((row for row in OPTIMIZERS.values() if is_named_after(optimizer, row.name)), None)
+    row = next((row for row in KERAS_ROWS.values() if is_named_after(optimizer, row.name)), None)
     words = {f"_{word}": slot for slot, word in row.words.items()} if row else {}
     flat = {f"{optimizer}/{name.replace('/', '_')}": name for name in variables}
     for key in variables:

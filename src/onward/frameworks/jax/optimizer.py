@@ -32,8 +32,9 @@ from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
 from onward.run_state.state import ParameterGroup, RunState
-from onward.vocabulary.optax import ROWS, TRANSFORMATIONS, OptaxCall, reduced_axis, scale_rates
-from onward.vocabulary.rows import row_for
+from onward.vocabulary.optax import reduced_axis, scale_rates
+from onward.vocabulary.optimizers import OPTAX_ROWS, TRANSFORMATIONS
+from onward.vocabulary.rows import OptaxCall, row_for
 
 Arrays = dict[str, np.ndarray]
 
@@ -233,7 +234,7 @@ def is_native(spec: Spec) -> bool:
 
 def _native_calls(spec: Spec, rate: Rate) -> list[OptaxCall] | None:
     configured = configure(spec)
-    row = row_for(ROWS, configured)
+    row = row_for(OPTAX_ROWS, configured)
     return None if row is None or row.difference else row.calls(configured, lr=rate)
 
 

@@ -16,7 +16,8 @@ from onward.errors import UnsupportedError
 from onward.frameworks.jax.closures import ScheduledNumber, Transformation, free_variables, origin
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
-from onward.vocabulary.optax import TRANSFORMATIONS, row_of
+from onward.vocabulary.optax import row_of
+from onward.vocabulary.optimizers import TRANSFORMATIONS
 
 
 class ChainRate(NamedTuple):

@@ -19,8 +19,9 @@ from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs
 from onward.recipe.spec import Spec
 from onward.run_state.state import RunState
-from onward.vocabulary.keras import CLIPS, OPTIMIZERS, KerasRow, Refused, read_clip, write_clip
-from onward.vocabulary.rows import row_for
+from onward.vocabulary.keras import CLIPS, Refused, read_clip, write_clip
+from onward.vocabulary.optimizers import KERAS_ROWS
+from onward.vocabulary.rows import KerasRow, row_for
 
 
 def array_of(variable: Any) -> np.ndarray:
@@ -59,7 +60,7 @@ def row_of(optimizer: Any) -> KerasRow | None:
     if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
         raise Refused(f"optimizer {type(optimizer).__name__} is one around another")
     is_own = type(optimizer).__module__.startswith("keras.")
-    return OPTIMIZERS.get(type(optimizer).__name__) if is_own else None
+    return KERAS_ROWS.get(type(optimizer).__name__) if is_own else None
 
 
 def read_optimizer(optimizer: Any, lr: float) -> Spec:
@@ -146,14 +147,14 @@ def make_optimizer(run: RunState, held: Mapping[str, Any]) -> Any | None:
     if rate is None or clip is None or other or any(spec != common[0] for spec in common):
         return None
     configured = [configure(group.spec) for group in run.groups]
-    row = row_for(OPTIMIZERS.values(), configured[0])
+    row = row_for(KERAS_ROWS.values(), configured[0])
     if row is None or not all(map(row.fits, configured)):
         return None
     decays = [float(group.spec.options.get("weight_decay", 0.0)) for group in run.groups]
     if len({decay for decay in decays if decay}) > 1:
         return None
     if row.name == "AdamW" and not any(decays):
-        row = OPTIMIZERS["Adam"]
+        row = KERAS_ROWS["Adam"]
     settings = {**row.write(configured[0]), **clip}
     made = getattr(keras.optimizers, row.name)(rate, **settings, weight_decay=max(decays) or None)
     spared = [held[n] for group, decay in zip(run.groups, decays, strict=True) if not decay for n in group.parameters]

@@ -22,7 +22,8 @@ from onward.frameworks.program.source_text import break_lines, indent
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.exact import ExactOptimizer
 from onward.standard import COMMON_OPSET
-from onward.vocabulary.torch import OPTIMIZERS, TorchOptimizer
+from onward.vocabulary.optimizers import TORCH_ROWS
+from onward.vocabulary.rows import TorchOptimizer
 
 # ---- an update as statements -----------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *indent(own))]
 
 
-_OWN = [row for row in OPTIMIZERS if not row.is_native]
+_OWN = [row for row in TORCH_ROWS if not row.is_native]
 _HOME = "onward.frameworks.torch.exact.formulas"
 _IMPORTS = f"""from __future__ import annotations
 import math

@@ -26,7 +26,9 @@ from onward.recipe.optimizers.definition import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
 from onward.run_state.state import ParameterGroup, RunState
-from onward.vocabulary.torch import OPTIMIZERS, REFUSED_OPTIMIZERS, TorchOptimizer
+from onward.vocabulary.optimizers import TORCH_ROWS
+from onward.vocabulary.rows import TorchOptimizer
+from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 
 _Settings = Mapping[str, Any]
 
@@ -130,7 +132,7 @@ def class_of(row: TorchOptimizer) -> type[Optimizer]:
     return getattr(torch.optim, row.name) if row.is_native else EXACT[row.name]
 
 
-CLASSES = {class_of(row): row for row in reversed(OPTIMIZERS)}
+CLASSES = {class_of(row): row for row in reversed(TORCH_ROWS)}
 """The first row of each class."""
 _NO_STEPS = tuple(kind for kind, row in CLASSES.items() if not row.counts)
 
@@ -332,7 +334,7 @@ def _make_optimizer(run: RunState, parameters: Mapping[str, Parameter]) -> Optim
             made.append(GraphOptimizer(function, parameters, run.step))
         else:
             configured = configure(group.spec)
-            row = next(row for row in OPTIMIZERS if row.fits(configured))
+            row = next(row for row in TORCH_ROWS if row.fits(configured))
             kind, options = class_of(row), row.settings_for(configured)
             if row.is_native:  # AdamW has a setting that its class does not take
                 options = {key: options[key] for key in inspect.signature(kind).parameters if key in options}
