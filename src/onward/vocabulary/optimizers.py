@@ -10,7 +10,7 @@ from typing import Any
 
 from onward.recipe.optimizers import updates
 from onward.recipe.optimizers.definition import Settings, Update
-from onward.vocabulary.rows import ChainStage, Condition, KerasRow, OptaxRow, TorchOptimizer, TransformationRow
+from onward.vocabulary.rows import Chain, ChainStage, Condition, KerasRow, OptaxRow, TorchOptimizer, TransformationRow
 
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 
@@ -24,28 +24,17 @@ def _settings(names: str) -> dict[str, str]:
     return {each: theirs for theirs, ours in parts.items() for each in ours}
 
 
+def _torch(path: str, optimizers: str, variants: str, settings: str, slots: str, **columns: Any) -> TorchOptimizer:
+    names = {slot: slot for slot in slots.split()}
+    return TorchOptimizer(path, (*optimizers.split(),), (*variants.split(),), _settings(settings), names, **columns)
+
+
 def _native(
-    name: str,
-    optimizers: str,
-    variants: str,
-    settings: str,
-    flags: str,
-    *states: str,
-    counts: bool = True,
-    applies: Condition | None = None,
+    name: str, optimizers: str, variants: str, settings: str, flags: str, *states: str, **columns: Any
 ) -> TorchOptimizer:
-    slots = {slot: slot for state in states for slot in state.split()}
-    return TorchOptimizer(
-        f"torch.optim.{name}",
-        tuple(optimizers.split()),
-        tuple(variants.split()),
-        _settings(f"lr weight_decay maximize {settings}"),
-        slots,
-        applies,
-        tuple(flags.split()),
-        tuple(frozenset(state.split()) for state in states),
-        counts,
-    )
+    columns |= {"flags": tuple(flags.split()), "states": tuple(frozenset(state.split()) for state in states)}
+    settings = f"lr weight_decay maximize {settings}"
+    return _torch(f"torch.optim.{name}", optimizers, variants, settings, " ".join(states), **columns)
 
 
 def _ours(
@@ -53,24 +42,14 @@ def _ours(
     optimizers: str,
     variants: str,
     slots: str,
-    defaults: Mapping[str, Any] | None = None,
-    updates: Mapping[str, Update] | None = None,
-    *,
+    defaults: Mapping[str, Any] = {},
+    updates: Mapping[str, Update] = {},
     settings: str = "",
-    states: tuple[frozenset[str], ...] = (),
-    variant_by_decay: bool = False,
+    **columns: Any,
 ) -> TorchOptimizer:
-    return TorchOptimizer(
-        f"onward.frameworks.torch.exact.{name}",
-        tuple(optimizers.split()),
-        tuple(variants.split()),
-        _settings(" ".join(["weight_decay", "decoupled_weight_decay", "maximize", *(defaults or {}), settings])),
-        {slot: slot for slot in slots.split()},
-        states=states,
-        variant_by_decay=variant_by_decay,
-        defaults=defaults or {},
-        updates=updates or {},
-    )
+    settings = " ".join(["weight_decay", "decoupled_weight_decay", "maximize", *defaults, settings])
+    columns |= {"defaults": defaults, "updates": updates}
+    return _torch(f"onward.frameworks.torch.exact.{name}", optimizers, variants, settings, slots, **columns)
 
 
 _PLAIN = Condition("without momentum and weight decay", lambda s: not s["momentum"] and not s["weight_decay"])
@@ -202,7 +181,7 @@ _KERAS_ADAM = {**_KERAS_BETAS, "eps": "epsilon"}
 _KERAS_MOMENTS = {"exp_avg": "_momentums", "exp_avg_sq": "_velocities"}
 _KERAS_AMSGRAD: dict[str, Any] = {"flags": ("amsgrad",), "apart": ("max_exp_avg_sq",)}
 _HATS = {**_KERAS_MOMENTS, "max_exp_avg_sq": "_velocity_hats"}
-_KERAS_ROWS = (
+KERAS_ROWS = {row.name: row for row in (
     _keras(
         "SGD", ["sgd", "momentum", "nesterov", "sgdw"], {"momentum": "momentum"}, {"momentum_buffer": "momentums"},
         flags=("nesterov",),
@@ -226,8 +205,7 @@ _KERAS_ROWS = (
     ),
     _keras("Lion", ["lion"], _KERAS_BETAS, {"exp_avg": "_momentums"}),
     _keras("Lamb", ["lamb"], _KERAS_ADAM, _KERAS_MOMENTS),
-)  # fmt: skip
-KERAS_ROWS = {row.name: row for row in _KERAS_ROWS}
+)}  # fmt: skip
 """By the names of Keras's classes."""
 
 # ---- optax -----------------------------------------------------------------------------------------------------------
@@ -279,7 +257,7 @@ def _stage(
 _RATE, _DECAY = _stage("scale_by_learning_rate"), "add_decayed_weights"
 
 
-def _with_decay(*direction: ChainStage, momentum: ChainStage | None = None) -> tuple[ChainStage, ...]:
+def _with_decay(*direction: ChainStage, momentum: ChainStage | None = None) -> Chain:
     """A direction with weight decay in the gradient or beside it, the rate, and momentum that has the rate in it."""
     before = _stage(_DECAY, when=lambda s: bool(s.weight_decay) and not s.decoupled)
     after = _stage(_DECAY, when=lambda s: bool(s.weight_decay) and s.decoupled)
@@ -287,25 +265,21 @@ def _with_decay(*direction: ChainStage, momentum: ChainStage | None = None) -> t
 
 
 _DECAY_OR_IDENTITY = _stage(_DECAY, when=lambda s: True if s.weight_decay else None)
-_WITHOUT_MOMENTUM = Condition("without momentum", lambda s: not s["momentum"])
 _OPTAX_SGD = _with_decay(_stage("trace", when=lambda s: True if s.momentum else None))
-_SGDS = ("sgd", "momentum", "nesterov", "sgdw")
+_SGDS = "sgd momentum nesterov sgdw"
 _OPTAX_AMSGRAD = Condition("with amsgrad", lambda s: s["amsgrad"])
 _NO_DAMPENING = Condition("without dampening", lambda s: not s["dampening"])
 _NO_LR_DECAY = Condition("without lr_decay", lambda s: not s["lr_decay"])
 
 
 def _optax(
-    name: str,
-    optimizers: tuple[str, ...],
-    variants: tuple[str, ...],
-    stages: tuple[ChainStage, ...],
-    applies: Condition | None = None,
-    difference: str | None = None,
+    name: str, optimizers: str, variants: str, stages: Chain, applies: Condition | None = None, difference: str = ""
 ) -> OptaxRow:
     settings = {ours.removeprefix("-"): theirs for stage in stages for theirs, ours in stage.row.settings.items()}
     slots = {slot: field for stage in stages for field, slot in stage.row.slots.items()}
-    return OptaxRow(f"optax.{name}", optimizers, variants, settings, slots, applies, stages, difference)
+    return OptaxRow(
+        f"optax.{name}", (*optimizers.split(),), (*variants.split(),), settings, slots, applies, stages, difference
+    )
 
 
 def _rmsprop(scale: str, is_centered: bool) -> list[OptaxRow]:
@@ -321,8 +295,8 @@ def _rmsprop(scale: str, is_centered: bool) -> list[OptaxRow]:
     torch = _with_decay(_stage(scale, {"eps_in_sqrt": False}), inner, momentum=nothing)
     optax = _with_decay(_stage(scale, {"eps_in_sqrt": True}), momentum=outer)
     return [
-        _optax("rmsprop", ("rmsprop",), ("torch",), torch, here),
-        _optax("rmsprop", ("rmsprop",), ("optax", "keras"), optax, one_decay),
+        _optax("rmsprop", "rmsprop", "torch", torch, here),
+        _optax("rmsprop", "rmsprop", "optax keras", optax, one_decay),
     ]
 
 
@@ -342,29 +316,29 @@ _ADAFACTOR = (
 _WITH_EPSILON = Condition("with an epsilon, without lr_decay", lambda s: s["eps"] and not s["lr_decay"])
 
 OPTAX_ROWS = [
-    _optax("sgd", _SGDS, ("optax", "torch", "keras"), _OPTAX_SGD, _WITHOUT_MOMENTUM),
-    _optax("sgd", _SGDS, ("optax", "torch"), _OPTAX_SGD, _NO_DAMPENING),
-    _optax("sgd", _SGDS, ("keras",), _OPTAX_SGD, _NO_DAMPENING, MOMENTUM),
-    _optax("adam", ("adam", "amsgrad"), ("optax", "torch"), _with_decay(_OPTAX_ADAM), _NO_AMSGRAD),
-    _optax("adam", ("adam", "amsgrad"), ("keras",), _with_decay(_OPTAX_ADAM), _NO_AMSGRAD, EPSILON),
-    _optax("amsgrad", ("amsgrad", "adam"), ("optax",), _with_decay(_AMS), _OPTAX_AMSGRAD),
-    _optax("adamw", ("adamw",), ("optax", "torch"), _OPTAX_ADAMW, _NO_AMSGRAD),
-    _optax("adamw", ("adamw",), ("keras", "transformers"), _OPTAX_ADAMW, _NO_AMSGRAD, EPSILON),
-    _optax("amsgrad", ("adamw",), ("optax",), (_AMS, _DECAY_OR_IDENTITY, _RATE), _OPTAX_AMSGRAD),
-    _optax("adamax", ("adamax",), ("optax", "torch"), _ADAMAX),
-    _optax("adamax", ("adamax",), ("keras",), _ADAMAX, None, EPSILON),
-    _optax("nadam", ("nadam",), ("optax",), _with_decay(_stage("scale_by_adam", {"nesterov": True}))),
-    _optax("radam", ("radam",), ("optax",), _with_decay(_stage("scale_by_radam"))),
-    _optax("adagrad", ("adagrad",), ("optax", "keras"), _RSS, _WITH_EPSILON),
-    _optax("adagrad", ("adagrad",), ("optax", "keras", "torch"), _RSS, _NO_LR_DECAY, EPSILON),
+    _optax("sgd", _SGDS, "optax torch keras", _OPTAX_SGD, Condition("without momentum", lambda s: not s["momentum"])),
+    _optax("sgd", _SGDS, "optax torch", _OPTAX_SGD, _NO_DAMPENING),
+    _optax("sgd", _SGDS, "keras", _OPTAX_SGD, _NO_DAMPENING, MOMENTUM),
+    _optax("adam", "adam amsgrad", "optax torch", _with_decay(_OPTAX_ADAM), _NO_AMSGRAD),
+    _optax("adam", "adam amsgrad", "keras", _with_decay(_OPTAX_ADAM), _NO_AMSGRAD, EPSILON),
+    _optax("amsgrad", "amsgrad adam", "optax", _with_decay(_AMS), _OPTAX_AMSGRAD),
+    _optax("adamw", "adamw", "optax torch", _OPTAX_ADAMW, _NO_AMSGRAD),
+    _optax("adamw", "adamw", "keras transformers", _OPTAX_ADAMW, _NO_AMSGRAD, EPSILON),
+    _optax("amsgrad", "adamw", "optax", (_AMS, _DECAY_OR_IDENTITY, _RATE), _OPTAX_AMSGRAD),
+    _optax("adamax", "adamax", "optax torch", _ADAMAX),
+    _optax("adamax", "adamax", "keras", _ADAMAX, None, EPSILON),
+    _optax("nadam", "nadam", "optax", _with_decay(_stage("scale_by_adam", {"nesterov": True}))),
+    _optax("radam", "radam", "optax", _with_decay(_stage("scale_by_radam"))),
+    _optax("adagrad", "adagrad", "optax keras", _RSS, _WITH_EPSILON),
+    _optax("adagrad", "adagrad", "optax keras torch", _RSS, _NO_LR_DECAY, EPSILON),
     *_rmsprop("scale_by_rms", False),
     *_rmsprop("scale_by_stddev", True),
-    _optax("adadelta", ("adadelta",), ("optax", "torch"), (_DECAY_OR_IDENTITY, _OPTAX_ADADELTA, _RATE)),
-    _optax("adadelta", ("adadelta",), ("keras",), (_DECAY_OR_IDENTITY, _OPTAX_ADADELTA, _RATE), _NO_DECAY),
-    _optax("adadelta", ("adadelta",), ("keras",), (_OPTAX_ADADELTA, _stage(_DECAY), _RATE)),
-    _optax("adafactor", ("adafactor",), ("optax",), _ADAFACTOR),
-    _optax("lion", ("lion",), ("optax", "keras"), (_stage("scale_by_lion"), _stage(_DECAY), _RATE)),
-    _optax("lamb", ("lamb",), ("optax",), _LAMB),
-    _optax("lamb", ("lamb",), ("keras",), _LAMB, _NO_DECAY),
+    _optax("adadelta", "adadelta", "optax torch", (_DECAY_OR_IDENTITY, _OPTAX_ADADELTA, _RATE)),
+    _optax("adadelta", "adadelta", "keras", (_DECAY_OR_IDENTITY, _OPTAX_ADADELTA, _RATE), _NO_DECAY),
+    _optax("adadelta", "adadelta", "keras", (_OPTAX_ADADELTA, _stage(_DECAY), _RATE)),
+    _optax("adafactor", "adafactor", "optax", _ADAFACTOR),
+    _optax("lion", "lion", "optax keras", (_stage("scale_by_lion"), _stage(_DECAY), _RATE)),
+    _optax("lamb", "lamb", "optax", _LAMB),
+    _optax("lamb", "lamb", "keras", _LAMB, _NO_DECAY),
 ]  # fmt: skip
 """The first row that fits an optimizer of a recipe is the one to write; a transformation is read as the first row."""

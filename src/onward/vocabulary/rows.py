@@ -235,6 +235,7 @@ class ChainStage(NamedTuple):
     """Returns False where the chain is without it, and None where `optax.identity` stands in its place."""
 
 
+Chain = tuple[ChainStage, ...]
 OptaxCall = tuple[str, dict[str, Any]]
 """The name of a function of optax, and its arguments."""
 
@@ -243,9 +244,9 @@ OptaxCall = tuple[str, dict[str, Any]]
 class OptaxRow(OptimizerRow):
     """An optimizer of optax as a chain of transformations, in the order in which `optax.<name>` has them."""
 
-    stages: tuple[ChainStage, ...] = ()
-    difference: str | None = None
-    """What optax computes in another way; its state is the same nevertheless. None: the numbers are the same."""
+    stages: Chain = ()
+    difference: str = ""
+    """What optax computes in another way, with the same state. Empty: the numbers are the same."""
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
         return not configured.options["maximize"] and super().fits(configured)
