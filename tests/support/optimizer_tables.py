@@ -167,7 +167,7 @@ OPTAX_SUPPORT = [
 ]
 
 OPTAX_READ = {
-    "sgd": "`sgd`; of Keras where the momentum comes after the rate",
+    "sgd": "`sgd`; of Keras if the momentum comes after the learning rate",
     "adam, adamw": "`adam`, `adamw`",
     "nadam, nadamw": "`nadam`",
     "amsgrad": "`amsgrad`",
@@ -178,8 +178,8 @@ OPTAX_READ = {
     "adagrad": "`adagrad`",
     "adadelta": "`adadelta`",
     "rmsprop": "`rmsprop`; of PyTorch with `eps_in_sqrt=False`",
-    "adafactor": "`adafactor`, but for `multiply_by_parameter_scale=False` and `momentum`",
+    "adafactor": "`adafactor`, except `multiply_by_parameter_scale=False` and `momentum`",
     "adabelief, adamaxw, adan, fromage, lars, noisy_sgd, novograd, rprop, sign_sgd, sm3, yogi": "traced",
-    "lbfgs, polyak_sgd": "refused: they need more than gradients",
+    "lbfgs, polyak_sgd": "refused: need more than gradients",
 }
 """Functions of optax, and what they are read as."""
