@@ -221,10 +221,10 @@ def test_models_of_others(build):
     same_state(made, state)
 
 
-def test_a_model_that_was_compiled_anew_does_not_come_back(plain):
+def test_a_model_that_was_compiled_again_is_refused(plain):
     made = to_keras(onward.prepare(plain, loss="mse"))
     made.compile("sgd", "mse")
-    with pytest.raises(UnsupportedError, match="compiled anew"):
+    with pytest.raises(UnsupportedError, match="compiled again"):
         from_keras(made)
 
 

@@ -1,4 +1,4 @@
-"""From a compiled Keras model, or the configuration of one, to a training model."""
+"""Training models from compiled Keras models, and from their configurations."""
 
 from __future__ import annotations
 
@@ -23,24 +23,30 @@ from onward.vocabulary.keras import Rate, Refused
 
 @checked(types=False)
 def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
-    """The training model that goes on where a compiled Keras model is, on any of Keras's backends.
+    """Convert a compiled Keras model into a training model that continues its run.
 
         training = onward.from_keras(model)
 
-    Initializers are the model's variables, under their paths and in their layouts.
+    Works on any Keras backend. Initializers are the variables of the model, named by their paths
+    and in their layouts.
 
-    - `model`: a compiled one, which has its loss and its optimizer
-    - `approx`: on TensorFlow most of Keras's optimizers square the gradients of an Embedding row by row, before those
-      of the same token are added up. With this they are added up first, as on all other backends; else it is refused
-    - `probe`: a copy of the model and the training model make three steps side by side, on random data and without
-      dropout; the first difference is an error
+    - `model`: a compiled model, with its loss and its optimizer
+    - `approx`: on TensorFlow, most Keras optimizers square the gradients of an Embedding row by
+      row, before those of the same token are summed. True sums them first, as on all other
+      backends. False refuses such a model (default: False)
+    - `probe`: compare three steps of a copy of the model with three of the training model, on
+      random data and without dropout; the first difference is an error (default: True)
     """
     if hasattr(model, "to_training_model"):
         restored: Model = model.to_training_model()
         return restored
     _check_kind(model)
     graph = LayerGraph(model)
-    problems = [*graph.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
+    methods = [
+        name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    problems = [*graph.problems, *(f"it has a `{name}` of its own" for name in methods), *_types(model)]
+    problems += [] if approx else _sparse(model)
     terms: list[Term] = _gather(problems, lambda: read_loss(model, graph.outputs), [])
     rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
@@ -77,38 +83,24 @@ def _check_kind(model: Any) -> None:
         )
 
 
-def _own_methods(model: Any) -> list[str]:
-    """What a subclass of functional models may do otherwise than Keras."""
-    names = ("train_step", "compute_loss")
-    return [
-        f"it has a `{name}` of its own"
-        for name in names
-        if getattr(type(model), name) is not getattr(keras.Model, name)
-    ]
-
-
 def _types(model: Any) -> list[str]:
-    """Losses are computed in Keras's default type; ours in that of the model."""
-    found = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables}
-    computed = {layer.compute_dtype for layer in model._flatten_layers() if layer.variables}
-    other = sorted((found | computed) - {keras.config.floatx()})
+    """Refuse types other than Keras's default type, in which Keras computes losses."""
+    dtypes = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables}
+    dtypes |= {layer.compute_dtype for layer in model._flatten_layers() if layer.variables}
+    other = sorted(dtypes - {keras.config.floatx()})
     return [f"layers compute in {', '.join(other)}, and losses in {keras.config.floatx()}"] if other else []
 
 
-_LINEAR = ("SGD", "Lion")
-"""Optimizers to which it does not matter whether the gradients of a row are added up before or after."""
-
-
 def _sparse(model: Any) -> list[str]:
-    """What Keras computes in another way because gradients come row by row, with rows repeated."""
+    """Refuse optimizers that are not linear in the gradients of an Embedding, whose rows repeat on TensorFlow."""
+    name = type(model.optimizer).__name__
     tables = [
         layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable
     ]
-    linear = type(model.optimizer).__name__ in _LINEAR and clip_of(model.optimizer) is None
-    if not tables or linear or keras.backend.backend() != "tensorflow":
+    is_linear = name in ("SGD", "Lion") and clip_of(model.optimizer) is None
+    if not tables or is_linear or keras.backend.backend() != "tensorflow":
         return []
-    kind = type(model.optimizer).__name__
-    return [f"{kind} on TensorFlow squares or clips gradients of `{tables[0]}` token by token (`approx=True` adds up)"]
+    return [f"{name} on TensorFlow squares or clips gradients of `{tables[0]}` token by token (`approx=True` adds up)"]
 
 
 def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
@@ -120,24 +112,19 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
 
 
 def _groups(optimizer: Any, lr: float, variables: Sequence[Any], graph: LayerGraph) -> list[ParameterGroup]:
-    """One, or two where weight decay leaves some variables out."""
+    """Return one group, or two if weight decay spares some variables."""
     if row_of(optimizer) is None:
-        return [
-            ParameterGroup(trace_update(optimizer, variables, graph.names, lr), [graph.names[id(v)] for v in variables])
-        ]
-    decay = float(optimizer.weight_decay or 0.0)
-    decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
-    ids = {id(v) for v in decayed}
-    parts = [(decay, decayed), (0.0, [v for v in variables if id(v) not in ids])]
-    spec = read_optimizer(optimizer, lr)
+        update = trace_update(optimizer, variables, graph.names, lr)
+        return [ParameterGroup(update, [graph.names[id(v)] for v in variables])]
+    decay, spec = float(optimizer.weight_decay or 0.0), read_optimizer(optimizer, lr)
+    groups: dict[float, list[str]] = {decay: [], 0.0: []}
+    for v in variables:
+        groups[decay if optimizer._use_weight_decay(v) else 0.0].append(graph.names[id(v)])
     return [
-        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), [graph.names[id(v)] for v in part])
-        for number, part in parts
-        if part
+        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), names)
+        for number, names in groups.items()
+        if names
     ]
-
-
-# ---- configurations --------------------------------------------------------------------------------------------------
 
 
 _ANY_OPTIMIZER: dict[str, Any] = {
@@ -149,15 +136,20 @@ _ANY_OPTIMIZER: dict[str, Any] = {
 
 
 def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:
-    """A training model with the layers and the loss of a configuration, and any optimizer.
+    """Return a training model with the layers and the loss of a configuration, and any optimizer.
 
-    `names` are those of the variables in Keras's order, with their shapes. Keras makes nothing but its own classes.
+    `names` are the names and shapes of the variables in Keras's order. Keras creates only its own classes.
     """
     compiled = {**config.get("compile_config", {}), "optimizer": _ANY_OPTIMIZER, "metrics": None, "run_eagerly": False}
     if not compiled.get("loss"):
         raise UnsupportedError("the model was saved without its loss", hint="give a training model with `--like`")
-    made = _make_model({**config, "compile_config": compiled})
-    variables = [variable for variable in made.variables if "seed_generator" not in variable.path]
+    try:
+        model = keras.saving.deserialize_keras_object({**config, "compile_config": compiled}, safe_mode=True)
+    except Exception as error:  # only classes of Keras run here, and Keras raises whatever a layer does
+        raise UnsupportedError(
+            f"Keras cannot make the layers of the file: {first_line(error)}", hint="give the ONNX model with `--like`"
+        ) from error
+    variables = [variable for variable in model.variables if "seed_generator" not in variable.path]
     shapes = [tuple(variable.shape) for variable in variables]
     if shapes != [shape for _, shape in names]:
         raise UnsupportedError(
@@ -165,13 +157,4 @@ def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tup
         )
     for variable, (name, _) in zip(variables, names, strict=True):
         variable._path = name  # loaded layers do not know the models around them, in which they got their names
-    return from_keras(made, probe=False, approx=True)
-
-
-def _make_model(config: dict[str, Any]) -> Any:
-    try:
-        return keras.saving.deserialize_keras_object(config, safe_mode=True)
-    except Exception as error:  # nothing of ours runs here, and Keras raises whatever a layer does
-        raise UnsupportedError(
-            f"Keras cannot make the layers of the file: {first_line(error)}", hint="give the ONNX model with `--like`"
-        ) from error
+    return from_keras(model, probe=False, approx=True)

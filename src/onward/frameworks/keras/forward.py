@@ -1,4 +1,4 @@
-"""From a training model to a Keras model: state as variables, graphs as operations of `keras.ops`."""
+"""Keras models from training models: state as variables, graphs as operations of `keras.ops`."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ from onward.run_state.standard_steps import adopt
 from onward.run_state.training_models import from_training_model, is_plain, only_step_of
 from onward.transform.opset import of_one_opset
 
+# Aggregation of variables that are equal on all devices of a TensorFlow strategy. Batch statistics use "mean".
 _SAME = "only_first_replica"
-"""What is the same on all devices of a strategy of TensorFlow; statistics of batches are not, and their mean counts."""
 
 
 class TrainingModel(keras.Model):  # type: ignore[misc]
-    """What `to_keras` makes. `variables_by_name` are its variables by their names in the training model."""
+    """Keras model that `to_keras` returns. `variables_by_name` has its variables by name in the
+    training model.
+    """
 
     def __init__(self, model: Model):
         super().__init__(name=_identifier(model.graph.name or "model"))
-        parts = StepGraphs(model)
-        self._forward = {False: parts.inference(), True: parts.training()}
-        self._loss_graph: Loss | None = parts.loss()
+        graphs = StepGraphs(model)
+        self._forward = {False: graphs.inference(), True: graphs.training()}
+        self._loss_graph: Loss | None = graphs.loss()
         self.input_names = [value.name or "" for value in model.inputs]
         self._integers = {v.name: v.dtype.numpy().name for v in model.inputs if v.dtype and v.dtype.is_integer()}
         trained = {state.name for state in states(model) if state.role == "parameter"}
-        held = [*trained, *self._forward[True].updates, *parts.frozen]
-        order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
-        self._held = [variable(n, model.array(n), trainable=n in trained) for n in dict.fromkeys(order)]
-        self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
+        names = {*trained, *self._forward[True].updates, *graphs.frozen}
+        ordered = dict.fromkeys(name for name in (*model.graph.initializers, *names) if name in names)
+        self._ordered_variables = [variable(n, model.array(n), trainable=n in trained) for n in ordered]
+        self.variables_by_name = dict(zip(ordered, self._ordered_variables, strict=True))
         self._watched: list[Any] = []
         self.source = model
         self._compiled_with: Any = None
@@ -61,7 +63,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         results = forward.graph(self._tensors() | self._named(inputs))
         for name, new in forward.updates.items():
             self.variables_by_name[name].assign(results[new])
-        # A loss may look at what is behind the outputs; what it sees is of this pass.
+        # `compute_loss` gets only the outputs, and a loss may read other values of this pass.
         self._watched = [results[name] for name in forward.watched]
         outputs = [results[name] for name in forward.outputs]
         return outputs[0] if len(outputs) == 1 else outputs
@@ -69,19 +71,19 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        """The loss of the training model, for what the last forward pass has computed."""
+        """Return the loss of the training model for the last forward pass."""
         loss = self._loss_graph
         if loss is None:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         if sample_weight is not None:
-            raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
-        given = y if isinstance(y, Mapping) else self._named_targets(loss, [] if y is None else _as_list(y))
-        targets = {value.name or "": _fit_target(given[value.name or ""], value) for value in loss.targets}
+            raise UnsupportedError("the loss of a training model takes no `sample_weight`", hint="leave it out")
+        by_name = y if isinstance(y, Mapping) else self._named_targets(loss, [] if y is None else _as_list(y))
+        targets = {value.name or "": _fit_target(by_name[value.name or ""], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
 
-    def _named_targets(self, loss: Loss, given: Iterable[Any]) -> dict[str, Any]:
-        names, arrays = [value.name or "" for value in loss.targets], list(given)
+    def _named_targets(self, loss: Loss, targets: Iterable[Any]) -> dict[str, Any]:
+        names, arrays = [value.name or "" for value in loss.targets], list(targets)
         if len(names) != len(arrays):
             raise DataError(
                 f"the loss takes {len(names)} targets, not {len(arrays)}",
@@ -90,17 +92,19 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return dict(zip(names, arrays, strict=True))
 
     def compile_as(self, optimizer: Any, **losses: Any) -> None:
-        """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""
+        """Compile the model with the optimizer of its training model; `losses` replace the loss
+        graph.
+        """
         self._compiled_with, self.losses_given = optimizer, losses
         if losses:
             self._loss_graph = None
         self.compile(optimizer=optimizer, **losses)
 
     def to_training_model(self) -> Model:
-        """The training model with all state as it is now."""
+        """Return the training model with the current state."""
         if self.optimizer is not self._compiled_with:
             raise UnsupportedError(
-                "the model was compiled anew, with what its training model does not have",
+                "the model was compiled again, with a loss or optimizer that its training model lacks",
                 hint="`onward.prepare` its inference model with the new loss and optimizer",
             )
         model = self.source.copy()
@@ -109,7 +113,9 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return model
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that training changes, and what is frozen, by the names and in the types of the training model."""
+        """Return the training state and the frozen weights, by name and in the types of the
+        training model.
+        """
         if isinstance(self.optimizer, GraphOptimizer):
             state = self.optimizer.state()
         else:
@@ -120,29 +126,26 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return {name: array.astype(self.source.array(name).dtype) for name, array in state.items()}
 
     def _tensors(self) -> dict[str, Any]:
-        return {name: ops.convert_to_tensor(held.value) for name, held in self.variables_by_name.items()}
+        return {name: ops.convert_to_tensor(variable.value) for name, variable in self.variables_by_name.items()}
 
     def _named(self, inputs: Any) -> dict[str, Any]:
-        """Inputs by name. To build a model for several devices, Keras gives means of integers, which are none."""
-        named = inputs if isinstance(inputs, Mapping) else zip(self.input_names, _as_list(inputs), strict=True)
-        given = dict(named)
-        return given | {name: ops.cast(given[name], dtype) for name, dtype in self._integers.items() if name in given}
+        """Return inputs by name. To build a model for several devices, Keras passes floats in place of integers."""
+        pairs = inputs if isinstance(inputs, Mapping) else zip(self.input_names, _as_list(inputs), strict=True)
+        named = dict(pairs)
+        return named | {name: ops.cast(named[name], dtype) for name, dtype in self._integers.items() if name in named}
 
 
 class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """The update of a training model: optimizers, schedule, clipping, averages, all as its graph has them.
+    """Update of a training model as its graph: optimizers, schedule, clipping and averages."""
 
-    The learning rate is that of the graph.
-    """
-
-    def __init__(self, model: Model, held: Mapping[str, Any], learning_rate: float):
+    def __init__(self, model: Model, variables: Mapping[str, Any], learning_rate: float):
         super().__init__(learning_rate=learning_rate, name="training")
         graph, contract = StepGraphs(model).apply()
         self._graph: Executable = graph
         self._gradients: dict[str, str] = contract.gradients
         self._updates: dict[str, str] = contract.update
-        self._own = {name: model.array(name) for name in contract.state if name not in held}
-        self._names = {id(v): name for name, v in held.items()}
+        self._own = {name: model.array(name) for name in contract.state if name not in variables}
+        self._names = {id(v): name for name, v in variables.items()}
         self._state: dict[str, Any] = {}
         self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]
 
@@ -153,7 +156,7 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
         raise UnsupportedError(
-            "the learning rate is that of the training model, with its schedule",
+            "the learning rate and its schedule belong to the training model",
             hint="change it there: `training.set('group0/lr', ...)`, and convert again",
         )
 
@@ -161,20 +164,18 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().build(variables)
         for name, array in self._own.items():
             dtype = available(str(array.dtype))
-            made = self.add_variable(array.shape, dtype=dtype, aggregation=_SAME, name=_identifier(name))
-            made.assign(array)
-            self._state[name] = made
+            self._state[name] = self.add_variable(array.shape, dtype=dtype, aggregation=_SAME, name=_identifier(name))
+            self._state[name].assign(array)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What belongs to the update alone, as it is now."""
         return {name: array_of(self._state[name]) for name in self._own}
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         variables = list(trainable_variables or self._trainable_variables)
         if not self.built:
             self.build(variables)
-        found = {self._names[id(v)]: g for v, g in zip(variables, sum_over_replicas(grads), strict=True)}
-        tensors = {name: found[parameter] for name, parameter in self._gradients.items()}
+        by_parameter = {self._names[id(v)]: g for v, g in zip(variables, sum_over_replicas(grads), strict=True)}
+        tensors = {name: by_parameter[parameter] for name, parameter in self._gradients.items()}
         state = self._state | {self._names[id(v)]: v for v in variables}
         results = self._graph(tensors | {name: ops.convert_to_tensor(v.value) for name, v in state.items()})
         for name, new in self._updates.items():
@@ -184,9 +185,9 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
-    """A variable whose path is the name, as far as the backend allows: PyTorch's names have no dots."""
+    """Return a variable with a path like the name. On PyTorch, names have no dots."""
     plain = name.replace(".", "/") if keras.backend.backend() == "torch" else name
-    *scopes, last = [part for part in plain.split("/") if part]
+    *scopes, last = [scope_name for scope_name in plain.split("/") if scope_name]
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(_identifier(scope)))
@@ -211,32 +212,30 @@ def _fit_target(target: Any, value: Any) -> Any:
     return fit_target(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]
 
 
-# ---- from a training model -------------------------------------------------------------------------------------------
-
-
 @checked(types=False)
 def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
-    """A compiled Keras model that goes on where a training model is: `fit` continues the run.
-
-    Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
-    same, else the update of the training model, and so is its loss.
+    """Return a compiled Keras model that continues a training model with `fit`.
 
         model = onward.to_keras("training.onnx")
         model.fit(images, labels)
 
+    Its variables have the names of the tensors of the training model. Optimizer and loss are
+    Keras's own if these compute the same, else the graphs of the training model.
+
     - `training`: a training model
-    - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
+    - `step`: index of the step. A training model with several steps is refused, because a Keras
+      model holds one
     """
     model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if has_gradients(model):
         raise no_gradient_inside()
     run = from_training_model(model, index, forward=False)
-    made = TrainingModel(model)
-    held = made.variables_by_name
-    optimizer = make_optimizer(run, held)
+    keras_model = TrainingModel(model)
+    variables = keras_model.variables_by_name
+    optimizer = make_optimizer(run, variables)
     if optimizer is None:
-        optimizer = GraphOptimizer(model, held, run.groups[0].lr)
-        optimizer.build(made.trainable_variables)
-    made.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
-    return made
+        optimizer = GraphOptimizer(model, variables, run.groups[0].lr)
+        optimizer.build(keras_model.trainable_variables)
+    keras_model.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
+    return keras_model

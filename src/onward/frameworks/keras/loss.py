@@ -1,4 +1,4 @@
-"""Losses of compiled Keras models, and those of a recipe."""
+"""Losses of compiled Keras models: read as those of a recipe, and made from them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ from onward.standard import COMMON_OPSET
 from onward.vocabulary.keras import Refused
 from onward.vocabulary.keras_losses import LOSSES, LossRow, Prediction, as_function, write_loss
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One summand."""
+    """Summand of a loss."""
 
-    output: int
-    spec: Any
-    """By the name of a value: what `prepare` takes."""
-    target: str
-    """Which input of the training model the target is."""
-    draw: Callable[[np.random.Generator, int], np.ndarray]
-    """A target for so many samples."""
+    output: int  # index among the outputs of the model
+    spec: Any  # loss by the name of a value, as `prepare` takes it
+    target: str  # name of the input of the training model
+    draw: Callable[[np.random.Generator, int], np.ndarray]  # random target for a number of samples
 
 
 def read_loss(model: Any, outputs: Sequence[Tensor]) -> list[Term]:
@@ -46,23 +41,25 @@ def read_loss(model: Any, outputs: Sequence[Tensor]) -> list[Term]:
 
 
 def _flat_losses(model: Any) -> list[tuple[int, Any, float]]:
-    """Return the output, the loss and its weight, as Keras will resolve what the user gave."""
-    given = model._compile_loss
-    if given is None or given._user_loss is None:
+    """Return the index of the output, the loss and its weight, as Keras resolves the user's
+    arguments.
+    """
+    compiled_loss = model._compile_loss
+    if compiled_loss is None or compiled_loss._user_loss is None:
         raise Refused("model was compiled without a loss")
     functional = functional_of(model)
     names = functional.output_names
-    resolved = type(given)(given._user_loss, given._user_loss_weights, output_names=names)
+    resolved = type(compiled_loss)(compiled_loss._user_loss, compiled_loss._user_loss_weights, output_names=names)
     structure = functional._outputs_struct
     resolved.build(structure, structure)
     numbers = keras.tree.pack_sequence_as(structure, list(range(len(model.outputs))))
-    found = []
+    losses = []
     for path, loss, weight, _ in resolved._flat_losses:
-        place: Any = numbers
+        output: Any = numbers
         for key in path if isinstance(numbers, list | tuple | dict) else ():
-            place = place[names.index(key) if isinstance(place, list | tuple) and isinstance(key, str) else key]
-        found.append((int(place), loss, 1.0 if weight is None else float(weight)))
-    return found
+            output = output[names.index(key) if isinstance(output, list | tuple) and isinstance(key, str) else key]
+        losses.append((int(output), loss, 1.0 if weight is None else float(weight)))
+    return losses
 
 
 def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken: set[str]) -> Term:
@@ -83,8 +80,8 @@ def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken
             raise Refused(f"loss {name} sums over an axis of unknown size")
         weight /= output.shape[-1]
     prediction = (on or output).plain.value
-    kind = "labels" if row.draws == "labels" else "target"
-    target = kind if kind not in taken else f"{prediction.name}_{kind}"
+    target = "labels" if row.draws == "labels" else "target"
+    target = target if target not in taken else f"{prediction.name}_{target}"
     taken.add(target)
     if read is None:
         spec: Any = _formula(row, options, prediction, output, target, "sum" if is_sum else "mean", weight)
@@ -94,9 +91,11 @@ def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken
 
 
 def _logits(output: Tensor, options: Mapping[str, Any]) -> Tensor | None:
-    """Return what a loss computes with in the place of probabilities.
+    """Return the tensor that a loss computes with instead of probabilities; None if it computes
+    with these.
 
-    On TensorFlow Keras looks behind a softmax or a sigmoid that is an output, whatever `from_logits` says.
+    On TensorFlow, Keras takes the input of a softmax or sigmoid output, whatever `from_logits`
+    says.
     """
     if keras.backend.backend() == "tensorflow" and output.logits is not None:
         return output.logits
@@ -112,30 +111,28 @@ def _formula(
     reduction: str,
     scale: float,
 ) -> Any:
-    """Return a function for the formula of a loss."""
     assert row.formula is not None and prediction.shape is not None
     is_labels = row.draws == "labels"
-    given = ir.Value(
+    target_value = ir.Value(
         name=target,
         type=ir.TensorType(ir.DataType.INT64) if is_labels else prediction.type,
         shape=ir.Shape(list(prediction.shape)[:-1]) if is_labels else prediction.shape,
     )
-    known = {
+    values = {
         **options,
         "eps": keras.config.epsilon(),
         "classes": output.shape[-1] or 0,
         "from_logits": (row.takes_logits and _logits(output, options) is not None) or options.get("from_logits", False),
         "clips_first": keras.backend.backend() == "tensorflow",
     }
-    settings = {name: float(known[name]) for name in keywords(row.formula)}
-    formula = functools.partial(row.formula, **settings)
-    return as_function(row.name, formula, given, opset=COMMON_OPSET, reduction=reduction, scale=scale)
+    formula = functools.partial(row.formula, **{name: float(values[name]) for name in keywords(row.formula)})
+    return as_function(row.name, formula, target_value, opset=COMMON_OPSET, reduction=reduction, scale=scale)
 
 
-def _draw(kind: str, shape: Sequence[int | None], rng: np.random.Generator, samples: int) -> np.ndarray:
-    """Draw a target of a loss, for trying it."""
+def _draw(draws: str, shape: Sequence[int | None], rng: np.random.Generator, samples: int) -> np.ndarray:
+    """Return a random target."""
     sizes = [samples, *(size or 5 for size in shape[1:])]
-    match kind:
+    match draws:
         case "real":
             return rng.normal(size=sizes).astype(np.float32)
         case "positive":
@@ -144,32 +141,31 @@ def _draw(kind: str, shape: Sequence[int | None], rng: np.random.Generator, samp
             return rng.integers(0, 2, sizes).astype(np.float32)
     classes = int(shape[-1])  # type: ignore[arg-type]
     labels = rng.integers(0, classes, sizes[:-1])
-    return labels if kind == "labels" else np.eye(classes, dtype=np.float32)[labels]
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
+    return labels if draws == "labels" else np.eye(classes, dtype=np.float32)[labels]
 
 
 def make_loss(run: RunState, model: Model) -> dict[str, Any] | None:
-    """Return what `compile` takes: Keras's losses of the outputs, if there is one for each that computes the same."""
+    """Return the arguments of `compile`; None unless each output has a Keras loss that computes the
+    same.
+    """
     if not isinstance(run.loss, list) or not all(isinstance(term, Mapping) for term in run.loss):
         return None
-    outputs, made = {value.name: value for value in model.outputs}, {}
+    outputs, losses = {value.name: value for value in model.outputs}, {}
     for output, spec in (item for term in run.loss for item in term.items()):
         options = dict(spec)
         name, scale = options.pop("name"), options.pop("scale", 1.0)
         is_mean = options.pop("reduction", "mean") == "mean"
         shape = outputs[output].shape if output in outputs else None
-        if shape is None or output in made or not is_mean:
+        if shape is None or output in losses or not is_mean:
             return None
         written = write_loss(name, options, Prediction(len(shape), False, keras.config.epsilon()))
         if written is None:
             return None
         class_name, settings = written
-        made[output] = (getattr(keras.losses, class_name)(**settings), float(scale))
-    if not made or made.keys() != outputs.keys():
+        losses[output] = (getattr(keras.losses, class_name)(**settings), float(scale))
+    if not losses or losses.keys() != outputs.keys():
         return None
-    if len(made) == 1:
-        ((loss, weight),) = made.values()
+    if len(losses) == 1:
+        ((loss, weight),) = losses.values()
         return {"loss": loss, **({} if weight == 1.0 else {"loss_weights": weight})}
-    return {"loss": [made[name][0] for name in outputs], "loss_weights": [made[name][1] for name in outputs]}
+    return {"loss": [losses[name][0] for name in outputs], "loss_weights": [losses[name][1] for name in outputs]}

@@ -1,4 +1,6 @@
-"""Optimizers of Keras with their state, and those of a recipe. A class that is not of Keras is traced."""
+"""Keras optimizers with their state: read as those of a recipe, and made from them. Custom classes
+are traced.
+"""
 
 from __future__ import annotations
 
@@ -25,46 +27,44 @@ from onward.vocabulary.rows import KerasRow, row_for
 
 
 def array_of(variable: Any) -> np.ndarray:
-    """Return the value of a variable."""
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
 def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:
-    """Return an optimizer with the same settings, but for those that are changed, and no state yet.
+    """Return a new optimizer with the same settings, except for `changed`.
 
-    `variables` are pairs: those of the optimizer, and those that the new one is for; what weight decay spares is the
-    same.
+    `variables` are pairs: a variable of the optimizer, and the one that replaces it. Weight decay
+    spares the same variables.
     """
-    made = type(optimizer).from_config({**optimizer.get_config(), **changed})
+    twin = type(optimizer).from_config({**optimizer.get_config(), **changed})
     if spared := [theirs for ours, theirs in variables if not optimizer._use_weight_decay(ours)]:
-        made.exclude_from_weight_decay(var_list=spared)
-    return made
+        twin.exclude_from_weight_decay(var_list=spared)
+    return twin
 
 
 def copy_optimizer(optimizer: Any, variables: Sequence[tuple[Any, Any]]) -> Any:
-    """Return an optimizer with the same settings and state for other variables; `variables` as for `twin_of`."""
-    made = twin_of(optimizer, variables)
+    """Return an optimizer with the same settings and state for other variables (pairs, as for
+    `twin_of`).
+    """
+    twin = twin_of(optimizer, variables)
     if optimizer.built:
         twins = {id(ours): theirs for ours, theirs in variables}
-        made.build([twins[id(variable)] for variable in optimizer._trainable_variables])
-        for ours, theirs in zip(optimizer.variables, made.variables, strict=True):
+        twin.build([twins[id(variable)] for variable in optimizer._trainable_variables])
+        for ours, theirs in zip(optimizer.variables, twin.variables, strict=True):
             theirs.assign(ours.value)
-    return made
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
+    return twin
 
 
 def row_of(optimizer: Any) -> KerasRow | None:
-    """Return the row of an optimizer; None for a class that has none, whose update is traced."""
+    """Return the row of an optimizer; None for a custom class, whose update is traced."""
     if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
-        raise Refused(f"optimizer {type(optimizer).__name__} is one around another")
+        raise Refused(f"optimizer {type(optimizer).__name__} wraps another one")
     is_own = type(optimizer).__module__.startswith("keras.")
     return KERAS_ROWS.get(type(optimizer).__name__) if is_own else None
 
 
 def read_optimizer(optimizer: Any, lr: float) -> Spec:
-    """Return an optimizer as a recipe has it; raise `Refused` for a class that no recipe has."""
+    """Return the optimizer of a recipe; raise `Refused` for a class without a counterpart."""
     row = row_of(optimizer)
     if row is None:
         raise Refused(f"optimizer {type(optimizer).__name__} has no counterpart")
@@ -73,12 +73,11 @@ def read_optimizer(optimizer: Any, lr: float) -> Spec:
 
 
 def clip_of(optimizer: Any) -> dict[str, Any] | None:
-    """Return the limit of gradients of an optimizer."""
     return read_clip({name: getattr(optimizer, name) for name in CLIPS})
 
 
 def recipe_of(optimizer: Any) -> dict[str, Any]:
-    """Return the accumulation of gradients, and the average of the weights."""
+    """Return the gradient accumulation and the average of the weights, as options of a recipe."""
     recipe: dict[str, Any] = {}
     if optimizer.loss_scale_factor is not None:
         raise Refused("optimizer has a `loss_scale_factor`")
@@ -96,15 +95,15 @@ def recipe_of(optimizer: Any) -> dict[str, Any]:
 
 
 def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
-    """Return what an optimizer keeps of a variable, by slot."""
+    """Return the state of a variable, by slot."""
     row = row_of(optimizer)
     if not optimizer.built or row is None:
         return {}
     index = optimizer._get_variable_index(variable)
     lists = {ours: getattr(optimizer, theirs, None) for ours, theirs in row.slots.items()}
-    found = {ours: array_of(variables[index]) for ours, variables in lists.items() if variables}
+    slots = {ours: array_of(variables[index]) for ours, variables in lists.items() if variables}
     shared = {ours: array_of(getattr(optimizer, theirs)).astype(np.float64) for ours, theirs in row.shared.items()}
-    return {**found, **shared}
+    return {**slots, **shared}
 
 
 def state_of(optimizer: Any, names: Mapping[int, str], variables: list[Any]) -> dict[str, np.ndarray]:
@@ -128,22 +127,19 @@ def state_of(optimizer: Any, names: Mapping[int, str], variables: list[Any]) -> 
     return state
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
+    """Return the Keras optimizer with the state of a run; None if no optimizer computes the same.
 
-
-def make_optimizer(run: RunState, held: Mapping[str, Any]) -> Any | None:
-    """Return Keras's optimizer with the state of a run; None if there is none that computes the same.
-
-    `held` are the variables of the model by their names in the run.
+    `variables` are those of the model, by name.
     """
-    has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would leave behind
+    has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would not update
     if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
         return None
-    if run.clip is not None and has_replicas():  # Keras's own clip before gradients of replicas are summed up
+    if run.clip is not None and has_replicas():  # Keras clips before it sums the gradients of replicas
         return None
     rate, clip = make_schedule(run.groups[0].lr, run.schedule), write_clip(run.clip)
-    common = [group.spec.without("weight_decay") for group in run.groups]  # in Keras, of all parameters
-    other = run.recipe.keys() - {"seed"}  # accumulation, averages, scales: Keras counts and begins in other ways
+    common = [group.spec.without("weight_decay") for group in run.groups]  # Keras has one for all parameters
+    other = run.recipe.keys() - {"seed"}  # Keras counts and starts accumulation, averages and scales differently
     if rate is None or clip is None or other or any(spec != common[0] for spec in common):
         return None
     configured = [configure(group.spec) for group in run.groups]
@@ -156,91 +152,93 @@ def make_optimizer(run: RunState, held: Mapping[str, Any]) -> Any | None:
     if row.name == "AdamW" and not any(decays):
         row = KERAS_ROWS["Adam"]
     settings = {**row.write(configured[0]), **clip}
-    made = getattr(keras.optimizers, row.name)(rate, **settings, weight_decay=max(decays) or None)
-    spared = [held[n] for group, decay in zip(run.groups, decays, strict=True) if not decay for n in group.parameters]
+    optimizer = getattr(keras.optimizers, row.name)(rate, **settings, weight_decay=max(decays) or None)
+    spared = [
+        variables[n] for group, decay in zip(run.groups, decays, strict=True) if not decay for n in group.parameters
+    ]
     if any(decays) and spared:
-        made.exclude_from_weight_decay(var_list=spared)
-    made.build([v for v in held.values() if v.trainable])
-    made.iterations.assign(run.step)
+        optimizer.exclude_from_weight_decay(var_list=spared)
+    optimizer.build([v for v in variables.values() if v.trainable])
+    optimizer.iterations.assign(run.step)
     for name in run.parameters:
-        index = made._get_variable_index(held[name])
+        index = optimizer._get_variable_index(variables[name])
         for ours, theirs in row.slots.items():
-            if (variables := getattr(made, theirs, None)) and f"{name}/{ours}" in run.state:
-                variables[index].assign(run.state[f"{name}/{ours}"])
+            if (slot_variables := getattr(optimizer, theirs, None)) and f"{name}/{ours}" in run.state:
+                slot_variables[index].assign(run.state[f"{name}/{ours}"])
         for ours, theirs in row.shared.items():
             if f"{name}/{ours}" in run.state:
-                getattr(made, theirs).assign(run.state[f"{name}/{ours}"])
-    return made
+                getattr(optimizer, theirs).assign(run.state[f"{name}/{ours}"])
+    return optimizer
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------------------
 
 
-_ELSEWHERE = {
+# Settings that are options of a recipe, not of the update, with the values that turn them off.
+_RECIPE_SETTINGS = {
     **dict.fromkeys((*CLIPS, "loss_scale_factor", "gradient_accumulation_steps")),
     "use_ema": False,
 }
-"""Settings that are words of a recipe, and no part of the update."""
 
 
 class _Slot(NamedTuple):
-    """A variable of an optimizer."""
+    """Variable of an optimizer."""
 
-    place: tuple[int | None, str]
-    """Whose it is, by the place among the variables that are trained, and its name."""
+    owner: int | None  # index of the trained variable that it belongs to
+    name: str
     variable: Any
-
-    def called(self, names: Sequence[str]) -> str:
-        owner, name = self.place
-        return name if owner is None else f"{names[owner]}/{name}"
 
 
 def trace_update(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
-    """The update of these variables at once, which is compared with the optimizer's own; `names` are by `id`."""
-    kind = type(optimizer).__name__
+    """Return the traced update of all variables, after a comparison with the optimizer; `names` are by `id`."""
+    class_name = type(optimizer).__name__
     twin = _Twin(optimizer, variables, lr)
-    called = [names[id(variable)] for variable in variables]
-    taken = Names([RATE, COUNT, *called, *map(gradient_of, called)])
-    slots = [taken.fresh(slot.called(called)) for slot in twin.slots]
-    inputs = [RATE, COUNT, *called, *map(gradient_of, called), *slots]
+    parameters = [names[id(variable)] for variable in variables]
+    taken = Names([RATE, COUNT, *parameters, *map(gradient_of, parameters)])
+    slots = [taken.fresh(s.name if s.owner is None else f"{parameters[s.owner]}/{s.name}") for s in twin.slots]
     try:
         update = _export(twin)
     except Error:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"an update of the optimizer {kind} cannot be traced: {first_line(error)}",
+            f"an update of the optimizer {class_name} cannot be traced: {first_line(error)}",
             hint="compute with `keras.ops`, and let nothing depend on numbers of Python that change",
         ) from error
-    update.graph.name = kind
-    name_inputs(update, inputs)
-    _check_owners(optimizer, variables, twin)
-    begun = _Twin(optimizer, optimizer._trainable_variables, lr).values_of(optimizer) if optimizer.built else {}
-    places = {id(variable): i for i, variable in enumerate(optimizer._trainable_variables)} if optimizer.built else {}
-    initial = {}
-    for name, slot in zip(slots, twin.slots, strict=True):
-        owner, own = slot.place
-        place = None if owner is None else places.get(id(variables[owner]))
-        initial[name] = begun.get((place, own), array_of(slot.variable))
-    made = FunctionOptimizer(kind, update, lr, initial)
-    made.check()
-    _try_out(made, twin, called, slots)
-    return made
-
-
-def _check_owners(optimizer: Any, variables: Sequence[Any], twin: _Twin) -> None:
-    """Refuse tensors of which nobody knows to which variable they belong, if there are others than these."""
-    others = optimizer.built and list(map(id, variables)) != list(map(id, optimizer._trainable_variables))
-    unknown = [slot for slot in twin.slots if slot.place[0] is None and slot.variable.shape]
-    if others and unknown:
+    update.graph.name = class_name
+    name_inputs(update, [RATE, COUNT, *parameters, *map(gradient_of, parameters), *slots])
+    trained = list(map(id, optimizer._trainable_variables)) if optimizer.built else []
+    if (
+        trained
+        and trained != list(map(id, variables))
+        and any(s.owner is None and s.variable.shape for s in twin.slots)
+    ):
         raise UnsupportedError(
-            f"the optimizer {type(optimizer).__name__} has tensors that are of no variable, and variables without use",
+            f"the optimizer {class_name} has tensors that belong to no variable, and variables without use",
             hint="leave variables that the loss does not depend on out of the model",
         )
+    values = _Twin(optimizer, optimizer._trainable_variables, lr).values_of(optimizer) if optimizer.built else {}
+    initial = {}
+    for name, slot in zip(slots, twin.slots, strict=True):
+        variable = None if slot.owner is None else id(variables[slot.owner])
+        owner = trained.index(variable) if variable in trained else None
+        initial[name] = values.get((owner, slot.name), array_of(slot.variable))
+    function = FunctionOptimizer(class_name, update, lr, initial)
+    function.check()
+
+    def state() -> Arrays:
+        return dict(zip([*parameters, *slots], twin.state(), strict=True))
+
+    def step(trial: Trial) -> Arrays:
+        twin.step([trial.gradients[name] for name in parameters], lr * trial.factor)
+        return state()
+
+    compare_updates(update_by(function), step, state(), parameters, optimizer=f"the optimizer {class_name}")
+    return function
 
 
 def _export(twin: _Twin) -> Model:
-    """The graph of an update, on the backend that Keras has."""
+    """Return the graph of an update, on the backend that Keras uses."""
     examples = twin.examples()
     match keras.backend.backend():
         case "jax":
@@ -258,44 +256,44 @@ def _export(twin: _Twin) -> Model:
 
 
 class _Twin:
-    """An optimizer of the same class and settings, of variables of its own."""
+    """Optimizer of the same class and settings, with copies of the variables."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
-        elsewhere = {name: off for name, off in _ELSEWHERE.items() if name in optimizer.get_config()}
+        settings = {name: off for name, off in _RECIPE_SETTINGS.items() if name in optimizer.get_config()}
         self._variables = [
             keras.Variable(array_of(v), dtype=v.dtype, name=f"variable{i}") for i, v in enumerate(variables)
         ]
         pairs = zip(variables, self._variables, strict=True)
-        self._optimizer = twin_of(optimizer, pairs, learning_rate=lr, **elsewhere)
+        self._optimizer = twin_of(optimizer, pairs, learning_rate=lr, **settings)
         self._owners: dict[int, tuple[int, str]] = {}
         self._watch()
         self._optimizer.build(self._variables)
         common = (self._optimizer.iterations, self._optimizer._learning_rate)
         own = [v for v in self._optimizer.variables if all(v is not other for other in common)]
-        names = Names()  # Adafactor calls all that belongs to a variable as that
-        self.slots = [_Slot(self._owners.get(id(v)) or (None, names.fresh(v.name)), v) for v in own]
+        names = Names()  # Adafactor gives all of its variables the name of the parameter
+        self.slots: list[_Slot] = []
+        for v in own:
+            owner, name = self._owners.get(id(v)) or (None, names.fresh(v.name))
+            self.slots.append(_Slot(owner, name, v))
 
     def _watch(self) -> None:
-        """Note to which variables those of the optimizer belong."""
-        add, places = self._optimizer.add_variable_from_reference, {id(v): i for i, v in enumerate(self._variables)}
+        """Record which variable of the model each variable of the optimizer belongs to."""
+        add, indices = self._optimizer.add_variable_from_reference, {id(v): i for i, v in enumerate(self._variables)}
 
-        def noted(reference_variable: Any, name: str | None = None, **settings: Any) -> Any:
-            made = add(reference_variable, name=name, **settings)
-            self._owners[id(made)] = (places[id(reference_variable)], name or "var")
-            return made
+        def record(reference_variable: Any, name: str | None = None, **settings: Any) -> Any:
+            variable = add(reference_variable, name=name, **settings)
+            self._owners[id(variable)] = (indices[id(reference_variable)], name or "var")
+            return variable
 
-        self._optimizer.add_variable_from_reference = noted
+        self._optimizer.add_variable_from_reference = record
 
     def values_of(self, optimizer: Any) -> dict[tuple[int | None, str], np.ndarray]:
-        """What another optimizer, which is built of as many variables, has in the same places."""
-        others = (*(getattr(optimizer, "_model_variables_moving_average", None) or ()),)
-        others += (
-            *(getattr(optimizer, "_accumulated_gradients", None) or ()),
-            optimizer.iterations,
-            optimizer._learning_rate,
-        )
+        """Return the values of another optimizer with as many variables, by owner and name."""
+        others = [optimizer.iterations, optimizer._learning_rate]
+        for name in ("_model_variables_moving_average", "_accumulated_gradients"):
+            others += getattr(optimizer, name, None) or ()
         own = [v for v in optimizer.variables if all(v is not other for other in others)]
-        return {slot.place: array_of(v) for slot, v in zip(self.slots, own, strict=True)}
+        return {(slot.owner, slot.name): array_of(v) for slot, v in zip(self.slots, own, strict=True)}
 
     def examples(self) -> list[np.ndarray]:
         variables = [array_of(v) for v in self._variables]
@@ -304,17 +302,17 @@ class _Twin:
         return [*map(array_of, scalars), *variables, *(np.zeros_like(x) for x in variables), *slots]
 
     def update(self, lr: Any, t: Any, *tensors: Any) -> list[Any]:
-        """A step as a function: from variables, gradients and slots to new variables and slots."""
+        """Compute a step: from variables, gradients and slots to new variables and slots."""
         count = len(self._variables)
-        given = {id(slot.variable): x for slot, x in zip(self.slots, tensors[2 * count :], strict=True)}
-        given |= {id(self._optimizer._learning_rate): lr, id(self._optimizer.iterations): t - 1}
-        own = [given[id(v)] for v in self._optimizer.variables]
+        values = {id(slot.variable): x for slot, x in zip(self.slots, tensors[2 * count :], strict=True)}
+        values |= {id(self._optimizer._learning_rate): lr, id(self._optimizer.iterations): t - 1}
+        own = [values[id(v)] for v in self._optimizer.variables]
         new, after = self._optimizer.stateless_apply(own, list(tensors[count : 2 * count]), list(tensors[:count]))
-        found = {id(v): x for v, x in zip(self._optimizer.variables, after, strict=True)}
-        return [*new, *(found[id(slot.variable)] for slot in self.slots)]
+        results = {id(v): x for v, x in zip(self._optimizer.variables, after, strict=True)}
+        return [*new, *(results[id(slot.variable)] for slot in self.slots)]
 
     def update_in_place(self, lr: Any, t: Any, *tensors: Any) -> list[Any]:
-        """The same, for a backend on which an optimizer cannot do without its variables."""
+        """Compute a step on a backend whose optimizers assign their variables."""
         count = len(self._variables)
         slots = [slot.variable for slot in self.slots]
         own = (self._optimizer._learning_rate, self._optimizer.iterations, *self._variables, *slots)
@@ -329,14 +327,3 @@ class _Twin:
 
     def state(self) -> list[np.ndarray]:
         return [*map(array_of, self._variables), *(array_of(slot.variable) for slot in self.slots)]
-
-
-def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: Sequence[str]) -> None:
-    def state() -> dict[str, np.ndarray]:
-        return dict(zip([*names, *slots], twin.state(), strict=True))
-
-    def step(trial: Trial) -> Arrays:
-        twin.step([trial.gradients[name] for name in names], made.lr * trial.factor)
-        return state()
-
-    compare_updates(update_by(made), step, state(), names, optimizer=f"the optimizer {made.name}")

@@ -1,4 +1,4 @@
-"""The same steps on both sides: a copy of the Keras model, and the training model that was made of it."""
+"""Trial steps of a copy of a Keras model, compared with those of its training model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEPS = 3
 
 
 def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> None:
-    """Three steps of a copy of `model`, and of the training model; neither original is changed."""
+    """Compare three steps of a copy of `model` with three of its training model."""
     rng = generator(0)
     inputs = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
     samples = len(inputs[0][graph.inputs[0].plain.name])
@@ -44,7 +44,6 @@ def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Term
 
 
 def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> tuple[Any, Any]:
-    """A batch as Keras takes it."""
     inputs = [batch[x.plain.name] for x in graph.inputs]
     targets: list[Any] = [None] * len(graph.outputs)
     for term in terms:
@@ -54,63 +53,58 @@ def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Ter
 
 
 def _copy(model: Any) -> Any:
-    """A model of the same layers with the same state, but for dropout."""
-    kind = type(model.optimizer)
-    with keras.saving.custom_object_scope({kind.__name__: kind}):  # a clone is compiled before we do so
+    """Return a compiled copy of a model with the same state, without dropout."""
+    optimizer_class = type(model.optimizer)
+    # Keras compiles the clone, which looks the class of the optimizer up by its name.
+    with keras.saving.custom_object_scope({optimizer_class.__name__: optimizer_class}):
         copy = _clone(model)
     for ours, theirs in zip(model.variables, copy.variables, strict=True):
         theirs.assign(ours.value)
     for layer in copy._flatten_layers():
-        _without_dropout(layer)
-    given = model._compile_loss
+        if "Dropout" in type(layer).__name__:
+            layer.rate = 0.0
+        elif type(layer).__name__ == "MultiHeadAttention":
+            layer._dropout = 0.0
+    compiled_loss = model._compile_loss
     copy.compile(
         optimizer=copy_optimizer(model.optimizer, list(zip(model.variables, copy.variables, strict=True))),
-        loss=given._user_loss,
-        loss_weights=given._user_loss_weights,
+        loss=compiled_loss._user_loss,
+        loss_weights=compiled_loss._user_loss_weights,
         run_eagerly=True,
     )
     return copy
 
 
 def _clone(model: Any) -> Any:
-    own = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Lambda)]
+    has_lambdas = any(isinstance(layer, keras.layers.Lambda) for layer in model._flatten_layers())
     try:
-        return keras.models.clone_model(model, clone_function=_clone_layer) if own else keras.models.clone_model(model)
+        return keras.models.clone_model(model, clone_function=_clone_layer if has_lambdas else None)
     except (TypeError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"the model cannot be copied, to be tried: {first_line(error)}",
-            hint="give its layers a `get_config`, or do without a trial: `probe=False`",
+            f"the model cannot be copied for a trial: {first_line(error)}",
+            hint="give its layers a `get_config`, or leave out the trial: `probe=False`",
         ) from error
 
 
 def _clone_layer(layer: Any) -> Any:
-    """A layer like this. Of functions of Python Keras makes none from their settings, which may be a stranger's."""
+    # Keras refuses to deserialize Python functions, so a Lambda gets its function directly.
     if not isinstance(layer, keras.layers.Lambda):
         return layer.__class__.from_config(layer.get_config())
     return keras.layers.Lambda(layer.function, layer._output_shape, layer.mask, layer.arguments, name=layer.name)
 
 
-def _without_dropout(layer: Any) -> None:
-    kind = type(layer).__name__
-    if "Dropout" in kind:
-        layer.rate = 0.0
-    elif kind == "MultiHeadAttention":
-        layer._dropout = 0.0
-
-
 def _watch_gradients(optimizer: Any) -> list[np.ndarray]:
-    """The gradients of the last step. Those of TensorFlow whose repeated rows are not added up, are so from now on."""
+    """Return a list that `optimizer.apply` fills with the gradients of each step, made dense."""
     apply = optimizer.apply
     last: list[np.ndarray] = []
 
     def watched(grads: Any, trainable_variables: Any = None) -> None:
         shapes = [v.shape for v in trainable_variables or optimizer._trainable_variables]
-        last[:] = [
-            np.zeros(shape, np.float32)
-            if g is None
-            else keras.ops.convert_to_numpy(g)  # None: the loss does not depend
+        last[:] = [  # None: the loss does not depend on the variable
+            np.zeros(shape, np.float32) if g is None else keras.ops.convert_to_numpy(g)
             for g, shape in zip(grads, shapes, strict=True)
         ]
+        # On TensorFlow, an Embedding has sparse gradients in which rows repeat; the dense form sums them.
         dense = [array if hasattr(g, "dense_shape") else g for g, array in zip(grads, last, strict=True)]
         apply(dense, trainable_variables)
 

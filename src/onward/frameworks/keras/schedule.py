@@ -1,4 +1,4 @@
-"""Learning-rate schedules of Keras, and those of a recipe."""
+"""Learning-rate schedules of Keras: read as those of a recipe, and made from them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from onward.vocabulary.keras import SCHEDULES, Rate, Refused, shortest_decimal, 
 
 def read_schedule(optimizer: Any) -> Rate:
     """Return the learning rate of an optimizer; raise `Refused` for a schedule that no recipe has."""
-    given = optimizer._learning_rate
-    if hasattr(given, "numpy"):
-        return Rate(shortest_decimal(given.numpy()))
-    kind = type(given).__name__
-    if kind not in SCHEDULES or not type(given).__module__.startswith("keras."):
-        raise Refused(f"schedule {kind} has no counterpart")
-    return SCHEDULES[kind].read(given.get_config())
+    rate = optimizer._learning_rate
+    if hasattr(rate, "numpy"):
+        return Rate(shortest_decimal(rate.numpy()))
+    name = type(rate).__name__
+    if name not in SCHEDULES or not type(rate).__module__.startswith("keras."):
+        raise Refused(f"schedule {name} has no counterpart")
+    return SCHEDULES[name].read(rate.get_config())
 
 
 def make_schedule(lr: float, schedule: Sequence[Spec]) -> Any | None:
-    """Return a number or a schedule of Keras; None where Keras has none that is the same."""
+    """Return a learning rate or a Keras schedule; None if Keras has none that computes the same."""
     match write_schedule(lr, schedule):
         case (name, config):
             return getattr(keras.optimizers.schedules, name)(**config)

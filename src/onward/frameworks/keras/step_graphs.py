@@ -1,7 +1,8 @@
-"""The parts of a training model that a Keras model runs, each a graph with the state as inputs.
+"""Graphs of a training model that a Keras model executes, each with the state as inputs.
 
-`forward` computes the outputs and what the loss looks at, in inference or in training, where it also changes state;
-`loss` is the loss of these; `apply` is the whole update, from gradients to new state.
+`forward` computes the outputs and the values that the loss reads, in inference or in training,
+where it also changes state. `loss` computes the loss from these. `apply` is the whole update, from
+gradients to new state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from onward.transform.training import keep_only
 
 
 class GraphKeras(Keras):
-    """Keras while it executes or traces the graph of a model, on any device. Sizes may be open."""
+    """Keras while it executes or traces the graph of a model, on any device. Sizes may be dynamic."""
 
     def __init__(self) -> None:
         rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
@@ -68,7 +69,7 @@ class GraphKeras(Keras):
     def array(self, tensor: Any) -> np.ndarray:
         try:
             return super().array(tensor)
-        except Exception as error:  # each backend says in its own way that the tensor is only traced
+        except Exception as error:  # backends raise different errors for a traced tensor
             raise NotOnHost from error
 
     def derivative(self, function: Any, xs: Any) -> Any:
@@ -79,20 +80,20 @@ class GraphKeras(Keras):
 
 
 def interpret(model: Model, framework: GraphKeras) -> Interpreter:
-    """Return what executes the graph of a model. Functions that the table has stay calls."""
-    called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
-    return interpreter(inline(model, called), framework)
+    """Return the interpreter of the graph of a model. Functions with a row in the table stay calls."""
+    functions = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
+    return interpreter(inline(model, functions), framework)
 
 
 def no_gradient_inside() -> UnsupportedError:
     return UnsupportedError(
-        "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
+        "the graph has a `Gradient` operator, which Keras's operations do not express",
         hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
     )
 
 
 class Executable:
-    """A graph as a function of tensors by name."""
+    """Graph as a function of tensors by name."""
 
     def __init__(self, model: Model):
         self.inputs = open_inputs(model)
@@ -102,8 +103,8 @@ class Executable:
         self._execute = interpret(model, self._framework)
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        given = {value.name or "": tensors[value.name or ""] for value in self.inputs}
-        return {name: self._framework.place(tensor) for name, tensor in self._execute(given).items()}
+        inputs = {value.name or "": tensors[value.name or ""] for value in self.inputs}
+        return {name: self._framework.place(tensor) for name, tensor in self._execute(inputs).items()}
 
 
 def open_inputs(model: Model) -> list[ir.Value]:
@@ -112,32 +113,28 @@ def open_inputs(model: Model) -> list[ir.Value]:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """A forward pass, with the names of its results."""
+    """Forward pass, with the names of its results."""
 
     graph: Any
     outputs: Sequence[str]
-    watched: Sequence[str]
-    """What the loss looks at."""
-    updates: Mapping[str, str]
-    """State -> what it becomes."""
+    watched: Sequence[str]  # values that the loss reads
+    updates: Mapping[str, str]  # by the name of a state: the result that replaces it
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
     graph: Any
     name: str
-    watched: Sequence[str]
-    """The inputs that stand for what the forward pass hands over, in its order."""
+    watched: Sequence[str]  # inputs that are results of the forward pass, in its order
     targets: Sequence[ir.Value]
 
 
 class StepGraphs:
-    """A training model in pieces. The parameters and what is frozen are inputs of all of them."""
+    """Graphs of a training model. Parameters and frozen weights are inputs of all of them."""
 
-    def __init__(self, model: Model, made: Callable[[Model], Any] = Executable):
-        """`made` says what becomes of the graph of each piece."""
+    def __init__(self, model: Model, convert: Callable[[Model], Any] = Executable):
         self.model = model
-        self._made = made
+        self._convert = convert
         gradients = contract_of(lower_for_framework(model, part="gradients"))
         self._loss_name = str(gradients.loss)
         self._updates = gradients.update
@@ -154,14 +151,14 @@ class StepGraphs:
         names = {value.name: value for value in values(graph.graph)}
         outputs = [value.name or "" for value in graph.outputs]
         self._open(graph, [names[name] for name in dict.fromkeys((*outputs, *self._watched))])
-        return Forward(self._made(graph), outputs, self._watched, {})
+        return Forward(self._convert(graph), outputs, self._watched, {})
 
     def training(self) -> Forward:
-        """What is behind a value that training computes in its own way, it must compute in its own way, too."""
         combined = Model(self.model.combined())
         graph, names = combined.graph, combined.names()
-        known = {value.name: value for value in values(graph)}
-        new = {known[plain]: known[trained] for plain, trained in self._trained.items() if trained in known}
+        by_name = {value.name: value for value in values(graph)}
+        new = {by_name[plain]: by_name[trained] for plain, trained in self._trained.items() if trained in by_name}
+        # Nodes that read a value which training computes differently are copied to read that of training.
         inference = {value.name for value in values(self.model.graph)}
         for node in list(graph):
             own = [output for output in node.outputs if output.name in inference and output not in new]
@@ -172,71 +169,67 @@ class StepGraphs:
                 new |= dict(zip(node.outputs, copy.outputs, strict=True))
 
         def trained(name: str) -> ir.Value:
-            return new.get(known[name], known[name])
+            return new.get(by_name[name], by_name[name])
 
         outputs = [trained(value.name or "") for value in self.model.outputs]
         watched = [trained(name) for name in self._watched]
-        results = [*outputs, *watched, *(known[name] for name in self._updates.values())]
+        results = [*outputs, *watched, *(by_name[name] for name in self._updates.values())]
         self._open(combined, list(dict.fromkeys(results)))
-        return Forward(self._made(combined), _names(outputs), _names(watched), self._updates)
+        return Forward(self._convert(combined), _names(outputs), _names(watched), self._updates)
 
     def loss(self) -> Loss:
         combined = Model(self.model.combined())
-        known = {value.name: value for value in values(combined.graph)}
-        watched = [known[self._trained.get(name, name)] for name in self._watched]
-        loss = known[self._trained.get(self._loss_name, self._loss_name)]
+        by_name = {value.name: value for value in values(combined.graph)}
+        watched = [by_name[self._trained.get(name, name)] for name in self._watched]
+        loss = by_name[self._trained.get(self._loss_name, self._loss_name)]
         combined.graph.outputs.clear()
-        given = {value: _as_input(combined.graph, value) for value in watched}
-        if loss in given:  # an output of the model is minimized
-            node = ir.node("Identity", [given[loss]])
+        inputs_of = {value: _as_input(combined.graph, value) for value in watched}
+        if loss in inputs_of:  # the loss is an output of the model
+            node = ir.node("Identity", [inputs_of[loss]])
             combined.graph.append(node)
             loss = node.outputs[0]
             loss.name = f"{self._loss_name}/minimized"
         self._open(combined, [loss])
         inputs = open_inputs(combined)
         targets = [value for name in self._targets for value in inputs if value.name == name]
-        accepted = {
-            *(_names(given.values())),
-            *self._targets,
-            *self.frozen,
-            *(state.name for state in carried_state(self.model)),
-        }
+        accepted = {*_names(inputs_of.values()), *self._targets, *self.frozen}
+        accepted |= {state.name for state in carried_state(self.model)}
         if strange := [value.name for value in inputs if value.name not in accepted]:
             raise UnsupportedError(
-                f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
+                f"the loss reads `{strange[0]}`; a Keras loss reads only outputs and targets",
                 hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
             )
-        return Loss(self._made(combined), str(loss.name), _names(given.values()), targets)
+        return Loss(self._convert(combined), str(loss.name), _names(inputs_of.values()), targets)
 
     def apply(self) -> tuple[Any, Contract]:
-        """The update as a function of gradients and state, and its contract."""
+        """Return the update as a function of gradients and state, and its contract."""
         lowered = lower_for_framework(self.model, part="apply")
-        return self._made(lowered), contract_of(lowered)
+        return self._convert(lowered), contract_of(lowered)
 
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
-        """Keep what these need, with the state and what is frozen as inputs."""
+        """Keep the nodes that compute `outputs`, with state and frozen weights as inputs."""
         keep_only(model, outputs)
         open_initializers(model.graph, [*(state.name for state in carried_state(self.model)), *self.frozen])
 
 
 def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """An input in the place of what was computed."""
-    given = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    """Replace a computed value by an input of the same name."""
+    replacement = ir.Value(name=value.name, type=value.type, shape=value.shape)
     value.name = f"{value.name}/computed"
-    value.replace_all_uses_with(given)
-    graph.inputs.append(given)
-    return given
+    value.replace_all_uses_with(replacement)
+    graph.inputs.append(replacement)
+    return replacement
 
 
-def _names(found: Iterable[ir.Value]) -> list[str]:
-    return [value.name or "" for value in found]
+def _names(outputs: Iterable[ir.Value]) -> list[str]:
+    return [value.name or "" for value in outputs]
 
 
-# ---- models on several devices, with a replica on each, as strategies of TensorFlow (`tf.distribute`) run them -------
+# ---- models on several devices, with a replica on each (`tf.distribute`) ---------------------------------------------
 
 
 def has_replicas() -> bool:
-    """Whether a model that is made now will be on several devices."""
+    """True if a model that is created now will be on several devices."""
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf
@@ -245,13 +238,15 @@ def has_replicas() -> bool:
 
 
 def share_of_replica(loss: Any) -> Any:
-    """What a replica adds to the loss of all, as Keras has it for its own losses: batches are divided evenly."""
+    """Return the part of a replica in the loss of all. Batches are divided evenly, as for Keras's
+    losses.
+    """
     context = _context()
     return loss if context is None else loss / ops.cast(context.num_replicas_in_sync, loss.dtype)
 
 
 def sum_over_replicas(gradients: Sequence[Any]) -> Sequence[Any]:
-    """Gradients of the loss of all replicas, for optimizers that need all of them at once."""
+    """Return the gradients of the loss of all replicas, for optimizers that need them at once."""
     context = _context()
     if context is None:
         return gradients
@@ -271,7 +266,9 @@ def batch_normalization(
     momentum: float = 0.9,
     training_mode: int = 0,
 ) -> Any:
-    """BatchNormalization with the statistics of all replicas in training, which have equally many samples."""
+    """Compute BatchNormalization; in training with the statistics of all replicas, whose batches
+    are equally large.
+    """
     context = _context() if training_mode else None
     if context is None:
         return keras_layers.batch_normalization(
@@ -280,15 +277,15 @@ def batch_normalization(
     import tensorflow as tf
 
     over = [0, *range(2, len(x.shape))]
-    here = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(x, over))
-    distance = ops.square(x - ops.reshape(here, (-1, *[1] * (len(x.shape) - 2))))
-    there = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(distance, over))
-    y = keras_layers.batch_normalization(x, scale, bias, here, there, epsilon=epsilon)
-    return y, mean * momentum + here * (1 - momentum), variance * momentum + there * (1 - momentum)
+    batch_mean = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(x, over))
+    distance = ops.square(x - ops.reshape(batch_mean, (-1, *[1] * (len(x.shape) - 2))))
+    batch_variance = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(distance, over))
+    y = keras_layers.batch_normalization(x, scale, bias, batch_mean, batch_variance, epsilon=epsilon)
+    return y, mean * momentum + batch_mean * (1 - momentum), variance * momentum + batch_variance * (1 - momentum)
 
 
 def _context() -> Any | None:
-    """This replica among several, if it is one."""
+    """Return the context of this replica; None if there is only one."""
     if not has_replicas():
         return None
     import tensorflow as tf
