@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.lowering import lower
-from onward.lowering.optimize import write_calls
+from onward.lowering.optimize import inline_typed_calls
 from onward.model import Model, load
 from onward.recipe import prepare
 from onward.transform.context import Context
@@ -72,7 +72,7 @@ def results(proto: onnx.ModelProto) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 def test_calls_compute_the_same(name: str) -> None:
     before, after = CASES[name], CASES[name].copy()
-    write_calls(Context(after))
+    inline_typed_calls(Context(after))
     proto = after.to_proto()
     onnx.checker.check_model(proto, full_check=True)
     for wanted, found in zip(results(before.to_proto()), results(proto), strict=True):
@@ -82,7 +82,7 @@ def test_calls_compute_the_same(name: str) -> None:
 
 def test_calls_share_what_they_have_in_common() -> None:
     made = CASES["two calls"].copy()
-    write_calls(Context(made))
+    inline_typed_calls(Context(made))
     kinds = [node.op_type for node in made.graph]
     assert kinds.count("Constant") == kinds.count("Cast") == 1
     assert "CastLike" not in kinds
@@ -91,14 +91,14 @@ def test_calls_share_what_they_have_in_common() -> None:
 
 def test_a_function_with_a_nested_graph_is_left_to_the_inliner() -> None:
     made = CASES["a graph in a function"].copy()
-    write_calls(Context(made))
+    inline_typed_calls(Context(made))
     assert [name for _, name, _ in made.functions] == ["branch"]
     assert {node.op_type for node in made.graph if node.domain} == {"branch"}
 
 
 def test_no_use_of_a_replaced_call_is_left() -> None:
     made = CASES["an attribute and a default"].copy()
-    write_calls(Context(made))
+    inline_typed_calls(Context(made))
     users = [user for node in made.graph for output in node.outputs for user in output.consumers()]
     assert all(isinstance(user.graph, ir.Graph) for user in users)
 

@@ -81,9 +81,7 @@ def cut_into_parts(model: Model, parameters: Iterable[str] | None = None) -> lis
 
 
 class _Trunk:
-    """The nodes that compute with parameters on data of the inputs; without masks, position tables
-    and sizes.
-    """
+    """The nodes that compute with parameters on input data, without masks and position tables."""
 
     def __init__(self, graph: ir.Graph, parameters: set[str]):
         self.nodes: list[ir.Node] = []
@@ -249,9 +247,7 @@ def _signature(part: Part) -> Hashable:
 
 
 def holds_numbers(tensor: ir.TensorProtocol) -> bool:
-    """True if a constant may differ between equal blocks: a floating-point tensor that is not a
-    scalar.
-    """
+    """True if equal blocks may differ in a constant: a floating-point tensor, not a scalar."""
     return tensor.dtype.is_floating_point() and len(tensor.shape) > 0
 
 

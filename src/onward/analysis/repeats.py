@@ -44,9 +44,7 @@ class Repeat:
 
 
 def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[Repeat]:
-    """Return the repeats of consecutive items, which do not overlap. `results` are read from
-    outside.
-    """
+    """Return the repeats of items, which do not overlap. `results` are read from outside."""
     finder = _Finder(items, results)
     repeats: list[Repeat] = []
     for prefix, starts in _number_blocks(items).items():
@@ -57,9 +55,7 @@ def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[R
 
 
 def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:
-    """Return, by container from the outermost in, the index of the first item of each numbered
-    block.
-    """
+    """Return, by container from the outermost in, the index where each numbered block starts."""
     first_items: dict[str, dict[int, int]] = {}
     for at, item in enumerate(items):
         for path in item.paths:
@@ -137,9 +133,7 @@ class _Finder:
         slots: dict[Any, tuple[int, int]],
         fixed: set[Any],
     ) -> bool:
-        """True if the input of a block and that of the next are the same value, or related alike in
-        all blocks.
-        """
+        """True if `old` and `new` are the same value, or related alike in all blocks."""
         old_at, i = self._sources.get(old, (-1, 0))
         new_at, j = self._sources.get(new, (-1, 0))
         if old == new:

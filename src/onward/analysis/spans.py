@@ -97,9 +97,7 @@ class _Finder:
                 self._crossing[i].append(last_reader)
 
     def best(self, start: int, end: int) -> tuple[list[Span], bool]:
-        """Return the cheapest blocks between two indices, empty if none are cheap enough, and True
-        if names led to them.
-        """
+        """Return the cheapest blocks in a range, if cheap enough, and True if found by name."""
         lowest, best, by_name = _MOST_LEFT * (end - start), list[Span](), False
         for cuts in self._cuts_by_name(start, end):
             cost, spans = self._evaluate(cuts, start, end, lowest / _NAMES_PREFERRED)
@@ -159,9 +157,7 @@ class _Finder:
     # ---- places to cut -----------------------------------------------------------------------------------------------
 
     def _cuts_by_name(self, start: int, end: int) -> Iterator[list[int]]:
-        """Yield cuts where the first number in the names changes, or one of the first two, and so
-        on.
-        """
+        """Yield cuts where the first number in the names changes, or one of the first two ..."""
         for depth in _DEPTHS:
             cuts, last_named, key = [], start - 1, ""
             for i in range(start, end):
@@ -203,9 +199,7 @@ class _Finder:
     def _evaluate(
         self, cuts: Sequence[int], start: int, end: int, most: float, excess: float = _EXCESS_COST
     ) -> tuple[float, list[Span]]:
-        """Return the cost of a row with these cuts, and its blocks; no blocks if it costs more than
-        `most`.
-        """
+        """Return the cost of a row with these cuts, and its blocks; none above the cost `most`."""
         pieces = [self._words[a:b] for a, b in zip(cuts, [*cuts[1:], end], strict=True)]
         counts = Counter(pieces)
         models = [model for model in _models(counts) if _least_cost(model, counts) < most]
@@ -251,9 +245,7 @@ def _models(counts: Counter[Words]) -> list[Words]:
 
 
 def _least_cost(model: Words, counts: Counter[Words]) -> int:
-    """Return a lower bound of the cost of a description, from counts of words alone, which are
-    faster.
-    """
+    """Return a lower bound of the cost of a description, from counts of words alone: fast."""
     expected, cost = Counter(model), len(model)
     for piece in counts:
         if len(piece) < 1.5 * len(model):  # a longer one may be several
@@ -263,9 +255,7 @@ def _least_cost(model: Words, counts: Counter[Words]) -> int:
 
 
 def _describe(model: Words, counts: Counter[Words]) -> tuple[float, dict[Words, list[int]]]:
-    """Return the cost of a description by one block, and the lengths of the blocks at the start of
-    each piece.
-    """
+    """Return the cost of a description by `model`, and the lengths of the blocks in each piece."""
     cost, lengths = float(len(model)), {}
     for piece, count in counts.items():
         lengths[piece], different = _split(piece, model)
@@ -288,9 +278,7 @@ def _split(piece: Words, model: Words) -> tuple[list[int], int]:
 
 @functools.lru_cache(4096)
 def _fit(piece: Words, model: Words, most: float) -> tuple[int, int]:
-    """Return the length of the block at the start of a piece that is like `model`, and the
-    differences; (0, 0) if unlike.
-    """
+    """Return the length of a block like `model` at the start of a piece, and the differences."""
     different = _differences(piece[: 2 * len(model) + 1], model)
     end = min(range(len(different)), key=lambda n: (different[n] - n, different[n]))
     return (end, different[end]) if end > 1 and _are_alike(piece[:end], model, most) else (0, 0)
@@ -305,9 +293,7 @@ def _are_alike(a: Words, b: Words, most: float = _MOST_DIFFERENT_BESIDE) -> bool
 
 @functools.lru_cache(4096)
 def _differences(piece: Words, model: Words) -> list[int]:
-    """Return the edit distances from the model to the empty prefix of a piece, to its first word,
-    first two, and so on.
-    """
+    """Return the edit distance of the model to the first 0, 1, 2 ... words of a piece."""
     words, steps = np.array(model), np.arange(len(model) + 1)
     row = steps
     different = [len(model)]

@@ -162,9 +162,7 @@ def _finish(
 
 
 def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
-    """Return the sum of the products of all elements of two tensors, or of the tensors in two
-    sequences.
-    """
+    """Return the sum of the products of all elements, of two tensors or two sequences."""
     if not is_sequence(a.value):
         return op.ReduceSum(a * b, keepdims=0)
     products = op.each(_inner_product, a, b)

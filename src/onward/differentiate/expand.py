@@ -72,9 +72,7 @@ def _can_stay(model: Model, node: ir.Node, answers: dict[ir.OperatorIdentifier, 
 
 
 def _is_self_contained(model: Model, function: ir.Function, answers: dict[ir.OperatorIdentifier, bool]) -> bool:
-    """True if a function, and all functions that it calls, can stay; one that draws random numbers
-    cannot.
-    """
+    """True if all calls in a function can stay, and none of its nodes draws random numbers."""
     inner = list(function.all_nodes())
     calls = (node for node in inner if node.op_identifier() in model.functions)
     return not any(map(is_random, inner)) and all(_can_stay(model, call, answers) for call in calls)
@@ -103,9 +101,7 @@ def _rewrite_all(context: Context, nodes: Iterable[ir.Node], xs: Sequence[str]) 
 
 
 def replace_node(context: Context, node: ir.Node, rewrite: Rewrite, xs: Sequence[str] = ()) -> bool:
-    """Replace a node by the results of its rewrite, under the same names; return False if it does
-    not apply.
-    """
+    """Replace a node by the results of its rewrite; return False if the rewrite does not apply."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     last = graph[-1]

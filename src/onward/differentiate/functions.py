@@ -176,9 +176,7 @@ class FunctionRules:
         return model, [formal.name or "" for formal in function.inputs][: len(inputs)]
 
     def _add_function(self, graph: ir.Graph, node: ir.Node, half: str, meaning: str) -> str:
-        """Return the name of a function with this graph: a new one, unless another kind of call led
-        to the same.
-        """
+        """Return the name of a function with this graph: a new or an equal one."""
         for value in values(graph):  # the function serves all calls of a kind; symbols of one mean nothing to another
             value.type = value.shape = None
         graph.name = None
@@ -200,9 +198,7 @@ class FunctionRules:
 
 
 def _signature_key(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
-    """Return the types, shapes and small constants of inputs. Symbols count only by which are the
-    same.
-    """
+    """Return types, shapes and small constants of inputs; symbols count by which are equal."""
     symbols: dict[object, str] = {}
 
     def size(n: int | ir.SymbolicDim) -> int | str | None:

@@ -51,9 +51,7 @@ def has_gradients(model: Model) -> bool:
 
 
 def check_gradients_of(model: Model) -> None:
-    """Raise if a Gradient of the main graph or of a function names a missing value, or depends on
-    itself.
-    """
+    """Raise if a Gradient of a graph or function names a missing value, or depends on itself."""
     for graph in graphs_of(model):
         needs: dict[ir.Node, set[ir.Node]] = {}
         for node, scope in gradients_in(graph):
@@ -94,9 +92,7 @@ def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:
 
 
 def _fill_in_types_inside(context: Context, scope: Sequence[ir.Graph], y: str) -> None:
-    """Fill in the types of the values that `y` depends on in nested graphs: a file states few of
-    them there.
-    """
+    """Fill in types before `y` in nested graphs: a file states few of them there."""
     if len(scope) == 1:
         return
     target = visible(scope)[y]
@@ -137,9 +133,7 @@ def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute
 def _at(
     op: Builder, y: ir.Value, substitutes: dict[ir.Value, ir.Value], scope: Sequence[ir.Graph]
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Copy the subgraph from the variables to `y`, reading the given values; return these and the
-    copy's `y`.
-    """
+    """Copy the subgraph from the variables to `y` with substitutes; return these and the new `y`."""
     new = dict(substitutes)
     for node in between(y, list(substitutes), scope):
         if all(output in substitutes for output in node.outputs):

@@ -26,18 +26,14 @@ class Recomputation:
     """Copies of nodes for the reverse sweep to differentiate, made a part at a time."""
 
     def __init__(self, parts: Iterable[Sequence[ir.Node]], sources: Collection[ir.Value], *, keep_ends: bool):
-        """Take the parts to copy. With `keep_ends`, the nodes behind a part read its original
-        results.
-        """
+        """Take the parts. With `keep_ends`, nodes behind a part read its original results."""
         self._sources = sources
         self._part = {node: part for part in parts for node in part}
         self._keep_ends = keep_ends
         self._copies: dict[ir.Node, ir.Node] = {}
 
     def seen(self, op: Builder, node: ir.Node, dys: Sequence[Expr | None]) -> tuple[ir.Node, Sequence[ir.Value | None]]:
-        """Return the node that a rule differentiates in place of `node`, which the gradients `dys`
-        reached, and its inputs.
-        """
+        """Return the node, or copy, that a rule differentiates for gradients `dys`, and its inputs."""
         dy = next(dy for dy in dys if dy is not None)
         if node in self._part:
             copy = self._copy_of(op, node, dy)
@@ -127,9 +123,7 @@ def _matching_parts(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> It
 
 
 def _layers(every: int, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> list[list[ir.Node]]:
-    """Return parts of `every` layers each. Nodes after the last full part stay: their values are
-    needed at once.
-    """
+    """Return parts of `every` layers. Nodes after the last full part stay: they are needed at once."""
     if every < 1:
         raise UnsupportedError(f"the results of every {every}th layer cannot be kept", hint="give a number above 0")
     layers = _split_layers(nodes, set(xs))

@@ -14,9 +14,7 @@ from onward.transform.training import remove_unused
 
 
 def simplify(nodes: Iterable[ir.Node]) -> None:
-    """Replace nodes by shorter equivalents, in place. `nodes` are in order; some may be unused
-    afterwards.
-    """
+    """Shorten nodes, given in order, in place; some may be unused afterwards."""
     for node in nodes:
         if node.op_type == "Transpose":
             _transpose_of_transpose(node)
@@ -39,9 +37,7 @@ def _transpose_of_transpose(node: ir.Node) -> None:
 
 
 def _transpose_of_matmul(node: ir.Node) -> None:
-    """Replace (A' B)' by B' A: the transpose of a result costs a copy, that of an operand is often
-    free.
-    """
+    """Replace (A' B)' by B' A: transposing a result costs a copy, an operand often nothing."""
     matmul = _producer(node, "MatMul")
     if matmul is None or not swaps_last(node) or len(matmul.outputs[0].uses()) > 1:
         return

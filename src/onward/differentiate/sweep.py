@@ -84,9 +84,7 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def _stand_for_floats(node: ir.Node, active: Container[ir.Value]) -> bool:
-    """True if the integers that a node computes have a gradient: they were rounded, or moved after
-    that.
-    """
+    """True if the integers that a node computes have a gradient: rounded, or moved after that."""
     if node.op_type in ROUNDED:
         return True
     rounded = [value for value in node.inputs if value is not None and value in active and not _may_be_float(value)]
@@ -166,9 +164,7 @@ def _fitted(op: Builder, dx: Contribution, value: ir.Value, broadcasts: bool) ->
 
 
 def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
-    """Return a derivative with the type and shape of its value; that of a quantized value stays
-    floating-point.
-    """
+    """Return a derivative with type and shape of its value; of quantized values it stays a float."""
     if broadcasts:
         dx = sum_to(op, dx, op(value))
     if not _may_be_float(value):
@@ -224,9 +220,7 @@ RuleLookup = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
 def nodes_to_differentiate(
     y: ir.Value, xs: Iterable[ir.Value], find: RuleLookup = lookup, scope: Sequence[ir.Graph] = ()
 ) -> list[ir.Node]:
-    """Return the nodes between `xs` and `y`, all with a rule; raise with the first node that has
-    none, and its path.
-    """
+    """Return the nodes between `xs` and `y`; raise with the path if one has no rule."""
     sources = list(xs)
     nodes = between(y, sources, scope)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}

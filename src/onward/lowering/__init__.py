@@ -1,9 +1,9 @@
-"""From a training model to plain ONNX: what any runtime can execute.
+"""Lowering: plain ONNX models of training models, which any runtime can execute.
 
     step = onward.lower("training.onnx")          # inputs: a batch and the state; outputs: metrics and the new state
     step.save("step.onnx")
 
-Which output replaces which input says the metadata of the file, as JSON: see contract.py.
+The metadata of the file say, as JSON, which output replaces which input: see contract.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Arguments(WholeRunOptions):
 def lower(
     model: Source, steps: Steps = None, part: str | None = None, recompute: Choice = None, **settled: Any
 ) -> Model:
-    """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
+    """Return a plain ONNX model of one step of a training model: only standard operators.
 
         onward.lower("training.onnx").save("step.onnx")
 
@@ -44,27 +44,27 @@ def lower(
     - `"evaluation"`: (batch, state) -> (the metrics and outputs of the model, as inference computes them)
     - `"gradients"`: (batch, state) -> (metrics, a gradient per parameter, the state that the forward pass changes)
     - `"apply"`: (gradients, state) -> (metrics, the rest of the new state)
-    - `"initialization"`: () -> the state to start from
-    - `"state"`: () -> the state as it is in the file
-    - `"inference"`: what the main graph computes, from its own inputs and weights, which stay as they are
-    - `"run"`: (data, epochs, seed, state) -> (metrics of all steps and epochs, new state, the best state): entire
+    - `"initialization"`: () -> the initial state
+    - `"state"`: () -> the state in the file
+    - `"inference"`: the main graph with its own inputs and weights
+    - `"run"`: (data, epochs, seed, state) -> (metrics of all steps and epochs, new state, the best state): whole
       training, as a Loop over steps
 
-    Unless one is named it is the step, or `"inference"` of a model without any. Operators that are not of the standard
-    are refused, but in `"inference"`: there all stay but training operators and functions.
+    Operators outside the standard are refused, except in `"inference"`, which only loses training
+    operators and functions.
 
-    Of a model with several steps, `steps` is the number or the name of one, or says how often each runs:
-    `"discriminator:2,generator"`. Unless it is given, all run, in their order, as the specification has it, and as
-    often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state, but in
-    `"evaluation"` and `"gradients"`, where each has the state as it is.
+    A model with several steps runs all of them by default, in order, as often as the file says.
+    `steps` selects one by number or name, or gives counts: `"discriminator:2,generator"`. Several
+    are lowered as one: later steps see the state that earlier ones changed. In `"evaluation"` and
+    `"gradients"`, each sees the given state.
 
-    `recompute` names what is computed twice to save memory, as in `onward.gradient`.
-
-    It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
+    The model is for the installed ONNX Runtime: bodies replace operators that it lacks.
 
     - `model`: a training model, or any other for `"inference"`
-    - `steps`, `recompute`: see above
-    - `part`: what it computes. What follows is for the part `"run"` alone
+    - `steps`: see above
+    - `recompute`: values to compute twice to save memory, as in `onward.gradient`
+    - `part`: see above (default: `"step"`, or `"inference"` of a model without steps). The following options are for
+      the part `"run"` alone
     """
     if part == RUN:
         return for_onnxruntime(lower_run(load(model), steps, LoweringOptions(recompute), WholeRunOptions(**settled)))

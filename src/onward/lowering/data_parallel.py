@@ -1,11 +1,12 @@
-"""The step of one of several processes, each of which has a share of every batch.
+"""Step of one of several processes, each of which has a share of every batch.
 
-Together they compute what one process would from the whole batch. What is summed up over all samples is summed over all
-processes, by `AllReduce` nodes: the loss with what it is divided by, statistics of BatchNormalization, gradients. All
-that follows from these is the same everywhere: clipping, accumulation, the update.
+Together they compute what one process would from the whole batch. Sums over all samples become sums
+over all processes, by `AllReduce` nodes: the loss and its divisor, statistics of
+BatchNormalization, gradients. Everything after these is the same in all processes: clipping,
+accumulation, the update.
 
-The derivative of an AllReduce is an AllReduce. If each process differentiates the loss of all, its gradients are such
-that their *mean* over processes is the gradient: what DDP and FSDP of PyTorch make of them, too.
+The derivative of an AllReduce is an AllReduce. If each process differentiates the common loss, the
+*mean* of its gradients over processes is the gradient, as in DDP and FSDP of PyTorch.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _SUMS = ("ReduceSum", "ReduceSumSquare", "ReduceL1")
 
 
 class DataParallel(NamedTuple):
-    """Which of how many processes this is, and what they have in common."""
+    """Rank and number of processes, and the work they share."""
 
     rank: int = 0
     size: int = 1
     batch_norm: bool = True
-    """Whether BatchNormalization has the statistics of the whole batch, or each process its own."""
+    """True if BatchNormalization uses the statistics of the whole batch, not of the process."""
     gradients: bool = True
-    """Whether the step averages gradients. If not, whoever drives it does."""
+    """True if the step averages gradients; otherwise the caller does."""
 
 
 def is_all_reduce(node: ir.Node) -> bool:
@@ -47,18 +48,18 @@ def is_all_reduce(node: ir.Node) -> bool:
 
 
 def make_data_parallel(step_graph: StepGraph, options: DataParallel) -> None:
-    """Make a step one of several that are run at once, in place."""
+    """Make a step one of several that run at once, in place."""
     if options.size == 1:
         return
     step_graph.context.fill_in_types()
-    sharing = _Sharing(step_graph, options)
+    sharing = _DataParallelPass(step_graph, options)
     if options.batch_norm:
         sharing.normalize_together()
     sharing.apply()
     step_graph.graph.sort()
 
 
-class _Sharing:
+class _DataParallelPass:
     def __init__(self, step_graph: StepGraph, options: DataParallel):
         self._step_graph, self._options = step_graph, options
         self._op = step_graph.context.builder()
@@ -66,14 +67,14 @@ class _Sharing:
     def normalize_together(self) -> None:
         nodes = [n for n in self._step_graph.graph if n.op_type == "BatchNormalization" and _is_training(n)]
         for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
-            if user.op_type == "CastLike" and at == 1:  # the number of samples, for what is divided by one less
+            if user.op_type == "CastLike" and at == 1:  # the number of samples, for the unbiased variance
                 self._replace(user.outputs[0], all_reduce)
         expand(self._step_graph.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
         self._step_graph.known.update({value.name: value for value in values(self._step_graph.graph)})
 
     def apply(self) -> None:
-        self._draw_apart()
-        local = self._sum_up()
+        self._draw_own_numbers()
+        local = self._reduce_over_samples()
         for gradient in self._step_graph.last_gradients():
             if self._step_graph.value(string(gradient, "y")) in local:
                 raise UnsupportedError(
@@ -84,8 +85,8 @@ class _Sharing:
             for _, output in self._step_graph.results():
                 self._replace(output, lambda local: all_reduce(local, mean=True))
 
-    def _draw_apart(self) -> None:
-        """Let each process draw random numbers of its own; the generator goes on as one, the same for all."""
+    def _draw_own_numbers(self) -> None:
+        """Let each process draw its own random numbers; the generator stays the same in all."""
         step_graph = self._step_graph
         for name in [name for name, value in step_graph.state.items() if value in step_graph.random]:
             _, onwards = ancestors([step_graph.value(step_graph.bindings[name])] if name in step_graph.bindings else [])
@@ -94,18 +95,19 @@ class _Sharing:
             for node, i in drawing:
                 node.replace_input_with(i, own.value)
 
-    def _sum_up(self) -> set[ir.Value]:
-        """Sum over all processes what is summed over all samples on the way to losses and other metrics; what else
-        depends on the samples of this process."""
+    def _reduce_over_samples(self) -> set[ir.Value]:
+        """All-reduce sums over samples before metrics; return the values that stay local."""
         step_graph = self._step_graph
-        wanted = [step_graph.value(name) for name in step_graph.metrics]
-        wanted += [step_graph.value(string(node, "y")) for node in step_graph.last_gradients()]
-        nodes, _ = ancestors(wanted)
+        targets = [step_graph.value(name) for name in step_graph.metrics]
+        targets += [step_graph.value(string(node, "y")) for node in step_graph.last_gradients()]
+        nodes, _ = ancestors(targets)
         state = set(step_graph.state.values())
         local = {value for value in step_graph.graph.inputs if value not in state}
         for node in list(step_graph.graph):
-            read = list(read_by(node))[: 1 if node.op_type == "CastLike" else None]  # of the other, only the type
-            if is_all_reduce(node) or local.isdisjoint(read):
+            inputs = list(read_by(node))[
+                : 1 if node.op_type == "CastLike" else None
+            ]  # the second input gives only the type
+            if is_all_reduce(node) or local.isdisjoint(inputs):
                 continue
             if node in nodes and reduces_all(node):
                 self._reduce(node)
@@ -118,7 +120,7 @@ class _Sharing:
         assert x is not None
         if node.op_type in _LOSSES and node.attributes.get_string("reduction", "mean") == "mean":
             node.attributes["reduction"] = ir.AttrString("reduction", "sum")
-            count = all_reduce(self._counted(node))
+            count = all_reduce(self._divisor(node))
             self._replace(node.outputs[0], lambda local: all_reduce(local / op.CastLike(count, local), common=True))
         elif node.op_type in (*_SUMS, *_LOSSES):
             self._replace(node.outputs[0], lambda local: all_reduce(local, common=True))
@@ -133,21 +135,21 @@ class _Sharing:
                 hint="train it in one process, or take a loss that is a sum or a mean over samples",
             )
 
-    def _counted(self, node: ir.Node) -> Expr:
-        """What a mean of losses is divided by: the weights of the labels that take part."""
+    def _divisor(self, node: ir.Node) -> Expr:
+        """Return the divisor of a mean of losses: the sum of the weights of the counted labels."""
         op, (_, labels, *rest) = self._op, node.inputs
         assert labels is not None
         weights, ignored = rest[0] if rest else None, node.attributes.get("ignore_index")
         if weights is None and ignored is None:
             return op.Cast(op.Size(labels), to=ir.DataType.FLOAT)
-        kept = op.Not(op.Equal(labels, ignored.as_int())) if ignored is not None else None
+        counted = op.Not(op.Equal(labels, ignored.as_int())) if ignored is not None else None
         if weights is None:
-            return op.ReduceSum(op.Cast(kept, to=ir.DataType.FLOAT), keepdims=0)
-        weight = op.Cast(op.Gather(weights, op.Where(kept, labels, 0) if kept else labels), to=ir.DataType.FLOAT)
-        return op.ReduceSum(op.Where(kept, weight, 0.0) if kept else weight, keepdims=0)
+            return op.ReduceSum(op.Cast(counted, to=ir.DataType.FLOAT), keepdims=0)
+        weight = op.Cast(op.Gather(weights, op.Where(counted, labels, 0) if counted else labels), to=ir.DataType.FLOAT)
+        return op.ReduceSum(op.Where(counted, weight, 0.0) if counted else weight, keepdims=0)
 
     def _replace(self, value: ir.Value, change: Any) -> None:
-        """Let all read something else in the place of a value, under its name."""
+        """Replace a value by a function of it, under its name."""
         name, uses = value.name or "", list(value.uses())
         is_output = value.is_graph_output()
         new = change(self._op(value)).like(value).value
@@ -166,31 +168,34 @@ def _is_training(node: ir.Node) -> bool:
 
 
 def reads_statistics(model: Model, loss: str) -> bool:
-    """Whether a loss depends on statistics that BatchNormalization has returned."""
+    """True if a loss depends on running statistics that BatchNormalization returns."""
     _, needed = ancestors(value for value in model.graph.outputs if value.name == loss)
     nodes = (node for node in model.graph if node.op_type == "BatchNormalization")
     return any(value in needed for node in nodes for value in node.outputs[1:])
 
 
 def all_reduce(x: Expr, *, mean: bool = False, common: bool = False) -> Expr:
-    """The sum over all shares of a batch, or the mean over all processes: where some have the same share, it counts
-    once in a sum. It is `common` if what follows from it is the same in all, and so is its derivative."""
-    made: Expr = x.op.node(DOMAIN, ALL_REDUCE, x, mean=int(mean), common=int(common))
-    return made.like(x.value)
+    """Return the sum over all shares of a batch, or the mean over all processes.
+
+    Processes with the same share count once in a sum. With `common`, all that follows is the same
+    in all processes, and so is its derivative.
+    """
+    reduced: Expr = x.op.node(DOMAIN, ALL_REDUCE, x, mean=int(mean), common=int(common))
+    return reduced.like(x.value)
 
 
 def is_common(node: ir.Node) -> bool:
-    """Whether what follows from an AllReduce is the same in all processes."""
+    """True if all that follows an AllReduce is the same in all processes."""
     return node.attributes.get_int("common", 0) == 1
 
 
 def is_mean(node: ir.Node) -> bool:
-    """Whether an AllReduce makes the mean."""
+    """True if an AllReduce computes the mean."""
     return node.attributes.get_int("mean", 0) == 1
 
 
 def reduces_all(node: ir.Node) -> bool:
-    """Whether a node makes one number of a tensor."""
+    """True if a node reduces a tensor to one number."""
     if not is_standard(node):
         return False
     if node.op_type in _LOSSES:
@@ -200,9 +205,9 @@ def reduces_all(node: ir.Node) -> bool:
     x = node.inputs[0]
     if not node.op_type.startswith("Reduce") or x is None or not (x.dtype is None or x.dtype.is_floating_point()):
         return False
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    axes = tuple(node.attributes.get_ints("axes", ())) if given is None else constant_ints(source_of(given))
-    if axes is None:  # nobody knows
+    axes_input = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = tuple(node.attributes.get_ints("axes", ())) if axes_input is None else constant_ints(source_of(axes_input))
+    if axes is None:
         return False
     if not axes:
         return node.attributes.get_int("noop_with_empty_axes", 0) == 0
@@ -215,7 +220,7 @@ def reduces_all(node: ir.Node) -> bool:
 def _batch_normalization(
     op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
 ) -> tuple[Expr, ...]:
-    """BatchNormalization in training mode, whose mean and variance are those of all processes."""
+    """Return BatchNormalization in training mode, with mean and variance over all processes."""
     x, scale, bias, mean, variance = inputs
     assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None
     rows = op.Reshape(x, np.array([0, 0, -1], np.int64))  # whatever the number of axes: samples, channels, the rest
@@ -234,7 +239,7 @@ def _batch_normalization(
 
 
 def _count(op: Builder, x: Expr) -> Expr:
-    """How many numbers of each channel there are."""
+    """Return the number of elements per channel."""
     return op.CastLike(op.Div(op.Size(x), op.Gather(op.Shape(x), np.int64(1))), x)
 
 
@@ -256,9 +261,10 @@ _ELEMENTWISE = {
 
 
 def split_update(model: Model, sharded: Collection[str]) -> None:
-    """Let an update compute shards of these inputs, in place; raise if it needs whole tensors.
+    """Let an update compute shards of the inputs named in `sharded`, in place; raise if it needs
+    whole tensors.
 
-    Elementwise operators stay as they are. Sums over a tensor, such as norms of gradients, go over all processes.
+    Elementwise operators stay. Sums over a tensor, such as norms of gradients, are all-reduced.
     """
     _Splitter(model).split(model.graph, {value for value in model.inputs if value.name in sharded})
 
@@ -276,13 +282,13 @@ class _Splitter:
                 for nested in inner:
                     self.split(nested, shards)
                 shards.update(
-                    made
+                    output
                     for nested in inner
-                    for made, result in zip(node.outputs, nested.outputs, strict=True)
+                    for output, result in zip(node.outputs, nested.outputs, strict=True)
                     if result in shards
                 )
             elif node.op_type == "Shape" and all(user.op_type in _FILL for user in node.outputs[0].consumers()):
-                continue  # what is made of it is as large as the shard
+                continue  # a tensor of this shape is as large as the shard
             elif is_standard(node) and node.op_type in _ELEMENTWISE:
                 shards.update(node.outputs)
             elif reduces_all(node) and node.op_type in (*_SUMS, "ReduceL2"):
@@ -309,39 +315,42 @@ class _Splitter:
             new.name, value.name = value.name, op.names.fresh(f"{value.name}/local")
 
 
-# ---- sums that nothing waits for -------------------------------------------------------------------------------------
+# ---- overlapped sums -------------------------------------------------------------------------------------------------
 #
-# They are under way while something else is computed. What follows from the batch alone, such as how many labels
-# count, is summed up during the forward pass. What nothing in the graph reads, such as the loss, is summed up while the
-# forward pass is differentiated, which needs no more than to know that it is a sum.
+# Sums that overlap with computation. Values of the batch alone, such as the number of counted labels, are summed
+# during the forward pass. Values that nothing in the graph reads, such as the loss, are summed during the backward
+# pass, which only needs to know that they are sums.
 
 
 _FEW = 20
-"""Nodes that may well be computed once more."""
+"""Largest number of nodes that are computed twice."""
 
 
 def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
-    """A model that makes this process's part of the sums which follow from its batch alone, under the names that sums
-    have as inputs of the given model, which is changed."""
+    """Move sums that follow from the batch alone to a new model; return it.
+
+    It computes the local terms, under the names of the sums, which become inputs of the given
+    model.
+    """
     graph = model.graph
     sums = [node for node in graph if is_all_reduce(node) and not node.outputs[0].is_graph_output()]
-    found = [node for node in sums if _follows_from(batch, node)]
-    if not found:
+    early_sums = [node for node in sums if _follows_from(batch, node)]
+    if not early_sums:
         return None
-    parts = [value for node in found for value in read_by(node)]
-    first = extract(model, parts)
-    for node, own in zip(found, first.graph.outputs, strict=True):
+    parts = [value for node in early_sums for value in read_by(node)]
+    first = extract_values(model, parts)
+    for node, term in zip(early_sums, first.graph.outputs, strict=True):
         total = node.outputs[0]
-        own.name = total.name
-        given = ir.Value(name=total.name, type=total.type, shape=total.shape)
-        total.replace_all_uses_with(given)
-        graph.inputs.append(given)
+        term.name = total.name
+        input_ = ir.Value(name=total.name, type=total.type, shape=total.shape)
+        total.replace_all_uses_with(input_)
+        graph.inputs.append(input_)
         graph.remove(node, safe=True)
     return first
 
 
-def extract(model: Model, outputs: list[ir.Value]) -> Model:
-    """A model of its own for some values of a graph, which stays as it is."""
+def extract_values(model: Model, outputs: list[ir.Value]) -> Model:
+    """Return a model of its own for some values of a graph."""
     nodes, reached = ancestors(outputs)
     view = ir.GraphView(
         [value for value in model.graph.inputs if value in reached],
@@ -355,16 +364,16 @@ def extract(model: Model, outputs: list[ir.Value]) -> Model:
 
 
 def _follows_from(batch: Collection[str], node: ir.Node) -> bool:
-    """Whether what a node reads takes no more than the batch, and little time."""
+    """True if the inputs of a node need no more than the batch, and few nodes."""
     nodes, reached = ancestors(read_by(node))
-    given = [value for value in reached if value.producer() is None and not value.is_initializer()]
-    return len(nodes) <= _FEW and not any(map(is_all_reduce, nodes)) and all(value.name in batch for value in given)
+    sources = [value for value in reached if value.producer() is None and not value.is_initializer()]
+    return len(nodes) <= _FEW and not any(map(is_all_reduce, nodes)) and all(value.name in batch for value in sources)
 
 
 def leave_last_sums(model: Model) -> list[str]:
-    """Let outputs be this process's part of sums that nothing reads, in place of the sums; which these are."""
+    """Replace outputs that are sums which nothing reads by their local terms; return their names."""
     outputs = model.graph.outputs
-    left = []
+    names = []
     for node in [node for node in model.graph if is_all_reduce(node) and is_common(node)]:
         local, total = node.inputs[0], node.outputs[0]
         if local is None or local.producer() is None or local in outputs or total not in outputs or total.uses():
@@ -372,5 +381,5 @@ def leave_last_sums(model: Model) -> list[str]:
         outputs[:] = [local if output is total else output for output in outputs]
         model.graph.remove(node, safe=True)
         local.name = total.name
-        left.append(local.name or "")
-    return left
+        names.append(local.name or "")
+    return names

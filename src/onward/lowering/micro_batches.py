@@ -14,23 +14,24 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.errors import UnsupportedError
-from onward.lowering.data_parallel import extract, is_all_reduce, is_common
+from onward.lowering.data_parallel import extract_values, is_all_reduce, is_common
 from onward.model import Model
 from onward.model.walk import ancestors, read_by
 
 COUNT, NUMBER = "micro-batches", "number of the micro-batch"
-"""Inputs that the graph gets: how many there are, as a float; and two uint32 that random numbers of one depend on."""
+"""New inputs: the count as a float; two uint32 from which a micro-batch draws random numbers."""
 _OF_SHAPES = ("Shape", "Size")
 _SUMS = ("Add", "Sub", "Sum")
 _LINEAR = ("Identity", "Cast", "CastLike", "Neg", "Squeeze", "Unsqueeze", "Reshape", "Mul", "Div")
-"""What may be done to the terms of a sum one by one, if only the first input is one; factors may be the other."""
+"""Operators that may act on terms of a sum, as the first input; a factor may be the other."""
 _HINT = "take another strategy: `--strategy fsdp`"
 
 
 def divide_into_micro_batches(model: Model, state: Collection[str], updated: Collection[str]) -> Model:
-    """Let a forward pass that is shared compute a part of a batch, in place. Its metrics are terms of sums.
+    """Let a forward pass compute a part of a batch, in place. Its metrics become terms of sums.
 
-    What comes back computes, once for the whole batch, what all parts read, and the state that is `updated`.
+    Return a model that computes, once per batch, the values that all parts read, and the `updated`
+    state.
     """
     return _Dividing(model, state, updated).divide()
 
@@ -42,7 +43,7 @@ class _Dividing:
         self._state = {value for value in self._graph.inputs if value.name in state}
         self._updated = [value for value in self._graph.outputs if value.name in updated]
         self._totals: list[tuple[ir.Value, ir.Value]] = []
-        """What is computed from the whole batch, and the input that has it."""
+        """Values computed from the whole batch, with the inputs that take them."""
 
     def divide(self) -> Model:
         for value in self._updated:
@@ -61,20 +62,20 @@ class _Dividing:
                 self._take_total(node, source)
         self._graph.sort()
         self._refuse_unless_summed(terms)
-        made = extract(self._model, [*self._updated, *(value for value, _ in self._totals)])
-        for value, (_, given) in zip(made.outputs[len(self._updated) :], self._totals, strict=True):
-            value.name = given.name
-        return made
+        totals = extract_values(self._model, [*self._updated, *(value for value, _ in self._totals)])
+        for value, (_, input_) in zip(totals.outputs[len(self._updated) :], self._totals, strict=True):
+            value.name = input_.name
+        return totals
 
     def _input(self, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-        known = next((value for value in self._graph.inputs if value.name == name), None)
-        if known is None:
-            known = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-            self._graph.inputs.append(known)
-        return known
+        input_ = next((value for value in self._graph.inputs if value.name == name), None)
+        if input_ is None:
+            input_ = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+            self._graph.inputs.append(input_)
+        return input_
 
     def _draw_apart(self) -> None:
-        """Let the numbers that processes draw for themselves be those that micro-batches draw."""
+        """Let each micro-batch draw its own random numbers, as each process would."""
         for value in self._state:
             for node in value.consumers():
                 if node.op_type == "BitwiseXor" and value.dtype == ir.DataType.UINT32:
@@ -83,26 +84,23 @@ class _Dividing:
     def _take_total(self, node: ir.Node, source: ir.Value) -> None:
         assert source.dtype is not None
         self._refuse_if_learned(source)
-        given = self._input(self._op.names.fresh(f"{source.name}/total"), source.dtype, ())
-        given.shape = source.shape
-        self._state.add(given)  # what depends on it is none of a batch alone
-        self._replace(node, given)
-        self._totals.append((source, given))
+        total = self._input(self._op.names.fresh(f"{source.name}/total"), source.dtype, ())
+        total.shape = source.shape
+        self._state.add(total)  # values that depend on it are not of one batch alone
+        self._replace(node, total)
+        self._totals.append((source, total))
 
     def _replace(self, node: ir.Node, new: ir.Value) -> ir.Value:
         old = node.outputs[0]
-        for user, at in list(old.uses()):
-            user.replace_input_with(at, new)
-        outputs = self._graph.outputs
         if old.is_graph_output():
             name, old.name = old.name, self._op.names.fresh(f"{old.name}/all")
             new.name, new.type, new.shape = name, old.type, old.shape
-            outputs[:] = [new if value is old else value for value in outputs]
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
         self._graph.remove(node, safe=True)
         return new
 
     def _follows_from_shapes(self, value: ir.Value) -> bool:
-        """Whether a value is the same for all parts of a batch, as they are of the same size."""
+        """True if a value is the same for all micro-batches, since they are of the same size."""
         _, reached = ancestors([value], reads=lambda node: () if node.op_type in _OF_SHAPES else read_by(node))
         return reached.isdisjoint(self._graph.inputs)
 
@@ -117,17 +115,17 @@ class _Dividing:
             )
 
     def _refuse_unless_summed(self, terms: list[ir.Value]) -> None:
-        """Metrics must be sums of terms: not the root of one, or one and something else."""
+        """Raise unless metrics are sums of terms: not the root of a sum, nor a sum plus a constant."""
         of_terms = set(terms)
         wrong: list[ir.Value] = []
         for node in self._graph:
-            read = [value in of_terms for value in read_by(node)]
-            if node.op_type == "CastLike":  # of the other, it is only the type
-                read = read[:1]
-            if any(read):
+            is_term = [value in of_terms for value in read_by(node)]
+            if node.op_type == "CastLike":  # the second input gives only the type
+                is_term = is_term[:1]
+            if any(is_term):
                 of_terms.update(node.outputs)
-                is_sum = node.op_type in _SUMS and all(read)
-                is_linear = node.op_type in _LINEAR and sum(read) == 1 and (read[0] or node.op_type == "Mul")
+                is_sum = node.op_type in _SUMS and all(is_term)
+                is_linear = node.op_type in _LINEAR and sum(is_term) == 1 and (is_term[0] or node.op_type == "Mul")
                 wrong += [] if is_sum or is_linear else node.outputs
         wrong += [value for value in self._graph.outputs if value not in of_terms]
         if wrong:

@@ -1,8 +1,8 @@
-"""Passes over a lowered graph, made for training steps: they never fold state, which is an input.
+"""Passes over a lowered graph. State is an input, so they never fold it.
 
-Functions serve several types, so their bodies cast numbers at run time; each call computes anew what all calls share.
-Written with the types of a call in hand, a cast has a fixed type, and what all calls compute alike is computed once: of
-an optimizer with thirty nodes and a hundred calls half is never made.
+Bodies of functions cast numbers at run time, since they serve several types, and each call repeats
+what all calls compute alike. Inlined with known types, casts are fixed and equal nodes are shared.
+Half the nodes of an optimizer with a hundred calls disappear.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from onward.transform.training import drop_unused_definitions, remove_unused
 
 
 def optimize(context: Context) -> None:
-    """Shorten the graph of a lowered model, in place."""
+    """Simplify the graph of a lowered model, in place."""
     context.fill_in_types()
     model = context.model
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in graph if graph is not model.graph else ():
             declare(node, model.opset)
         settle_casts(graph)
-        turn_products_with_vectors(graph)
+        swap_vector_matmuls(graph)
         share_equal_nodes(graph)
         remove_unused(graph)
 
 
 def settle_casts(graph: ir.Graph) -> None:
-    """Casts to a type that is known: none where it is the type already, and constants in their final type."""
+    """Remove casts to the same type, cast constants at once, and fix the type of each CastLike."""
     for node in list(graph):
         if node.op_type not in ("Cast", "CastLike") or not is_standard(node):
             continue
@@ -58,26 +58,26 @@ def _target(node: ir.Node) -> ir.DataType | None:
     return like.dtype if like is not None else None
 
 
-def turn_products_with_vectors(graph: ir.Graph) -> None:
-    """Aᵀ v is v A, without a Transpose; and what ONNX Runtime 1.31 makes of Aᵀ v is wrong."""
+def swap_vector_matmuls(graph: ir.Graph) -> None:
+    """Replace Aᵀ v by v A, without a Transpose; ONNX Runtime 1.31 computes Aᵀ v wrongly."""
     for node in list(graph):
         if node.op_type != "MatMul" or not is_standard(node):
             continue
         matrix, vector = node.inputs
-        turned = matrix.producer() if matrix is not None else None
+        transpose = matrix.producer() if matrix is not None else None
         is_vector = vector is not None and vector.shape is not None and vector.shape.rank() == 1
-        if is_vector and turned is not None and swaps_last(turned):
-            become(node, "MatMul", [vector, turned.inputs[0]])
+        if is_vector and transpose is not None and swaps_last(transpose):
+            become(node, "MatMul", [vector, transpose.inputs[0]])
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:
-    """One node for all that compute the same."""
-    known: dict[tuple[object, ...], ir.Node] = {}
+    """Merge nodes that compute the same."""
+    first_nodes: dict[tuple[object, ...], ir.Node] = {}
     for node in list(graph):
         key = identity(node)
         if key is None:
             continue
-        first = known.setdefault(key, node)
+        first = first_nodes.setdefault(key, node)
         if first is not node and not any(output.is_graph_output() for output in node.outputs):
             for old, new in zip(node.outputs, first.outputs, strict=True):
                 old.replace_all_uses_with(new)
@@ -89,11 +89,11 @@ def share_equal_nodes(graph: ir.Graph) -> None:
 Results = Sequence[ir.Value | None]
 
 
-def write_calls(context: Context) -> None:
-    """Replace calls in the outermost graph, in place, but for those of functions that need the general way."""
+def inline_typed_calls(context: Context) -> None:
+    """Inline calls in the outermost graph, in place, but for functions with nested graphs."""
     model = context.model
-    writer = _Writer(context)
-    calls = [node for node in model.graph if writer.can_write(node)]
+    writer = _Inliner(context)
+    calls = [node for node in model.graph if writer.can_inline(node)]
     for call in calls:
         writer.replace(call)
     if calls:
@@ -101,19 +101,19 @@ def write_calls(context: Context) -> None:
     drop_unused_definitions(model)
 
 
-class _Writer:
+class _Inliner:
     def __init__(self, context: Context):
         model = context.model
         self._graph = model.graph
         self._functions = model.functions
         self._opset = model.opset
         self._names = context.names
-        self._made: dict[tuple[object, ...], Results] = {}
+        self._written: dict[tuple[object, ...], Results] = {}
         self._simple: dict[ir.OperatorIdentifier, bool] = {}
         self._ends = {value: i for i, value in enumerate(model.graph.outputs)}
 
-    def can_write(self, node: ir.Node) -> bool:
-        """Whether a node calls a function without nested graphs that uses the operators of the model."""
+    def can_inline(self, node: ir.Node) -> bool:
+        """True if a node calls a function without nested graphs, with operator sets of the model."""
         identifier = node.op_identifier()
         function = self._functions.get(identifier)
         if function is None or len(node.inputs) > len(function.inputs):
@@ -128,7 +128,7 @@ class _Writer:
             return False
         graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
         return all(
-            (node.op_identifier() not in self._functions or self.can_write(node))
+            (node.op_identifier() not in self._functions or self.can_inline(node))
             and not any(attribute.type in graphs for attribute in node.attributes.values())
             for node in function
         )
@@ -137,11 +137,11 @@ class _Writer:
         nodes: list[ir.Node] = []
         results = self._body(call, call.inputs, call.attributes, call.metadata_props, nodes)
         for old, new in zip(call.outputs, results, strict=False):
-            self._hand_over(old, new, nodes)
+            self._replace_output(old, new, nodes)
         call.prepend(nodes)
 
-    def _hand_over(self, old: ir.Value, new: ir.Value | None, nodes: list[ir.Node]) -> None:
-        """Let those that read the output of a call read a result of its body, which takes over its name if it can."""
+    def _replace_output(self, old: ir.Value, new: ir.Value | None, nodes: list[ir.Node]) -> None:
+        """Replace the output of a call by a result of its body, which takes its name if it can."""
         assert new is not None, old.name
         named = new.producer() in nodes and not new.is_graph_output()
         if old.is_graph_output() and not named:
@@ -163,18 +163,20 @@ class _Writer:
         metadata: Mapping[str, str],
         nodes: list[ir.Node],
     ) -> list[ir.Value | None]:
-        """What a call results in; the nodes for it are added to `nodes`."""
+        """Return the results of a call; add its nodes to `nodes`."""
         function = self._functions[call.op_identifier()]
-        given = {**{a.name: a for a in function.attributes.values() if a.value is not None}, **attributes}
+        call_attributes = {**{a.name: a for a in function.attributes.values() if a.value is not None}, **attributes}
         new: dict[ir.Value | None, ir.Value | None] = dict.fromkeys((None, *function.inputs))
         new.update(zip(function.inputs, inputs, strict=False))
         for node in function:
-            read = [new[value] for value in node.inputs]
-            stated = _resolve_attributes(node.attributes.data, given)
+            node_inputs = [new[value] for value in node.inputs]
+            node_attributes = _resolve_attributes(node.attributes.data, call_attributes)
             if node.op_identifier() in self._functions:
-                results: Results = self._body(node, read, stated, {**metadata, **node.metadata_props}, nodes)
+                results: Results = self._body(
+                    node, node_inputs, node_attributes, {**metadata, **node.metadata_props}, nodes
+                )
             else:
-                results = self._node(node, read, stated, metadata, nodes)
+                results = self._node(node, node_inputs, node_attributes, metadata, nodes)
             new.update(zip(node.outputs, results, strict=False))
         return [new[value] for value in function.outputs]
 
@@ -194,8 +196,8 @@ class _Writer:
         if standard:
             settings = {name: attribute.value for name, attribute in attributes.items()}
             key = identity_of(op_type, inputs, len(node.outputs), settings)
-            if key in self._made:
-                return self._made[key]
+            if key in self._written:
+                return self._written[key]
         copy = ir.Node(
             node.domain,
             op_type,
@@ -212,16 +214,18 @@ class _Writer:
         declare(copy, self._opset)
         nodes.append(copy)
         if key is not None:
-            self._made[key] = copy.outputs
+            self._written[key] = copy.outputs
         return copy.outputs
 
 
-def _resolve_attributes(attributes: Mapping[str, ir.Attr], given: Mapping[str, ir.Attr]) -> dict[str, ir.Attr]:
-    """The attributes of a node of a body: a reference becomes what the call gives, or goes if it gives nothing."""
-    found = {}
+def _resolve_attributes(
+    attributes: Mapping[str, ir.Attr], call_attributes: Mapping[str, ir.Attr]
+) -> dict[str, ir.Attr]:
+    """Return the attributes of a node of a body, with references to the call resolved."""
+    resolved = {}
     for name, attribute in attributes.items():
         if not attribute.is_ref():
-            found[name] = attribute
-        elif (value := given.get(attribute.ref_attr_name or "")) is not None:
-            found[name] = ir.Attr(name, value.type, value.value)
-    return found
+            resolved[name] = attribute
+        elif (value := call_attributes.get(attribute.ref_attr_name or "")) is not None:
+            resolved[name] = ir.Attr(name, value.type, value.value)
+    return resolved

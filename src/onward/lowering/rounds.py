@@ -1,10 +1,11 @@
-"""Several steps as one: a round, in which each runs as often as it is said, on the state that those before it left.
+"""Rounds: several steps as one, in which each runs as often as given, on the state that the runs
+before it left.
 
     one = as_one_step(model, "discriminator:2,generator")
 
-The algorithm of a round holds those of its runs, one after the other. What a run reads of the inference graph is
-computed once more where an earlier run has changed what it depends on; all else is shared. The first runs of all steps
-take the same batch, the second ones another, and so on.
+The algorithm of a round holds those of its runs, one after the other. Nodes of the inference graph
+are copied for a run if an earlier run changed the state that they depend on; all others are shared.
+The first runs of all steps take the same batch, the second ones another, and so on.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from onward.transform.context import Context
 T = TypeVar("T")
 
 Steps = int | str | Mapping[str, int] | None
-"""A step by number or name; several with how often each runs, such as `"discriminator:2,generator"`; None: all of them,
-as often as the file says."""
+"""A step by number or name; several with counts, such as `"discriminator:2,generator"`; or None: all
+steps, with the counts in the file."""
 
 LOSS = "loss"
 """The sum of the losses of all steps."""
@@ -47,34 +48,34 @@ LOSS = "loss"
 
 @dataclasses.dataclass(frozen=True)
 class OneStep:
-    """A model, and the one of its steps that does what is wanted."""
+    """A model and the index of one of its steps, which may be a round."""
 
     model: Model
     index: int
     batches: int = 1
-    """How many batches it takes."""
+    """Number of batches that it takes."""
     loss: str | None = None
-    """The metric that is minimised, where that is not for the step itself to say."""
+    """The metric that is minimized; None if the step itself has it."""
     origins: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
-    """State of a round -> the step that it belongs to, and its name there, where that is not the round's own."""
+    """State of a round -> its step and its name there, for state of a single step."""
 
 
 def as_one_step(model: Model, steps: Steps = None, *, together: bool = True) -> OneStep:
-    """The step that was asked for, or the round of several; not `together`, each runs once, on the state as it is."""
+    """Return the selected step or round; not `together`, each step runs once on the initial state."""
     times = runs_per_step(model, steps)
     if list(times.values()) == [1]:
         return OneStep(model, next(iter(times)))
     if not together:
         times = dict.fromkeys(times, 1)
-    made = _Round(model, together)
+    round_ = _Round(model, together)
     for index, count in times.items():
         for number in range(count):
-            made.run(index, number)
-    return made.finish(times)
+            round_.run(index, number)
+    return round_.finish(times)
 
 
 def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
-    """The steps in their order, by number, and how often each of them runs."""
+    """Return the selected steps by index, in order, with the number of runs of each."""
     if steps is None:
         if not model.steps:
             model.step()  # which says what to do
@@ -82,28 +83,28 @@ def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
     if isinstance(steps, int):
         model.step(steps)
         return {steps % len(model.steps): 1}
-    wanted = steps if isinstance(steps, Mapping) else dict(map(_named_times, steps.split(",")))
-    found = {_index(model, name): count for name, count in wanted.items()}
-    if len(found) < len(wanted) or not found or any(not isinstance(n, int) or n < 1 for n in found.values()):
+    counts = steps if isinstance(steps, Mapping) else dict(map(_named_times, steps.split(",")))
+    runs = {_index(model, name): count for name, count in counts.items()}
+    if len(runs) < len(counts) or not runs or any(not isinstance(n, int) or n < 1 for n in runs.values()):
         raise RecipeError(
             f"`{steps}` does not say which steps to run, and how often each", hint='write `"discriminator:2,generator"`'
         )
-    return found
+    return runs
 
 
 def step_names(model: Model) -> list[str]:
-    """What steps are called: as their algorithms are, or by number where that does not tell them apart."""
+    """Return the names of steps: those of their algorithms, or numbers where these are not unique."""
     names = [step.algorithm.name or "" for step in model.steps]
     return [name if name and names.count(name) == 1 else str(index) for index, name in enumerate(names)]
 
 
 def input_of_run(name: str, number: int) -> str:
-    """What an input is called in the runs of a step: in all but the first it is another."""
+    """Return the name of an input in a run of a step: runs after the first have their own."""
     return name if number == 0 else f"{name}/{number + 1}"
 
 
 def join_batches(batches: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    """The batches of a round as one, with the names that its inputs have."""
+    """Return the batches of a round as one, with the names of its inputs."""
     return {input_of_run(name, number): value for number, batch in enumerate(batches) for name, value in batch.items()}
 
 
@@ -129,7 +130,7 @@ def _index(model: Model, name: str) -> int:
 
 
 class _Round:
-    """A round while it is put together. Of `model` nothing is changed."""
+    """A round under construction, on a copy of `model`."""
 
     def __init__(self, model: Model, together: bool):
         self._together = together
@@ -143,11 +144,11 @@ class _Round:
         self._algorithm = ir.Graph([], [], nodes=[], name="round")
         self._inputs: dict[str, ir.Value] = {}
         self._shared = dict(self._graph.initializers)
-        """What all steps see, state among it -> what it is by now."""
+        """Initializer of the inference graph -> its current value."""
         self._first: dict[int, dict[str, ir.Value]] = {}
-        """By step, what it alone sees -> what that is before the round,"""
+        """Step -> its own initializers -> their values before the round."""
         self._own: dict[int, dict[str, ir.Value]] = {}
-        """and by now."""
+        """Step -> its own initializers -> their current values."""
         self._metrics: dict[int, dict[str, list[ir.Value]]] = {}
         self._forward: dict[str, str] = {}
 
@@ -157,17 +158,17 @@ class _Round:
         if index not in self._own:
             self._first[index] = {name: self._register(v) for name, v in step.algorithm.initializers.items()}
             self._own[index] = dict(self._first[index])
-        known = self._copy_nodes(index, number)
+        copies = self._copy_nodes(index, number)
         metrics = self._metrics.setdefault(index, {})
         for name in (output.name or "" for output in step.algorithm.outputs):
             if name not in step.update.values():
-                metrics.setdefault(name, []).append(known[name])
+                metrics.setdefault(name, []).append(copies[name])
         forward = step.fact("train.forward")
         for trained, plain in forward.items() if isinstance(forward, dict) else ():
-            if trained in known:
-                self._forward[known[trained].name or ""] = plain
+            if trained in copies:
+                self._forward[copies[trained].name or ""] = plain
         if self._together:
-            new = {state: known[name] for state, name in step.update.items()}
+            new = {state: copies[name] for state, name in step.update.items()}
             for state, value in new.items():
                 (self._shared if state in self._shared else self._own[index])[state] = value
 
@@ -179,9 +180,9 @@ class _Round:
         origins = {v.name or "": (i, name) for i, own in self._first.items() for name, v in own.items()}
         pairs = [(first, self._shared[name]) for name, first in self._graph.initializers.items()]
         pairs += [(first, self._own[i][name]) for i, own in self._first.items() for name, first in own.items()]
-        for first, now in pairs:
-            if now is not first:
-                new = op.Identity(now).like(first).named(f"{first.name}/new")
+        for first, current in pairs:
+            if current is not first:
+                new = op.Identity(current).like(first).named(f"{first.name}/new")
                 self._algorithm.outputs.append(new.value)
                 step.update[first.name or ""] = new.name
         step.metadata["train.forward"] = json.dumps(self._forward)
@@ -192,56 +193,61 @@ class _Round:
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def _copy_nodes(self, index: int, number: int) -> dict[str, ir.Value]:
-        """Append the nodes of a run; what each name of the inference graph and of the algorithm stands for in it."""
+        """Append the nodes of a run; return its values, by their names in the model."""
         step, label = self._steps[index], f"{self._labels[index]}.{number + 1}"
         replaced = self._replacements(index, number)
         changed = descendants(self._graph, replaced)
         nodes = [node for node in self._graph if any(output in changed for output in node.outputs)] + [*step.algorithm]
         inside = {output for node in nodes for output in node.outputs}
-        known = {value.name or "": value for g in (self._graph, step.algorithm) for value in values(g)}
-        outside = {v for node in nodes for v in read_by(node) if v not in inside and known.get(v.name or "") is v}
+        by_name = {value.name or "": value for g in (self._graph, step.algorithm) for value in values(g)}
+        outside = {v for node in nodes for v in read_by(node) if v not in inside and by_name.get(v.name or "") is v}
         view = ir.GraphView(list(outside), [], nodes=nodes)
         copy = view.clone()
         for old, new in zip(view.inputs, copy.inputs, strict=True):
             new.replace_all_uses_with(replaced.get(old, old))
-        for node, made in zip(nodes, copy, strict=True):
-            made.name = self._names.fresh(f"{label}/{node.name or node.op_type}")
-            for old, output in zip(node.outputs, made.outputs, strict=True):
+        for node, copied in zip(nodes, copy, strict=True):
+            copied.name = self._names.fresh(f"{label}/{node.name or node.op_type}")
+            for old, output in zip(node.outputs, copied.outputs, strict=True):
                 output.name = self._names.fresh(f"{label}/{old.name}") if old.name else ""
                 replaced[old] = output
-        now = {name: replaced.get(value, value) for name, value in known.items()}
+        current = {name: replaced.get(value, value) for name, value in by_name.items()}
         untie(copy)
-        self._differentiate(copy, now)
+        self._differentiate(copy, current)
         copies = list(copy)
         copy.remove(copies)
         self._algorithm.extend(copies)
-        return now
+        return current
 
     def _replacements(self, index: int, number: int) -> dict[ir.Value, ir.Value]:
-        """What a run reads in place of inputs and of state."""
+        """Return the values that a run reads in place of inputs and of state."""
         step = self._steps[index]
-        found = {v: self._shared[name] for name, v in self._graph.initializers.items() if self._shared[name] is not v}
-        found |= {value: self._own[index][name] for name, value in step.algorithm.initializers.items()}
-        given = [value for value in self._graph.inputs if not value.is_initializer()] if number else []
-        return found | {value: self._input(value, number) for value in (*given, *step.algorithm.inputs)}
+        replaced = {
+            v: self._shared[name] for name, v in self._graph.initializers.items() if self._shared[name] is not v
+        }
+        replaced |= {value: self._own[index][name] for name, value in step.algorithm.initializers.items()}
+        inputs = [value for value in self._graph.inputs if not value.is_initializer()] if number else []
+        return replaced | {value: self._input(value, number) for value in (*inputs, *step.algorithm.inputs)}
 
-    def _differentiate(self, run: ir.Graph, now: Mapping[str, ir.Value]) -> None:
-        """Let the Gradients of a run name what it computes. What earlier runs have made of the state is given to them:
-        a gradient does not go on through other updates."""
-        rename_in_gradients(run, {name: value.name or "" for name, value in now.items()})
-        known = {value.name: value for value in now.values()}
+    def _differentiate(self, run: ir.Graph, current: Mapping[str, ir.Value]) -> None:
+        """Let the Gradients of a run name its own values.
+
+        State that earlier runs changed becomes an input of them: gradients do not flow through
+        other updates.
+        """
+        rename_in_gradients(run, {name: value.name or "" for name, value in current.items()})
+        by_name = {value.name: value for value in current.values()}
         state = [v for of in (self._shared, *self._own.values()) for v in of.values() if v.producer() is not None]
         for node in filter(is_gradient, run.all_nodes()):
-            xs, zs, y = strings(node, "xs"), strings(node, "zs"), known.get(string(node, "y"))
+            xs, zs, y = strings(node, "xs"), strings(node, "zs"), by_name.get(string(node, "y"))
             _, needed = ancestors([y] if y is not None else [])
-            given = [v for v in dict.fromkeys(state) if v in needed and v.name not in (*xs, *zs)]
-            node.attributes["zs"] = ir.AttrStrings("zs", [*zs, *(value.name or "" for value in given)])
-            append_inputs(node, given)
+            constants = [v for v in dict.fromkeys(state) if v in needed and v.name not in (*xs, *zs)]
+            node.attributes["zs"] = ir.AttrStrings("zs", [*zs, *(value.name or "" for value in constants)])
+            append_inputs(node, constants)
 
     # ---- inputs, state and metrics -----------------------------------------------------------------------------------
 
     def _input(self, value: ir.Value, number: int) -> ir.Value:
-        """An input of a run, which it has in common with the other steps that read one of that name."""
+        """Return an input of a run, shared with the other steps that read one of that name."""
         name = input_of_run(value.name or "", number)
         if name not in self._inputs:
             if self._names.fresh(name) != name:
@@ -258,61 +264,64 @@ class _Round:
         return self._inputs[name]
 
     def _register(self, value: ir.Value) -> ir.Value:
-        """An initializer that only one step sees, among those of the round."""
+        """Add an initializer of a single step to those of the round."""
         tensor = value.const_value
         assert tensor is not None
         name = self._names.fresh(value.name or "")
         if name != value.name:
             tensor = with_metadata(tensor, dict(tensor.metadata_props))
             tensor.name = name
-        made = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
-        self._algorithm.register_initializer(made)
-        return made
+        initializer = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
+        self._algorithm.register_initializer(initializer)
+        return initializer
 
     def _output_metrics(self, op: Builder) -> str | None:
-        """The metrics of each step, as its last run has them, and the sum of all losses; what that is called. The loss
-        of a step is the mean of those of its runs."""
+        """Output the metrics of the last run of each step, and the sum of all losses; return the
+        name of the sum.
+
+        The loss of a step is the mean over its runs.
+        """
         total: Expr | None = None
         for index, metrics in self._metrics.items():
-            for name, found in metrics.items():
-                metric = op.Identity(found[-1]).like(found[-1])
+            for name, per_run in metrics.items():
+                metric = op.Identity(per_run[-1]).like(per_run[-1])
                 if name == self._losses[index]:
-                    metric = _mean(op, found)
-                    one = op.ReduceSum(metric, keepdims=0)
-                    total = one if total is None else total + op.CastLike(one, total)
+                    metric = _mean(op, per_run)
+                    loss = op.ReduceSum(metric, keepdims=0)
+                    total = loss if total is None else total + op.CastLike(loss, total)
                 self._algorithm.outputs.append(metric.named(f"{self._labels[index]}/{name}").value)
         if total is None:
             return None
         self._algorithm.outputs.append(op.Identity(total).named(LOSS).value)
         return self._algorithm.outputs[-1].name
 
-    def _initialize(self, step: Step, times: Mapping[int, int], own: Mapping[tuple[int, str], str]) -> None:
-        """What state starts from, by one initialization after the other."""
+    def _initialize(self, step: Step, times: Mapping[int, int], state_names: Mapping[tuple[int, str], str]) -> None:
+        """Join the initializations of all steps."""
         names, graph = Names(), ir.Graph([], [], nodes=[], name="initialization")
         for index in times:
             source = self._steps[index]
             if source.initialization is None:
                 continue
-            part = source.initialization.clone()
-            made = {value.name: value for value in values(part)}
-            for value in made.values():
+            copy = source.initialization.clone()
+            by_name = {value.name: value for value in values(copy)}
+            for value in by_name.values():
                 value.name = names.fresh(f"{self._labels[index]}/{value.name}")
-            nodes = list(part)
-            part.remove(nodes)
+            nodes = list(copy)
+            copy.remove(nodes)
             graph.extend(nodes)
-            for name in list(part.initializers):
-                graph.register_initializer(part.initializers.pop(name))
+            for name in list(copy.initializers):
+                graph.register_initializer(copy.initializers.pop(name))
             for state, output in source.reset.items():
-                if output in made:
-                    step.reset[own.get((index, state), state)] = made[output].name or ""
+                if output in by_name:
+                    step.reset[state_names.get((index, state), state)] = by_name[output].name or ""
         step.initialization = graph if step.reset else None
 
 
-def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
-    total = op(found[0])
-    for value in found[1:]:
+def _mean(op: Builder, terms: Sequence[ir.Value]) -> Expr:
+    total = op(terms[0])
+    for value in terms[1:]:
         total = total + op(value)
-    return (total / len(found) if len(found) > 1 else op.Identity(total)).like(found[0])
+    return (total / len(terms) if len(terms) > 1 else op.Identity(total)).like(terms[0])
 
 
 def _loss_of(model: Model, index: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Models for the ONNX Runtime at hand, which knows operator sets and the format up to some version."""
+"""Models for the installed ONNX Runtime, which knows operator sets and IR versions up to a limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.types import fill_in_types
 
 _LOADED_BY_ALL = 26
-"""The operator set for which ONNX Runtime need not be asked."""
+"""Latest operator set that all supported versions of ONNX Runtime load."""
 
 _PREVIEW = "ai.onnx.preview"
-"""Operators of the standard that may still change, of which ONNX Runtime has none."""
+"""Domain of the standard with operators that may still change; ONNX Runtime has none."""
 
 
 def for_onnxruntime(model: Model) -> Model:
-    """A model of the inference graph that ONNX Runtime loads: what it lacks is replaced by what that stands for."""
+    """Return a model that the installed ONNX Runtime loads, with bodies for missing operators."""
     model = of_one_opset(model)
     version = model.opset if model.opset <= _LOADED_BY_ALL else min(model.opset, onnxruntime_limits().opset)
     nodes = list(nodes_of(model))
@@ -42,7 +42,7 @@ def for_onnxruntime(model: Model) -> Model:
 
 
 def _at(version: int, model: Model) -> Model:
-    """The model in an operator set that may be older, without what ONNX Runtime lacks there."""
+    """Return the model in an older operator set, without operators that ONNX Runtime lacks."""
     model = model.copy(steps=False)
 
     def lacks(node: ir.Node) -> bool:
@@ -73,7 +73,7 @@ def _refusal(nodes: list[ir.Node]) -> UnsupportedError:
 
 
 def _has_no_kernel(node: ir.Node, version: int) -> bool:
-    """Whether ONNX Runtime cannot run an operator, and could run its body. Without one, it may run on other devices."""
+    """True if ONNX Runtime lacks an operator and could run its body; else other devices may run it."""
     if node.domain == _PREVIEW:
         return has_body(node.op_type, 1, _PREVIEW)
     has_kernel = version < NO_KERNEL.get(node.op_type, version + 1) and not node.attributes.keys() & NO_ATTRIBUTES
@@ -81,7 +81,7 @@ def _has_no_kernel(node: ir.Node, version: int) -> bool:
 
 
 def _last_kernel(node: ir.Node, version: int) -> int | None:
-    """The operator set before the one in which ONNX Runtime lost an operator that has no body to run in its place."""
+    """Return the last operator set in which ONNX Runtime had an operator that has no body."""
     lost = NO_KERNEL.get(node.op_type, version + 1)
     if not is_standard(node) or lost > version or not defs.has(node.op_type, lost - 1):
         return None
@@ -89,7 +89,7 @@ def _last_kernel(node: ir.Node, version: int) -> int | None:
 
 
 def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
-    """Whether a version of the standard lacks an operator of a newer one, an attribute, or the types that it is on."""
+    """True if a version of the standard lacks the operator, an attribute of it, or its types."""
     try:
         if not is_standard(node) or defs.get_schema(node.op_type, opset).since_version <= version:
             return False
@@ -99,61 +99,61 @@ def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
         schema = defs.get_schema(node.op_type, version)
     except defs.SchemaError:
         return True
-    known = node.attributes.keys() <= schema.attributes.keys()
-    return not known or not (_fit(node.inputs, schema.inputs) and _fit(node.outputs, schema.outputs))
+    has_attributes = node.attributes.keys() <= schema.attributes.keys()
+    return not has_attributes or not (_fit(node.inputs, schema.inputs) and _fit(node.outputs, schema.outputs))
 
 
-def _fit(given: Sequence[ir.Value | None], formals: Sequence[defs.OpSchema.FormalParameter]) -> bool:
-    """Whether values are of types that a version of an operator takes, as far as they are known."""
+def _fit(actual: Sequence[ir.Value | None], formals: Sequence[defs.OpSchema.FormalParameter]) -> bool:
+    """True if a version of an operator takes the types of the values, as far as they are known."""
     return all(
         value is None
         or not isinstance(value.type, ir.TensorType)
         or f"tensor({value.type.dtype.name.lower()})" in formals[min(i, len(formals) - 1)].types
-        for i, value in enumerate(given)
+        for i, value in enumerate(actual)
     )
 
 
-# ---- numbers of 16 bits ----------------------------------------------------------------------------------------------
+# ---- 16-bit types ----------------------------------------------------------------------------------------------------
 #
-# On a runtime without kernels for them they are computed in float32, and rounded after each node. This is what PyTorch
-# does with bfloat16 on a CPU, and ONNX Runtime itself with float16.
+# Without kernels for a 16-bit type, nodes compute in float32, and results are rounded after each node. PyTorch
+# does so with bfloat16 on a CPU, and ONNX Runtime itself with float16.
 
 
-_AS_THEY_ARE = {
+_MOVES = {
     *("Cast", "CastLike", "Constant", "ConstantOfShape", "Identity", "Shape", "Size", "If", "Loop", "Scan"),
     *("Concat", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"),
     *("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceInsert", "SplitToSequence"),
 }
-"""Operators that compute nothing with the numbers, and have kernels for all types."""
+"""Operators that only move numbers, with kernels for all types."""
 
 
 def widen(model: Model, dtype: ir.DataType) -> None:
-    """Put casts around all nodes that compute with numbers of a type, in place. Types must be known."""
+    """Cast around all nodes that compute with a 16-bit type, in place. Types must be known."""
     context, narrow = Context(model), ir.TensorType(dtype)
     for graph in graphs_in(model.graph):
         wide: dict[ir.Value, ir.Value] = {}
         for node in list(graph):
-            if node.op_type not in _AS_THEY_ARE and any(v is not None and v.type == narrow for v in node.inputs):
+            if node.op_type not in _MOVES and any(v is not None and v.type == narrow for v in node.inputs):
                 widen_node(node, dtype, context.names, wide)
 
 
 def widen_node(node: ir.Node, dtype: ir.DataType, names: Names, wide: dict[ir.Value, ir.Value]) -> None:
-    """Let a node compute in float32 what it would in `dtype`; `wide` has values of its graph that are cast already."""
-    read = {value for value in node.inputs if value is not None and value.type == ir.TensorType(dtype)}
-    for value in read - wide.keys():
+    """Let a node compute in float32 instead of `dtype`; `wide` has values that are already cast."""
+    narrow_inputs = {value for value in node.inputs if value is not None and value.type == ir.TensorType(dtype)}
+    for value in narrow_inputs - wide.keys():
         cast = _cast(value, ir.DataType.FLOAT, names.fresh(f"{value.name}/float32"))
         node.prepend(cast)
         wide[value] = cast.outputs[0]
-    for i, given in enumerate(node.inputs):
-        if given in read:
-            node.replace_input_with(i, wide[given])
-    for output in node.outputs if read else ():
+    for i, value_ in enumerate(node.inputs):
+        if value_ in narrow_inputs:
+            node.replace_input_with(i, wide[value_])
+    for output in node.outputs if narrow_inputs else ():
         if output.dtype == dtype:
             _round(node, output, names.fresh(f"{output.name}/float32"))
 
 
 def _round(node: ir.Node, output: ir.Value, name: str) -> None:
-    """Let what a node computes be float32, and everyone else read it rounded, under the name that it had."""
+    """Make the output of a node float32; its readers read it rounded, under the old name."""
     assert output.dtype is not None
     cast = _cast(output, output.dtype, output.name or "")
     output.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)

@@ -1,7 +1,7 @@
-"""A graph with AllReduces as several without: what can be computed before the first of them, before the next ...
+"""Segments: a graph with AllReduces cut into models without, which run between the all-reduces.
 
-AllReduces that need nothing of each other happen at the same time, such as those of all gradients. In the same way a
-graph that takes text is cut where numbers are made of it.
+AllReduces that do not depend on each other happen at the same time, such as those of all gradients.
+In the same way, a graph that takes strings is cut where integers are made of them.
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ from onward.runtime.composite_sessions import Exchange
 
 
 class Segment(NamedTuple):
-    """A graph between two exchanges."""
+    """A graph between two all-reduces."""
 
     model: Model
     exchanged: list[Exchange]
-    """What all processes tell each other after it."""
+    """Values that are all-reduced after it."""
 
 
 def cut(model: Model) -> list[Segment]:
-    """The segments of a lowered model, in their order. The model is taken apart: it must be the caller's own."""
+    """Return the segments of a lowered model, in order. The model is consumed."""
     graph = model.graph
-    when: dict[ir.Value, int] = {}
-    """In which segment a value is known."""
+    available: dict[ir.Value, int] = {}
+    """Value -> the segment after which it is available."""
     nodes: dict[ir.Node, int] = {}
     exchanged: list[list[Exchange]] = [[]]
     for node in graph:
-        at = max((when.get(value, 0) for value in read_by(node)), default=0)
+        index = max((available.get(value, 0) for value in read_by(node)), default=0)
         if is_all_reduce(node):
             assert node.inputs[0] is not None
-            exchanged += [[] for _ in range(len(exchanged), at + 2)]
-            exchanged[at].append(Exchange(node.inputs[0].name or "", node.outputs[0].name or "", is_mean(node)))
-            at += 1
+            exchanged += [[] for _ in range(len(exchanged), index + 2)]
+            exchanged[index].append(Exchange(node.inputs[0].name or "", node.outputs[0].name or "", is_mean(node)))
+            index += 1
         elif node.op_type != "Constant":
-            nodes[node] = at
-        when.update(dict.fromkeys(node.outputs, at))
+            nodes[node] = index
+        available.update(dict.fromkeys(node.outputs, index))
     cutter = _Cutter(model, nodes)
-    return [Segment(cutter.segment(at, [one.local for one in all]), all) for at, all in enumerate(exchanged)]
+    return [
+        Segment(cutter.segment(index, [exchange.local for exchange in exchanges]), exchanges)
+        for index, exchanges in enumerate(exchanged)
+    ]
 
 
 def cut_after_text(model: Model) -> tuple[Model, Model] | None:
-    """What makes whole numbers of text, and the rest; None where no input is text. The model is taken apart."""
+    """Return the model that makes integers of strings, and the rest; the model is consumed."""
     graph = model.graph
     texts = {value for value in graph.inputs if value.dtype is ir.DataType.STRING}
     if not texts:
@@ -55,27 +58,27 @@ def cut_after_text(model: Model) -> tuple[Model, Model] | None:
     others = {value for value in graph.inputs if value not in texts}
     of_text = set(texts)
     for node in graph:  # what depends on text and on constants, and is not yet what layers compute with
-        read = set(read_by(node))
+        inputs = set(read_by(node))
         is_discrete = all(value.dtype is not None and not value.dtype.is_floating_point() for value in node.outputs)
-        if read & others or not is_discrete:
+        if inputs & others or not is_discrete:
             others.update(node.outputs)
-        elif read & of_text:
+        elif inputs & of_text:
             of_text.update(node.outputs)
     first, _ = ancestors(of_text)
-    words = {value for value in of_text if value.dtype is ir.DataType.STRING}
+    strings = {value for value in of_text if value.dtype is ir.DataType.STRING}
     for node in graph:
-        if node not in first and not words.isdisjoint(read_by(node)):
+        if node not in first and not strings.isdisjoint(read_by(node)):
             raise UnsupportedError(
                 f"ONNX Runtime takes no text beside state in its own memory, and `{node.name}` needs both",
                 hint='take another engine: `engine="torch"` (`--engine torch`)',
             )
     for i, value in enumerate(graph.outputs):
         if value in of_text:  # the rest hands on what the model puts out
-            handed = ir.node("Identity", [value])
-            handed.outputs[0].type, handed.outputs[0].shape = value.type, value.shape
-            value.name, handed.outputs[0].name = f"{value.name}/of_text", value.name
-            graph.append(handed)
-            graph.outputs[i] = handed.outputs[0]
+            identity = ir.node("Identity", [value])
+            identity.outputs[0].type, identity.outputs[0].shape = value.type, value.shape
+            value.name, identity.outputs[0].name = f"{value.name}/of_text", value.name
+            graph.append(identity)
+            graph.outputs[i] = identity.outputs[0]
     nodes = {node: int(node not in first) for node in graph if node.op_type != "Constant"}
     cutter = _Cutter(model, nodes)
     return cutter.segment(0, []), cutter.segment(1, [])
@@ -87,37 +90,39 @@ class _Cutter:
         self._results = list(model.graph.outputs)
         self._owner = {inner: at for node, at in nodes.items() for inner in (node, *nested_nodes(node))}
         self._nodes = nodes
-        self._known = {value.name: value for node in model.graph for value in node.outputs}
+        self._by_name = {value.name: value for node in model.graph for value in node.outputs}
         model.graph.outputs.clear()
 
-    def segment(self, at: int, exchanged: list[str]) -> Model:
-        nodes = [node for node, segment in self._nodes.items() if segment == at]
-        made = {value for node in nodes for value in node.outputs}
-        outputs = [value for value in self._results if value in made]
-        outputs += [self._known[name] for name in exchanged if self._known[name] in made]
-        outputs += [value for value in made if any(self._owner.get(user, at) != at for user, _ in value.uses())]
+    def segment(self, index: int, local_names: list[str]) -> Model:
+        nodes = [node for node, segment in self._nodes.items() if segment == index]
+        computed = {value for node in nodes for value in node.outputs}
+        outputs = [value for value in self._results if value in computed]
+        outputs += [self._by_name[name] for name in local_names if self._by_name[name] in computed]
+        outputs += [
+            value for value in computed if any(self._owner.get(user, index) != index for user, _ in value.uses())
+        ]
         self._model.graph.remove(nodes)
         imports = dict(self._model.graph.opset_imports)
-        graph = ir.Graph([], list(dict.fromkeys(outputs)), nodes=nodes, opset_imports=imports, name=f"segment{at}")
+        graph = ir.Graph([], list(dict.fromkeys(outputs)), nodes=nodes, opset_imports=imports, name=f"segment{index}")
         for value in captured_values(nodes):
-            self._bring(value, graph, at)
+            self._add_source(value, graph, index)
         return Model(ir.Model(graph, ir_version=self._model.ir.ir_version or 10))
 
-    def _bring(self, value: ir.Value, graph: ir.Graph, at: int) -> None:
-        """Give a segment what it reads from elsewhere: a constant of its own, or an input."""
+    def _add_source(self, value: ir.Value, graph: ir.Graph, index: int) -> None:
+        """Give a segment a value from elsewhere: a copy of a constant, or an input."""
         producer = value.producer()
         if producer is not None and producer.op_type == "Constant":
             twin = ir.Node("", "Constant", [], list(producer.attributes.values()), name=producer.name)
-            own = twin.outputs[0]
+            copy = twin.outputs[0]
             graph.insert_before(graph[0], twin)
         else:
-            own = ir.Value()
-        own.name, own.type, own.shape = value.name, value.type, value.shape
+            copy = ir.Value()
+        copy.name, copy.type, copy.shape = value.name, value.type, value.shape
         if producer is None and value.is_initializer():
-            own.const_value = value.const_value
-            graph.register_initializer(own)
-        elif own.producer() is None:
-            graph.inputs.append(own)
+            copy.const_value = value.const_value
+            graph.register_initializer(copy)
+        elif copy.producer() is None:
+            graph.inputs.append(copy)
         for user, i in list(value.uses()):
-            if self._owner.get(user) == at:
-                user.replace_input_with(i, own)
+            if self._owner.get(user) == index:
+                user.replace_input_with(i, copy)

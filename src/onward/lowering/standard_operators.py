@@ -1,10 +1,12 @@
-"""Operators replaced by others: losses and optimizers of the standard, and what a runtime lacks.
+"""Replacement of operators by others: losses and optimizers of the standard, and operators that a
+runtime lacks.
 
-The losses have a function body in the standard; these do the same with half the nodes, and never transpose the scores.
+Losses have a function body in the standard; these do the same with half the nodes, and never
+transpose the scores.
 
-Of optimizers (domain `ai.onnx.preview.training`), inputs are `R` (learning rate), `T` (updates so far), then all
-parameters, all gradients, and all tensors of each kind of state; outputs are all new parameters, then the new states. A
-float32 attribute means exactly the number it holds.
+Optimizers (domain `ai.onnx.preview.training`) take `R` (learning rate), `T` (updates so far), then
+all parameters, all gradients, and all tensors of each state. They return all new parameters, then
+the new states. A float32 attribute means exactly the number it holds.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Lowering = Callable[[Builder, list[Expr | None], dict[str, Any], int], tuple[Exp
 def softmax_cross_entropy_loss(
     op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
 ) -> tuple[Expr, ...]:
-    """The negative log-likelihood of `labels [N, d...]` under softmax(`scores [N, C, d...]`), and the log-softmax."""
+    """Return the loss of softmax(`scores [N, C, d...]`) at `labels [N, d...]`, and log-softmax."""
     scores, labels, *weights = inputs
     log_prob = op.LogSoftmax(scores, axis=1)
     loss = negative_log_likelihood_loss(op, [log_prob, labels, *weights], attributes, 1)
@@ -52,22 +54,22 @@ def softmax_cross_entropy_loss(
 def negative_log_likelihood_loss(
     op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
 ) -> tuple[Expr, ...]:
-    """loss = -weight[target] · input[n, target, d...]; the mean divides by the sum of the weights that took part."""
+    """Return -weight[target] · input[n, target, d...]; the mean divides by the counted weights."""
     log_prob, labels, *rest = inputs
     weights = rest[0] if rest else None
     reduction, ignore_index = attributes["reduction"], attributes.get("ignore_index")
 
-    kept = None
+    counted = None
     if ignore_index is not None:
-        kept = op.Not(op.Equal(labels, ignore_index))
-        labels = op.Where(kept, labels, 0)
+        counted = op.Not(op.Equal(labels, ignore_index))
+        labels = op.Where(counted, labels, 0)
     loss = -op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(labels, [1]), axis=1), [1])
     weight = None if weights is None else op.Gather(weights, labels)
     if weight is not None:
         loss = loss * weight
-    if kept is not None:
-        loss = op.Where(kept, loss, 0)
-        weight = op.CastLike(kept, loss) if weight is None else op.Where(kept, weight, 0)
+    if counted is not None:
+        loss = op.Where(counted, loss, 0)
+        weight = op.CastLike(counted, loss) if weight is None else op.Where(counted, weight, 0)
 
     if reduction == "none":
         return (loss,)
@@ -121,7 +123,7 @@ def _regularize(a: Attributes, x: Expr, g: Expr) -> Expr:
 
 
 def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lowering:
-    """Lower an operator whose inputs after R and T are `kinds` lists of the same length, one after the other."""
+    """Return a lowering for operators whose inputs after R and T are `kinds` equal lists."""
 
     def lower(op: Builder, inputs: list[Expr | None], attributes: Attributes, outputs: int) -> tuple[Expr, ...]:
         r, t, *tensors = inputs
@@ -132,8 +134,10 @@ def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lo
             )
         rate = double(r)
         lists = [tensors[i * count : (i + 1) * count] for i in range(kinds)]
-        results = [step(op, attributes, rate, t, *one) for one in zip(*lists, strict=True)]
-        return tuple(result for kind in zip(*results, strict=True) for result in kind)[:outputs]
+        results = [
+            step(op, attributes, rate, t, *tensors_of_parameter) for tensors_of_parameter in zip(*lists, strict=True)
+        ]
+        return tuple(result for column in zip(*results, strict=True) for result in column)[:outputs]
 
     return lower
 
@@ -153,20 +157,20 @@ LOWERINGS = {**LOSSES, **OPTIMIZERS}
 def expand(
     context: Context,
     lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS,
-    is_meant: Callable[[ir.Node], bool] = lambda node: True,
+    is_selected: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
-    """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
+    """Replace selected nodes that have a lowering, also in nested graphs and functions, in place."""
     model = context.model
 
-    def wanted(graph: ir.Graph | ir.Function) -> bool:
-        return any((node.domain, node.op_type) in lowerings and is_meant(node) for node in graph.all_nodes())
+    def has_matches(graph: ir.Graph | ir.Function) -> bool:
+        return any((node.domain, node.op_type) in lowerings and is_selected(node) for node in graph.all_nodes())
 
-    for key in [key for key, function in model.functions.items() if wanted(function)]:
-        model.functions[key] = model.functions[key].clone()  # another model may have it, too
+    for key in [key for key, function in model.functions.items() if has_matches(function)]:
+        model.functions[key] = model.functions[key].clone()  # other models may share it
         context.names.take(all_names(model.functions[key].graph))
     for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
         for node in list(graph):
-            if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
+            if (lowering := lowerings.get((node.domain, node.op_type))) and is_selected(node):
                 _replace(context, graph, node, lowering)
 
 
@@ -175,7 +179,7 @@ def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowerin
         inputs = [op(value) if value is not None else None for value in node.inputs]
         results = lowering(op, inputs, attributes(node, op.opset), len(node.outputs))
     for old, new in zip(node.outputs, results, strict=False):
-        if old.name:  # else nobody wants it
+        if old.name:
             context.replace(old, new)
     graph.remove(node, safe=True)
 
@@ -186,7 +190,7 @@ def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowerin
 def replace_unknown(
     model: Model, unknown_in: Callable[[Model], list[ir.Node]], refusal: Callable[[list[ir.Node]], Error]
 ) -> Model:
-    """The model without unknown nodes. What cannot be expressed is named all at once."""
+    """Return the model without unknown nodes; raise an error with all that cannot be expressed."""
     while unknown := unknown_in(model):
         for replaced in (_by_lowerings, _by_rewrites, _by_functions):
             if (result := replaced(model, unknown)) is not None:
@@ -198,33 +202,33 @@ def replace_unknown(
 
 
 def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
-    found = {key: LOWERINGS[key] for node in unknown if (key := (node.domain, node.op_type)) in LOWERINGS}
-    if not found:
+    lowerings = {key: LOWERINGS[key] for node in unknown if (key := (node.domain, node.op_type)) in LOWERINGS}
+    if not lowerings:
         return None
-    expand(Context(model), found)
+    expand(Context(model), lowerings)
     return model
 
 
 def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:
-    found = {node: body for node in unknown if (body := lookup_body(node)) is not None}
-    if not found:
+    bodies = {node: body for node in unknown if (body := lookup_body(node)) is not None}
+    if not bodies:
         return None
     context = Context(model)
     context.fill_in_types()
-    replaced = [replace_node(context, node, rule) for node, rule in found.items()]
+    replaced = [replace_node(context, node, rule) for node, rule in bodies.items()]
     return model if any(replaced) else None
 
 
 def _by_functions(model: Model, unknown: list[ir.Node]) -> Model | None:
-    """As the standard, or the model, defines them."""
+    """Inline the bodies that the standard or the model defines."""
     imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
     bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
     calls = {(node.domain, node.op_type) for node in bodies}
     if not calls:
         return None
     result = inline_operators(model, calls)
-    left = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
-    return None if calls <= left else result  # some bodies are for newer versions of the standard than the model's
+    remaining = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
+    return None if calls <= remaining else result  # some bodies are for newer versions of the standard than the model's
 
 
 # ---- BatchNormalization in forms that all engines compute ------------------------------------------------------------
@@ -233,8 +237,8 @@ def _by_functions(model: Model, unknown: list[ir.Node]) -> Model | None:
 _KEY = ("", "BatchNormalization")
 
 
-def give_two_axes(context: Context) -> None:
-    """Let inputs of one axis, which the standard allows and frameworks do not, be of one channel."""
+def add_channel_axes(context: Context) -> None:
+    """Add a channel axis to one-axis inputs of BatchNormalization, which frameworks do not take."""
     expand(context, {_KEY: _add_channel}, _has_one_axis)
 
 
@@ -251,14 +255,17 @@ def _has_one_axis(node: ir.Node) -> bool:
 
 def _add_channel(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
     x, *others = inputs
-    made = op.BatchNormalization(op.Unsqueeze(x, [1]), *others, outputs=outputs, **attributes)
-    y, *statistics = (made,) if outputs == 1 else made
+    normalized = op.BatchNormalization(op.Unsqueeze(x, [1]), *others, outputs=outputs, **attributes)
+    y, *statistics = (normalized,) if outputs == 1 else normalized
     return op.Squeeze(y, [1]), *statistics
 
 
 def write_out_unsafe(context: Context) -> None:
-    """Write in plain operators what ONNX Runtime gets wrong: unless both running statistics are outputs of the graph,
-    it writes them over those that it reads, also over constants and what callers own."""
+    """Write BatchNormalization in plain operators where ONNX Runtime computes it wrongly.
+
+    Unless both running statistics are outputs of the graph, it overwrites those that it reads, even
+    constants and tensors of the caller.
+    """
     expand(context, {_KEY: _write_out}, lambda node: _is_unsafe(node, context.graph))
 
 
@@ -266,11 +273,11 @@ def _is_unsafe(node: ir.Node, graph: ir.Graph) -> bool:
     if not node.attributes.get_int("training_mode", 0):
         return False
     returned = [output for output in node.outputs[1:] if output.is_graph_output()]
-    return (len(returned) < 2 or node.graph is not graph) and not all(map(_is_nobodys, node.inputs[3:]))
+    return (len(returned) < 2 or node.graph is not graph) and not all(map(_may_be_overwritten, node.inputs[3:]))
 
 
-def _is_nobodys(value: ir.Value | None) -> bool:
-    """Whether nobody is harmed if a value is overwritten."""
+def _may_be_overwritten(value: ir.Value | None) -> bool:
+    """True if a value may be overwritten: computed, and read once."""
     producer = value.producer() if value is not None else None
     return producer is not None and producer.op_type != "Constant" and value is not None and len(value.uses()) == 1
 

@@ -1,4 +1,4 @@
-"""The parts of a training model as plain ONNX, which any runtime can execute, driven by a loop of a few lines."""
+"""Parts of a training model as plain ONNX, which a loop of a few lines drives on any runtime."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from onward.differentiate.sweep import RuleLookup
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest
 from onward.lowering.contract import Contract
 from onward.lowering.data_parallel import DataParallel, is_all_reduce, make_data_parallel
-from onward.lowering.optimize import optimize, write_calls
+from onward.lowering.optimize import inline_typed_calls, optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, runs_per_step
-from onward.lowering.standard_operators import OPTIMIZERS, expand, give_two_axes, write_out_unsafe
+from onward.lowering.standard_operators import OPTIMIZERS, add_channel_axes, expand, write_out_unsafe
 from onward.lowering.step_graph import StepGraph
 from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.checks import check_signatures
@@ -41,38 +41,38 @@ _Types = dict[str, tuple[ir.TypeProtocol | None, ir.Shape | None]]
 
 
 class Passes(NamedTuple):
-    """What an engine adds to the lowering of a step, for kernels of its own."""
+    """Passes that an engine adds to the lowering of a step, for its own kernels."""
 
     suit: Callable[[Model], bool]
     """True if the passes can be used for the combined graph of a step."""
     before: Callable[[Context], None]
     """Change the forward pass before it is differentiated."""
     find: RuleLookup
-    """Find the derivatives of what that adds, and of all else."""
+    """Look up rules, also for the operators that `before` adds."""
     after: Callable[[Context], None]
-    """Change the step when it is plain ONNX."""
+    """Change the step after it became plain ONNX."""
 
 
 class LoweringOptions(NamedTuple):
-    """How a part is lowered."""
+    """Options for the lowering of a part."""
 
     recompute: Choice = None
     differentiate: bool = True
-    """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
+    """False: keep training operators, for frameworks with their own derivatives."""
     data_parallel: DataParallel = DataParallel()
-    """Which of several processes it is for."""
+    """The process that it is for."""
     passes: Passes | None = None
     """The passes that an engine adds."""
 
 
 class Lowering:
-    """A training model whose parts are lowered: what they have in common is computed once.
+    """A training model whose parts are lowered; common work is done once.
 
         lowering = Lowering(model)
         step, evaluation = lowering.part("step"), lowering.part("evaluation")
 
-    The model is checked and brought to one operator set once, a round is put together once, and types that were
-    inferred for one part are those of the next.
+    The model is checked and converted to one operator set once, a round is combined once, and types
+    inferred for one part serve the next.
     """
 
     def __init__(self, source: Source, steps: Steps = None, options: LoweringOptions = LoweringOptions()):  # noqa: B008 (a constant)
@@ -83,7 +83,7 @@ class Lowering:
         self._rounds: dict[bool, tuple[OneStep, _Types]] = {}
 
     def part(self, part: str | None = None) -> Model:
-        """Return a part, in the operator set that the model has; see `onward.lower` for what they are."""
+        """Return a part, in the operator set of the model. For the parts see `onward.lower`."""
         part = part or default_part(self.model)
         if part == "inference":
             one, types = OneStep(self._plain_model(), 0), _Types()
@@ -94,16 +94,16 @@ class Lowering:
                     hint="lower the whole round, or one step of it by name",
                 )
             one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
-        made, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._options, types))
-        for node in made.graph.all_nodes():
-            node.device_configurations = ()  # they are the model's: a step is of one device
+        model, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._options, types))
+        for node in model.graph.all_nodes():
+            node.device_configurations = ()  # a step runs on one device
         loss = one.loss if one.loss in contract.metrics else contract.loss
         contract = dataclasses.replace(contract, part=part, loss=loss)
         if part != "inference" and loss in contract.metrics and _minimizes_output(one.model.step(one.index)):
-            contract = _call_loss(made, contract)
-        made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
-        contract.write_to(made)
-        return made
+            contract = _rename_loss(model, contract)
+        model.ir.ir_version = max(IR_VERSION, model.ir.ir_version or 0) if part == "inference" else IR_VERSION
+        contract.write_to(model)
+        return model
 
     def _plain_model(self) -> Model:
         return self._trainable() if has_training_operators(self.model) else of_one_opset(self.model)
@@ -118,7 +118,7 @@ class Lowering:
             one = as_one_step(self._trainable(), self._steps, together=together)
             types: _Types = {}
             if (not together) in self._rounds and self._rounds[not together][0].model is one.model:
-                types = self._rounds[not together][1]  # of a single step, which is the same in both ways
+                types = self._rounds[not together][1]  # a single step is the same in both cases
             self._rounds[together] = one, types
         return self._rounds[together]
 
@@ -129,20 +129,20 @@ def lower_for_engine(
     part: str | None = None,
     options: LoweringOptions = LoweringOptions(),  # noqa: B008 (a constant)
 ) -> Model:
-    """A part, in the operator set that the model has, for any engine."""
+    """Return a part, in the operator set of the model, for any engine."""
     if part is not None and part not in _OF_ENGINES:
-        known = (*PARTS, RUN)
-        raise UnknownNameError(f"there is no part `{part}`", hint=suggest(part, known) or f"parts: {', '.join(known)}")
+        parts = (*PARTS, RUN)
+        raise UnknownNameError(f"there is no part `{part}`", hint=suggest(part, parts) or f"parts: {', '.join(parts)}")
     return Lowering(source, step, options).part(part)
 
 
 def lower_for_framework(source: Source, step: Steps = None, part: str | None = None) -> Model:
-    """A part with training operators as they are, for a framework that has derivatives of its own."""
+    """Return a part that keeps training operators, for a framework with its own derivatives."""
     return lower_for_engine(source, step, part, LoweringOptions(differentiate=False))
 
 
 def default_part(model: Model) -> str:
-    """What is meant where no part is named."""
+    """Return the part that is lowered by default."""
     return "step" if model.is_training_model else "inference"
 
 
@@ -150,14 +150,14 @@ def default_part(model: Model) -> str:
 
 
 class _Origin(NamedTuple):
-    """What a part is made of."""
+    """Source of a part."""
 
     model: Model
     number: int
-    """Of the step, in the model."""
+    """Index of the step."""
     options: LoweringOptions
     types: _Types
-    """Types that were inferred for other parts, by name in the combined graph."""
+    """Types inferred for other parts, by name in the combined graph."""
 
 
 _Part = tuple[Model, Contract]
@@ -166,13 +166,13 @@ _Part = tuple[Model, Contract]
 def _step(origin: _Origin) -> _Part:
     step_graph = _open_step(origin)
     make_data_parallel(step_graph, origin.options.data_parallel)
-    made, contract = _plain(origin, step_graph, step_graph.bindings, step_graph.metrics)
-    inputs = made.graph.inputs
-    read = {value.name for value in inputs}
-    unread = [state.name for state in states(origin.model, origin.number) if state.name not in read]
-    for value in (step_graph.state[name] for name in unread):  # a loop hands over all state, also what is only written
+    model, contract = _plain(origin, step_graph, step_graph.bindings, step_graph.metrics)
+    inputs = model.graph.inputs
+    names = {value.name for value in inputs}
+    unread = [state.name for state in states(origin.model, origin.number) if state.name not in names]
+    for value in (step_graph.state[name] for name in unread):  # a loop passes all state, even if it is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
-    return made, dataclasses.replace(contract, state=[*contract.state, *unread])
+    return model, dataclasses.replace(contract, state=[*contract.state, *unread])
 
 
 def _evaluation(origin: _Origin) -> _Part:
@@ -182,16 +182,16 @@ def _evaluation(origin: _Origin) -> _Part:
     step_graph.switch_to_inference()
     metrics = step_graph.of_evaluation()
     make_data_parallel(step_graph, origin.options.data_parallel._replace(gradients=False))
-    made, contract = _plain(origin, step_graph, {}, metrics, outputs)
-    return made, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
+    model, contract = _plain(origin, step_graph, {}, metrics, outputs)
+    return model, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
 
 
 def _gradient_part(origin: _Origin) -> _Part:
     step_graph = _open_step(origin)
     gradients = {output.name or "": x for x, output in step_graph.results()}
     make_data_parallel(step_graph, origin.options.data_parallel)
-    made, contract = _plain(origin, step_graph, *step_graph.of_forward(), list(gradients))
-    return made, dataclasses.replace(contract, gradients=gradients)
+    model, contract = _plain(origin, step_graph, *step_graph.of_forward(), list(gradients))
+    return model, dataclasses.replace(contract, gradients=gradients)
 
 
 def _forward(origin: _Origin) -> _Part:
@@ -206,20 +206,21 @@ def _apply(origin: _Origin) -> _Part:
     parameters = {}
     step_graph.graph.outputs.clear()  # others are set later
     for x, output in step_graph.results():
-        given = ir.Value(name=output.name, type=output.type, shape=output.shape)
+        gradient = ir.Value(name=output.name, type=output.type, shape=output.shape)
         output.name = f"{output.name}/computed"
-        output.replace_all_uses_with(given)
-        step_graph.graph.inputs.append(given)
-        step_graph.known[given.name] = given
-        parameters[given.name] = x
+        output.replace_all_uses_with(gradient)
+        step_graph.graph.inputs.append(gradient)
+        step_graph.known[gradient.name] = gradient
+        parameters[gradient.name] = x
     bindings = {name: new for name, new in step_graph.bindings.items() if name not in forward}
     metrics = [name for name in step_graph.metrics if name not in forward_metrics]
-    made, contract = _plain(origin, step_graph, bindings, metrics)
-    if strange := [name for name in contract.batch if name not in parameters]:
+    model, contract = _plain(origin, step_graph, bindings, metrics)
+    if other_inputs := [name for name in contract.batch if name not in parameters]:
         raise UnsupportedError(
-            f"the update reads `{strange[0]}`, not gradients and state alone", hint="run the whole step: part `step`"
+            f"the update reads `{other_inputs[0]}`, not gradients and state alone",
+            hint="run the whole step: part `step`",
         )
-    return made, dataclasses.replace(contract, batch=[], gradients={name: parameters[name] for name in contract.batch})
+    return model, dataclasses.replace(contract, batch=[], gradients={name: parameters[name] for name in contract.batch})
 
 
 def _initialization(origin: _Origin) -> _Part:
@@ -229,24 +230,24 @@ def _initialization(origin: _Origin) -> _Part:
     graph = step.initialization.clone()
     graph.opset_imports.update(model.ir.opset_imports)
     functions = [function.clone() for function in model.functions.values()]
-    made = Model(ir.Model(graph, ir_version=IR_VERSION, functions=functions))
-    inline_calls(made)
+    model_ = Model(ir.Model(graph, ir_version=IR_VERSION, functions=functions))
+    inline_calls(model_)
     names = Names([*step.reset, *(name for value in values(graph) if (name := value.name))])
-    known = {value.name: value for value in values(graph)}
-    for value in known.values():  # an output bears the name of its state, which may be in use
+    by_name = {value.name: value for value in values(graph)}
+    for value in by_name.values():  # an output bears the name of its state, which may be in use
         value.name = names.fresh(f"{value.name}/within")
-    op = Builder(graph, opset=made.opset, names=names)
+    op = Builder(graph, opset=model_.opset, names=names)
     graph.outputs.clear()
     for state, output in step.reset.items():
-        if output not in known:
+        if output not in by_name:
             raise InvalidModelError(f"the initialization has no `{output}` to start `{state}` from")
-        value = known[output]
+        value = by_name[output]
         if value.producer() is None or value.is_graph_output():
             value = op.Identity(value).like(value).value
         value.name = state
         graph.outputs.append(value)
-    _finish(Context(made))
-    return made, Contract(update={name: name for name in step.reset})
+    _finish(Context(model_))
+    return model_, Contract(update={name: name for name in step.reset})
 
 
 def _state(origin: _Origin) -> _Part:
@@ -256,38 +257,41 @@ def _state(origin: _Origin) -> _Part:
     for state in stored:
         tensor = state.value.const_value
         assert tensor is not None
-        kept = add_initializer(graph, op.names.fresh(f"{state.name}/stored"), tensor)
-        value = op.Identity(kept).like(kept).value
+        constant = add_initializer(graph, op.names.fresh(f"{state.name}/stored"), tensor)
+        value = op.Identity(constant).like(constant).value
         value.name = state.name
         graph.outputs.append(value)
     return Model(ir.Model(graph, ir_version=IR_VERSION)), Contract(update={state.name: state.name for state in stored})
 
 
 def _inference(origin: _Origin) -> _Part:
-    """The main graph with no training operator and no function. Inputs, outputs and weights stay.
+    """Return the main graph without training operators and functions; inputs, outputs and weights
+    stay.
 
-    Training operators stay too where an engine has derivatives of its own.
+    Training operators stay too for a framework with its own derivatives.
     """
-    made = origin.model.copy(steps=False)
-    write_padding(made)
-    if origin.options.differentiate and has_training_operators(made):
-        context = Context(made)
-        made = lower_gradients(context, recompute=origin.options.recompute)
+    model = origin.model.copy(steps=False)
+    write_padding(model)
+    if origin.options.differentiate and has_training_operators(model):
+        context = Context(model)
+        model = lower_gradients(context, recompute=origin.options.recompute)
         expand(context, OPTIMIZERS)
-        write_calls(context)
-        inline_calls(made, names_in_use=context.names)
+        inline_typed_calls(context)
+        inline_calls(model, names_in_use=context.names)
         _shorten(context)
-        left = {f"`{node.domain}.{node.op_type}`" for node in made.graph.all_nodes() if node.domain == TRAINING_DOMAIN}
-        if left:
+        remaining = {
+            f"`{node.domain}.{node.op_type}`" for node in model.graph.all_nodes() if node.domain == TRAINING_DOMAIN
+        }
+        if remaining:
             raise UnsupportedError(
-                f"there is no way to write {', '.join(sorted(left))} in plain operators",
+                f"there is no way to write {', '.join(sorted(remaining))} in plain operators",
                 hint="of this domain the standard has Gradient, Adagrad, Adam and Momentum",
             )
-        drop_unused_definitions(made)
-    elif made.functions:
-        inline_calls(made)
-    batch, outputs = ([value.name or "" for value in values] for values in (made.inputs, made.outputs))
-    return made, Contract(batch=batch, outputs=outputs)
+        drop_unused_definitions(model)
+    elif model.functions:
+        inline_calls(model)
+    batch, outputs = ([value.name or "" for value in values] for values in (model.inputs, model.outputs))
+    return model, Contract(batch=batch, outputs=outputs)
 
 
 def has_training_operators(model: Model) -> bool:
@@ -305,9 +309,9 @@ PARTS: dict[str, Callable[[_Origin], _Part]] = {
     "inference": _inference,
 }
 RUN = "run"
-"""The part that is entire training, made of others: see run/."""
+"""The part with whole training: see run/."""
 _OF_ENGINES = {**PARTS, "forward": _forward}
-"""And what is of use to engines alone: `gradients` without them."""
+"""Parts for engines: `forward` is `gradients` without gradients."""
 
 
 # ---- losses that the model computes ----------------------------------------------------------------------------------
@@ -323,9 +327,9 @@ def _minimizes_output(step: Step) -> bool:
     return isinstance(term, dict) and of_output.items() <= term.items() and not step.fact("train.distill")
 
 
-def _call_loss(made: Model, contract: Contract) -> Contract:
+def _rename_loss(model: Model, contract: Contract) -> Contract:
     """Give the metric that is minimized the name `loss`, in place, and return the contract with it."""
-    old, graph = contract.loss, made.graph
+    old, graph = contract.loss, model.graph
     if old == _LOSS:
         return contract
     tie(graph)
@@ -334,9 +338,9 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
         graph.outputs.remove(metric)
         remove_unused(graph)
     else:
-        known = {value.name or "": value for value in values(graph)}
-        if _LOSS in known:
-            known[_LOSS].name = Names(known).fresh(f"{_LOSS}/computed")
+        by_name = {value.name or "": value for value in values(graph)}
+        if _LOSS in by_name:
+            by_name[_LOSS].name = Names(by_name).fresh(f"{_LOSS}/computed")
         metric.name = _LOSS
     untie(graph)
     metrics = [_LOSS if name == old else name for name in contract.metrics]
@@ -347,16 +351,16 @@ def _call_loss(made: Model, contract: Contract) -> Contract:
 
 
 def _open_step(origin: _Origin) -> StepGraph:
-    """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
+    """Return the combined graph with the state as inputs, so that no rule or pass folds it."""
     combined = Model(origin.model.combined(origin.number, share_functions=True))
     graph = combined.graph
     for value in values(graph) if origin.types else ():
         value.type, value.shape = origin.types.get(value.name or "", (value.type, value.shape))
     context = Context(combined)
     write_padding(combined)
-    if origin.options.data_parallel.size > 1:  # what is summed up over samples must be seen
+    if origin.options.data_parallel.size > 1:  # sums over samples must be visible
         inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
-    give_two_axes(context)
+    add_channel_axes(context)
     tie(graph)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     state = carried_state(origin.model, origin.number)
@@ -372,34 +376,36 @@ def _plain(
     metrics: Sequence[str],
     more: Sequence[str] = (),
 ) -> _Part:
-    """Keep what metrics, `more` outputs and new state need, and lower it."""
+    """Keep the nodes for metrics, `more` outputs and new state, and lower them."""
     options, context, loss = origin.options, step_graph.context, step_graph.loss(metrics)
     graph = context.graph
     graph.outputs[:] = [step_graph.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     remove_unused(graph)
     untie(graph)
     if options.differentiate:
-        _infer_once(origin, step_graph)
+        _infer_types(origin, step_graph)
         passes = options.passes if options.passes is not None and options.passes.suit(context.model) else None
         if passes is not None:
             passes.before(context)
-        made = lower_gradients(context, recompute=options.recompute, find=lookup if passes is None else passes.find)
+        model = lower_gradients(context, recompute=options.recompute, find=lookup if passes is None else passes.find)
         expand(context)
-        write_calls(context)
-        if made.functions:
-            inline_calls(made, names_in_use=context.names)
+        inline_typed_calls(context)
+        if model.functions:
+            inline_calls(model, names_in_use=context.names)
         _finish(context)
         if passes is not None:
             passes.after(context)
     else:
-        made = context.model
+        model = context.model
         # StopGradient's derivative is not that of its body, and frameworks have their own.
-        plain = [f"{domain}.{name}" for domain, name, _ in made.functions if (domain, name) not in RULES]
-        inline_calls(made, plain, context.names)
-        _drop_unused_inputs(made.graph)
-    made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in step_graph.state)  # the state last
-    inputs = [value.name or "" for value in made.graph.inputs]
-    return made, Contract(
+        plain = [f"{domain}.{name}" for domain, name, _ in model.functions if (domain, name) not in RULES]
+        inline_calls(model, plain, context.names)
+        _drop_unused_inputs(model.graph)
+    model.graph.inputs[:] = sorted(
+        model.graph.inputs, key=lambda value: value.name in step_graph.state
+    )  # the state last
+    inputs = [value.name or "" for value in model.graph.inputs]
+    return model, Contract(
         batch=[name for name in inputs if name not in step_graph.state],
         state=[name for name in inputs if name in step_graph.state],
         update=dict(bindings),
@@ -408,8 +414,8 @@ def _plain(
     )
 
 
-def _infer_once(origin: _Origin, step_graph: StepGraph) -> None:
-    """Infer types before anything is rewritten; keep those of the combined graph for other parts."""
+def _infer_types(origin: _Origin, step_graph: StepGraph) -> None:
+    """Infer types before any rewriting, and keep those of the combined graph for other parts."""
     context, types = step_graph.context, origin.types
     if types:
         context.note_types(value for name, value in step_graph.opened.items() if name in types)
@@ -420,7 +426,7 @@ def _infer_once(origin: _Origin, step_graph: StepGraph) -> None:
 
 
 def _finish(context: Context) -> None:
-    """Drop what nothing needs: nodes, inputs, initializers, imports; and shorten the rest."""
+    """Drop unused nodes, inputs, initializers and imports, and simplify the rest."""
     write_out_unsafe(context)
     _shorten(context)
     graph = context.graph
@@ -441,7 +447,7 @@ def _finish(context: Context) -> None:
 
 
 def _shorten(context: Context) -> None:
-    """Drop nodes that nothing needs, and shorten the rest."""
+    """Drop unused nodes, and simplify the rest."""
     optimize(context)
     simplify(list(context.graph))
     remove_unused(context.graph)

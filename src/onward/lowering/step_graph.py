@@ -1,4 +1,4 @@
-"""What depends on what in the combined graph of a step: on the batch, on gradients, on random numbers."""
+"""Dependencies in the combined graph of a step: on the batch, on gradients, on random numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from onward.transform.context import Context
 
 
 class StepGraph:
-    """The combined graph of a step, in which the state has been made inputs, and Gradients read what they name."""
+    """Combined graph of a step, with the state as inputs; Gradients read the values that they name."""
 
     def __init__(self, context: Context, step: Step, state: Sequence[State]):
         self.context, self.graph = context, context.graph
         self.known = {value.name: value for value in values(self.graph)}
         self.opened = dict(self.known)
-        """The values of the combined graph by name, whatever is changed later."""
+        """Values of the combined graph by name, before any change."""
         self.state = {s.name: self.known[s.name] for s in state}
         self._step = step
         self.random = {self.state[s.name] for s in state if s.role == "rng"}
-        """State that random numbers are drawn from."""
+        """State of random generators."""
         self.bindings = dict(step.update)
         """State -> its new value."""
         own = {output.name for node in step.gradients() for output in node.outputs if output.name}
         self._gradients = [n for n in self.graph if is_gradient(n) and any(v.name in own for v in n.outputs)]
-        """Those of the training: others are results of the model."""
+        """Gradients of the training; others are results of the model."""
         losses = [string(node, "y") for node in self._gradients]
         new = set(self.bindings.values()) - set(losses)
         self.metrics = [v.name or "" for v in step.algorithm.outputs if v.name not in new]
-        """The other outputs of the algorithm; and the loss, also if it is kept."""
+        """Other outputs of the algorithm, and the loss, even if it is also a new state."""
         variables = [strings(node, "xs") for node in self._gradients]
         for name in itertools.chain(self.bindings.values(), self.metrics, losses, *variables):
             self.value(name)
@@ -44,13 +44,13 @@ class StepGraph:
                 raise InvalidModelError(
                     f"the training updates `{name}`, which is no initializer", hint="`onward check` says more"
                 )
-        self._give_each_its_own()
+        self._copy_shared_outputs()
         self._added: str | None = None
         if self.last_gradients() and self.loss(self.metrics) is None:
-            self._report_the_loss()
+            self._add_loss_metric()
 
-    def _report_the_loss(self) -> None:
-        """Make a metric of what is differentiated, which an algorithm need not return: the sum of its elements."""
+    def _add_loss_metric(self) -> None:
+        """Add the sum of the differentiated value as a metric: an algorithm need not return it."""
         op = self.context.builder()
         name = op.names.fresh("loss")
         loss = op.ReduceSum(self.value(string(self.last_gradients()[0], "y")), keepdims=0).value
@@ -59,9 +59,11 @@ class StepGraph:
         self.metrics.append(name)
         self._added = name
 
-    def _give_each_its_own(self) -> None:
-        """Copy new values that are inputs, constants, metrics or another variable's new value: a runtime returns no
-        input in memory that others hand to it, and no output twice."""
+    def _copy_shared_outputs(self) -> None:
+        """Copy new values that are inputs, constants, metrics or the new value of another state.
+
+        A runtime neither returns an input in memory of the caller, nor an output twice.
+        """
         taken = {self.value(name) for name in self.metrics}
         for state, new in self.bindings.items():
             value = self.value(new)
@@ -82,12 +84,12 @@ class StepGraph:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def last_gradients(self) -> list[ir.Node]:
-        """The `Gradient` nodes of the training that no other one differentiates once more."""
+        """Return the `Gradient` nodes of the training that no other one differentiates."""
         needed, _ = ancestors(self.value(string(node, "y")) for node in self._gradients)
         return [node for node in self._gradients if node not in needed]
 
     def results(self) -> list[tuple[str, ir.Value]]:
-        """What these compute: a variable and its gradient, which has the same type."""
+        """Return pairs of a variable and its gradient, which gets the same type."""
         nodes = self.last_gradients()
         pairs = [pair for node in nodes for pair in zip(strings(node, "xs"), node.outputs, strict=False)]
         for x, output in pairs:
@@ -95,19 +97,20 @@ class StepGraph:
         return [(x, output) for x, output in pairs if output.name]
 
     def loss(self, metrics: Sequence[str]) -> str | None:
-        """The metric that is minimised: what is differentiated, or the last one on the way to it."""
+        """Return the metric that is minimized: the differentiated value, or the last before it."""
         targets = [self.value(string(node, "y")) for node in self.last_gradients()[:1]]
         _, needed = ancestors(targets)
-        found = {value: name for name in metrics if (value := self.value(name)) in needed}
+        candidates = {value: name for name in metrics if (value := self.value(name)) in needed}
         added = self._added if self._added in metrics else None
-        return next((found[value] for value in reversed(values(self.graph)) if value in found), added)
+        return next((candidates[value] for value in reversed(values(self.graph)) if value in candidates), added)
 
     # ---- which results belong where ----------------------------------------------------------------------------------
 
     def of_forward(self) -> tuple[dict[str, str], list[str]]:
-        """The bindings and metrics that belong to the forward pass: they depend on the batch, and on no gradient.
+        """Return the bindings and metrics of the forward pass, which depend on the batch and on no
+        gradient.
 
-        A generator that the loss draws from belongs to it too: it advances when it was used.
+        A random generator that the loss draws from belongs to it too.
         """
         nodes = self.last_gradients()
         derived, from_batch = self._derived(nodes), self.from_batch()
@@ -123,26 +126,26 @@ class StepGraph:
         return bindings, [name for name in self.metrics if is_forward(name)]
 
     def of_evaluation(self) -> list[str]:
-        """The metrics that a batch has without an update, and without luck."""
+        """Return the metrics that depend on the batch, but not on gradients or random numbers."""
         derived, from_batch = self._derived(self.last_gradients()), self.from_batch()
 
-        def is_kept(value: ir.Value) -> bool:
+        def is_deterministic(value: ir.Value) -> bool:
             return value in from_batch and value not in derived and self.random.isdisjoint(ancestors([value])[1])
 
-        return [name for name in self.metrics if is_kept(self.value(name))]
+        return [name for name in self.metrics if is_deterministic(self.value(name))]
 
     def _derived(self, nodes: Sequence[ir.Node]) -> Collection[ir.Value]:
         return descendants(self.graph, [output for node in nodes for output in node.outputs])
 
     def from_batch(self) -> Collection[ir.Value]:
-        """All that depends on a batch."""
+        """Return all values that depend on the batch."""
         state = set(self.state.values())
         return descendants(self.graph, [value for value in self.graph.inputs if value not in state])
 
     # ---- inference ---------------------------------------------------------------------------------------------------
 
     def switch_to_inference(self) -> None:
-        """Let all read what inference computes, where training computes something of its own in its place."""
+        """Replace values that training computes in its own way by those of inference."""
         pairs = self._step.fact("train.forward")
         op = self.context.builder()
         self.graph.outputs.clear()  # others are set later

@@ -27,7 +27,7 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
-from onward.lowering.data_parallel import DataParallel, extract
+from onward.lowering.data_parallel import DataParallel, extract_values
 from onward.lowering.micro_batches import COUNT, NUMBER, divide_into_micro_batches
 from onward.lowering.rounds import Steps
 from onward.lowering.step import LoweringOptions
@@ -251,7 +251,7 @@ class _Flow:
 
     def of(self, rank: int, framework: Any) -> _FlowOfOne:
         others = self._reads[rank] & self._beside - set(self._made[rank])
-        model = extract(self._forward, [self._values[name] for name in sorted(others)]) if others else None
+        model = extract_values(self._forward, [self._values[name] for name in sorted(others)]) if others else None
         gives = self._results if rank == self._size - 1 else self._handed_on(rank)
         takes = self._handed_on(rank - 1) if rank else []
         return _FlowOfOne(takes, gives, interpreter(model, framework) if model else None, rank == self._size - 1)

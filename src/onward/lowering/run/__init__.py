@@ -1,12 +1,13 @@
-"""Entire training as one plain ONNX model: a Loop over epochs, in it one over steps, and one over validation data.
+"""Whole training as one plain ONNX model: a Loop over epochs, with loops over steps and validation
+data inside.
 
     (data, validation data, epochs, seed, state) -> (new state, best state, metrics of each step and of each epoch)
 
-It does what `onward train` does: the same batches in the same order, the same evaluation, the same choice of the best
-state. Where it stands goes in and out with the state, so that a run in pieces is the same as one.
+It trains as `onward train` does: the same batches in the same order, the same evaluation, the same
+choice of the best state. Its progress goes in and out with the state, so that a run can be split.
 
-A step whose loss is not finite must not count, and to keep the state before each step would mean to copy it. So the
-epoch, from where it was begun, is made once more, up to that step; then it stops.
+A step whose loss is not finite must not count. Keeping the state before each step would copy it. So
+the epoch is repeated from its start in this call, up to that step; then the run stops.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _OF_VALIDATION = ("patience", "metrics", "monitor")
 
 SETTINGS = ("epochs", "steps", "seed")
-"""What each call is told: how many epochs there are in all, how many steps to make at most (below 0: any number)."""
+"""Settings of a call: all epochs, the maximum number of steps (below 0: no limit), the seed."""
 POSITION = {"epoch": _INT, "batch": _INT, "step": _INT, "losses": _DOUBLE, "counted": _INT}
-"""Where a run stands, as `Place` of a run on disk has it."""
+"""Progress of a run, as `Place` of a run on disk has it."""
 JUDGEMENT = {"best": _DOUBLE, "best_epoch": _INT, "since_best": _INT}
-"""And what is known of the best state, where there are validation data."""
+"""Progress of the search for the best state, with validation data."""
 FINISHED, MORE, EARLY, NOT_FINITE = range(4)
-"""Why it stopped: all epochs are done; the steps are made; it gets no better; the loss is not finite."""
+"""Reasons for the end: all epochs done; the maximum of steps made; no improvement; loss not finite."""
 
 
 def lower_run(model: Model, steps: Steps, lowering_options: LoweringOptions, options: WholeRunOptions) -> Model:
-    """The part `run`."""
+    """Lower the part `run`."""
     if not options.validate and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
         raise RecipeError(
             f"`{useless[0]}` waits for better results on validation data, and there are none"
@@ -66,20 +67,20 @@ def lower_run(model: Model, steps: Steps, lowering_options: LoweringOptions, opt
 
 
 class _Piece(NamedTuple):
-    """The part of an epoch that was made; nothing of it counts, if a loss is not finite."""
+    """The steps of an epoch made in one iteration; none of them count if a loss is not finite."""
 
     state: dict[str, Expr]
     sums: dict[str, Expr]
-    """The sum of the losses of the samples in the epoch so far, and their number."""
+    """Sum of the losses of the samples in the epoch so far, and their number."""
     failed: Expr
-    found: Expr
-    """How many steps were made, the one that failed among them,"""
     made: Expr
-    """and how many count."""
+    """Number of steps, including one that failed."""
+    counted: Expr
+    """Number of steps that count."""
     reached: Expr
-    """How many of the epoch are done."""
+    """Number of steps of the epoch that are done."""
     rows: list[Expr]
-    """Of each step of the epoch, whether it counts here, and its metrics."""
+    """For each step of the epoch: true if it counts here, and its metrics."""
 
 
 class _WholeRun:
@@ -103,20 +104,20 @@ class _WholeRun:
         if validation is not None:
             validation.take_data(self._graph, self._op, noise, size, is_fixed=self._fixed is not None)
         self._settings = {name: self._input(scalar(f"run/{name}", _INT)) for name in SETTINGS}
-        seen = validation.inputs if validation is not None else {}
-        read = {name: steps.inputs[name] for name in steps.state} | seen
-        self._state = {name: self._input(value, name) for name, value in read.items()}
-        kept = POSITION if validation is None else POSITION | JUDGEMENT
-        self._position = {name: self._input(scalar(f"run/{name}", kind)) for name, kind in kept.items()}
+        evaluated = validation.inputs if validation is not None else {}
+        inputs = {name: steps.inputs[name] for name in steps.state} | evaluated
+        self._state = {name: self._input(value, name) for name, value in inputs.items()}
+        progress = POSITION if validation is None else POSITION | JUDGEMENT
+        self._position = {name: self._input(scalar(f"run/{name}", dtype)) for name, dtype in progress.items()}
         self._updated = {name: value for name, value in self._state.items() if name in steps.update}
         fresh = self._op.names.fresh
-        self._best = {n: self._input(v, fresh(f"best/{n}")) for n, v in seen.items() if n in steps.update}
+        self._best = {n: self._input(v, fresh(f"best/{n}")) for n, v in evaluated.items() if n in steps.update}
 
     def _input(self, value: ir.Value, name: str | None = None) -> ir.Value:
-        """An input like a value, under its name or a fresh one."""
-        made = ir.Value(name=name or self._op.names.fresh(value.name or ""), type=value.type, shape=value.shape)
-        self._graph.inputs.append(made)
-        return made
+        """Add an input like a value, under its name or a fresh one."""
+        input_ = ir.Value(name=name or self._op.names.fresh(value.name or ""), type=value.type, shape=value.shape)
+        self._graph.inputs.append(input_)
+        return input_
 
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
@@ -126,13 +127,13 @@ class _WholeRun:
         self._end = op.Where(steps < 0, op.scalar(np.iinfo(np.int64).max, steps), at["step"] + steps).value
         self._per_epoch = (self._data.batches(op, drop=self._drops) / self._steps.batches).value
         self._is_new = op.Equal(at["step"] + at["epoch"] + at["batch"], 0).value
-        goes_on, stopped = self._outlook(op, at)
+        continues, stopped = self._more_to_do(op, at)
         if self._validation is not None:
-            goes_on = op.Or(goes_on, self._is_new)
+            continues = op.Or(continues, self._is_new)
         carried = [*self._updated.values(), *self._best.values(), *at.values(), np.int64(-1), stopped]
         body = op.subgraph(self._epoch, [*loop_inputs(), *self._carried()], "epoch")
         count = 2 + len(self._steps.metrics) + len(self._of_epoch())
-        results = op.Loop(None, goes_on, *carried, body=body, outputs=len(carried) + count)
+        results = op.Loop(None, continues, *carried, body=body, outputs=len(carried) + count)
         return self._finish(results[: len(carried)], results[len(carried) :])
 
     @property
@@ -140,19 +141,18 @@ class _WholeRun:
         return self._options.last == "drop" or (self._options.last == "keep" and self._fixed is not None)
 
     def _of_epoch(self) -> list[str]:
-        """What is known of each epoch."""
+        """Return the names of the results of each epoch."""
         measured = self._validation.names if self._validation is not None else ()
         return ["epoch", "loss", *(f"validation/{name}" for name in measured)]
 
     def _carried(self) -> list[ir.Value]:
-        """What goes from epoch to epoch: state, the best state, the position; up to which step an epoch may be made
-        again, and why it stopped."""
-        kept = [*self._updated.values(), *self._best.values(), *self._position.values()]
-        again = [ir.Value(name=value.name, type=value.type, shape=value.shape) for value in kept]
-        return [*again, scalar("allowed", _INT), scalar("stopped", _INT)]
+        """Return the loop variables: state, best state, progress, limit of a second pass, reason."""
+        values = [*self._updated.values(), *self._best.values(), *self._position.values()]
+        copies = [ir.Value(name=value.name, type=value.type, shape=value.shape) for value in values]
+        return [*copies, scalar("allowed", _INT), scalar("stopped", _INT)]
 
-    def _outlook(self, op: Builder, at: Mapping[str, Expr]) -> tuple[Expr, Expr]:
-        """Whether there is more to do here, and why not if there is not."""
+    def _more_to_do(self, op: Builder, at: Mapping[str, Expr]) -> tuple[Expr, Expr]:
+        """Return true if there is more to do here, and the reason to stop."""
         is_done = at["epoch"] >= op(self._settings["epochs"])
         ends = op.Or(is_done, at["step"] >= self._end)
         reason = op.Where(is_done, np.int64(FINISHED), np.int64(MORE))
@@ -170,37 +170,37 @@ class _WholeRun:
         named = ["epoch/number" if name == "epoch" else f"epoch/{name}" for name in self._of_epoch()]
         epochs = dict(zip(self._of_epoch(), self._flattened(of_epochs, named, "measured"), strict=True))
         update = {}
-        for given, new in zip(inputs, after, strict=False):
-            update[given.name or ""] = self._output(new.like(given), f"{given.name}/new", given.shape)
+        for input_, new in zip(inputs, after, strict=False):
+            update[input_.name or ""] = self._output(new.like(input_), f"{input_.name}/new", input_.shape)
         stopped = self._output(after[-1], "run/stopped", ir.Shape([]))
-        made = Model(ir.Model(self._graph, ir_version=IR_VERSION))
+        model = Model(ir.Model(self._graph, ir_version=IR_VERSION))
         validation = self._validation.data.inputs if self._validation is not None else {}
         noise = [*self._data.noise, *(self._validation.data.noise if self._validation is not None else ())]
-        place = {name: value.name or "" for name, value in self._position.items()}
+        progress = {name: value.name or "" for name, value in self._position.items()}
         best = {value.name or "": name for name, value in self._best.items()}
         Contract(
             part=RUN,
             batch=[*self._data.inputs.values(), *validation.values()],
-            validation={given: name for name, given in validation.items()},
+            validation={input_: name for name, input_ in validation.items()},
             noise=noise,
             settings={name: value.name or "" for name, value in self._settings.items()},
-            state=[*(value.name or "" for value in self._state.values()), *place.values(), *best],
-            position=place,
+            state=[*(value.name or "" for value in self._state.values()), *progress.values(), *best],
+            position=progress,
             best=best,
             update=update,
             metrics=metrics,
             loss=metrics[self._steps.metrics.index(self._steps.loss)],
             epochs=epochs,
             stopped=stopped,
-        ).write_to(made)
-        return made
+        ).write_to(model)
+        return model
 
     def _flattened(self, collected: Sequence[Expr], names: Sequence[str], axis: str) -> Iterator[str]:
-        """Outputs of what iterations gave, one after the other: where the first of them is true."""
-        is_there, *values = collected
-        there = self._op.Reshape(is_there, [-1])
+        """Yield the collected results of all iterations, where the first of them is true."""
+        mask, *values = collected
+        flat_mask = self._op.Reshape(mask, [-1])
         for value, name in zip(values, names, strict=True):
-            yield self._output(self._op.Compress(value, there), name, ir.Shape([axis]))
+            yield self._output(self._op.Compress(value, flat_mask), name, ir.Shape([axis]))
 
     def _output(self, result: Expr, name: str, shape: ir.Shape | None) -> str:
         result = result.named(name)
@@ -211,55 +211,55 @@ class _WholeRun:
     # ---- an epoch ----------------------------------------------------------------------------------------------------
 
     def _epoch(self, op: Builder, iteration: Expr, _: Expr, *carried: Expr) -> list[Expr]:
-        """What is left of an epoch, then its evaluation; or that alone, of a run that is new."""
-        given = iter(carried)
-        state = {name: next(given) for name in self._updated}
-        best = {name: next(given) for name in self._best}
-        at = {name: next(given) for name in self._position}
-        allowed = next(given)
+        """Train the rest of an epoch, then evaluate; at the start of a new run, only evaluate."""
+        values = iter(carried)
+        state = {name: next(values) for name in self._updated}
+        best = {name: next(values) for name in self._best}
+        at = {name: next(values) for name in self._position}
+        allowed = next(values)
         is_again = op.Not(allowed < 0)
         is_first = op.And(op.Equal(iteration, 0), self._is_new) if self._validation is not None else op.constant(False)
         piece = self._train(op, state, at, allowed, is_first)
         is_whole = op.And(piece.reached >= self._per_epoch, op.Not(is_first))
         ended = op.And(is_whole, op.Not(op.Or(piece.failed, is_again)))
-        now = _moved_on(op, at | piece.sums, piece, ended)
+        now = _advance(op, at | piece.sums, piece, ended)
         is_row, of_epoch = ended, [now["epoch"], piece.sums["losses"] / op.Cast(piece.sums["counted"], to=_DOUBLE)]
         if self._validation is not None:
             is_row = op.Or(ended, is_first)
             best, results = self._judge(op, self._validation, piece.state, best, now, is_row, is_first)
             of_epoch += results
-        more, reason = self._outlook(op, now)
+        more, reason = self._more_to_do(op, now)
         is_over = op.And(is_again, op.Not(piece.failed))
         return [
             op.And(more, op.Not(is_over)),
             *piece.state.values(), *best.values(), *(now[name] for name in self._position),
-            op.Where(piece.failed, piece.found - 1, allowed), op.Where(is_over, np.int64(NOT_FINITE), reason),
+            op.Where(piece.failed, piece.made - 1, allowed), op.Where(is_over, np.int64(NOT_FINITE), reason),
             *piece.rows, is_row, *of_epoch,
         ]  # fmt: skip
 
     def _train(
         self, op: Builder, state: Mapping[str, Expr], at: Mapping[str, Expr], allowed: Expr, is_first: Expr
     ) -> _Piece:
-        """The steps that are left of an epoch, up to where they may go."""
-        left = op.Min(op(self._per_epoch) - at["batch"], op(self._end) - at["step"])
-        left = op.Where(allowed < 0, left, op.Min(left, allowed))
-        trips = op.Where(is_first, op.scalar(0, left), left)
+        """Make the remaining steps of an epoch, within the limits."""
+        remaining = op.Min(op(self._per_epoch) - at["batch"], op(self._end) - at["step"])
+        remaining = op.Where(allowed < 0, remaining, op.Min(remaining, allowed))
+        trips = op.Where(is_first, op.scalar(0, remaining), remaining)
         outside = {"seed": op(self._settings["seed"]), "start": op(self._position["step"])}
-        known = {name: op(value) for name, value in self._state.items()}
+        read_state = {name: op(value) for name, value in self._state.items()}
         new, sums, is_finite, metrics = self._steps.make(
-            op, self._embed, self._data, trips, {**at, **outside}, known, state
+            op, self._embed, self._data, trips, {**at, **outside}, read_state, state
         )
         failed = op.Not(is_finite)
-        found = op.Squeeze(op.Shape(metrics[self._steps.loss]), [0])
-        made = op.Where(failed, op.scalar(0, found), found)
-        reached = at["batch"] + made
-        places = op.Range(0, self._per_epoch, 1)
-        is_there = op.And(places >= at["batch"], places < reached)
+        made = op.Squeeze(op.Shape(metrics[self._steps.loss]), [0])
+        counted = op.Where(failed, op.scalar(0, made), made)
+        reached = at["batch"] + counted
+        indices = op.Range(0, self._per_epoch, 1)
+        is_made = op.And(indices >= at["batch"], indices < reached)
         return _Piece(
-            _either(op, failed, state, new),
+            _select(op, failed, state, new),
             {name: op.Where(failed, at[name], value) for name, value in sums.items()},
-            failed, found, made, reached,
-            [is_there, *(self._row(op, value, at["batch"], found) for value in metrics.values())],
+            failed, made, counted, reached,
+            [is_made, *(self._row(op, value, at["batch"], made) for value in metrics.values())],
         )  # fmt: skip
 
     def _judge(
@@ -269,48 +269,48 @@ class _WholeRun:
         state: Mapping[str, Expr],
         best: Mapping[str, Expr],
         now: dict[str, Expr],
-        is_wanted: Expr,
+        is_needed: Expr,
         is_first: Expr,
     ) -> tuple[dict[str, Expr], list[Expr]]:
-        """The best state by now, and what was measured; `now` says where the run stands, of the best, too."""
-        known = {name: op(value) for name, value in self._state.items()} | dict(state)
-        seen, results = validation.measure(op, self._embed, is_wanted, known)
+        """Return the best state and the measured results; update the progress in `now`."""
+        current_state = {name: op(value) for name, value in self._state.items()} | dict(state)
+        evaluated, results = validation.measure(op, self._embed, is_needed, current_state)
         value = results[validation.monitor]
-        is_better = op.And(is_wanted, validation.is_better(op, value, now["best"], is_first))
-        waited = op.Cast(op.And(is_wanted, op.Not(is_first)), to=_INT)
+        is_better = op.And(is_needed, validation.is_better(op, value, now["best"], is_first))
+        waited = op.Cast(op.And(is_needed, op.Not(is_first)), to=_INT)
         now["best"] = op.Where(is_better, value, op.Where(is_first, validation.worst(op), now["best"]))
         now["best_epoch"] = op.Where(is_better, now["epoch"], now["best_epoch"])
         now["since_best"] = op.Where(is_better, np.int64(0), now["since_best"] + waited)
-        return _either(op, is_better, {name: seen[name] for name in best}, best), list(results.values())
+        return _select(op, is_better, {name: evaluated[name] for name in best}, best), list(results.values())
 
-    def _row(self, op: Builder, values: Expr, before: Expr, found: Expr) -> Expr:
-        """What steps of an epoch gave, in a row that has a place for each step of it."""
+    def _row(self, op: Builder, values: Expr, before: Expr, made: Expr) -> Expr:
+        """Return a row with an element per step of the epoch, filled for the steps made."""
         assert values.dtype is not None
         zero = ir.Tensor(np.zeros(1).astype(values.dtype.numpy()), dtype=values.dtype)
-        sizes = (before, op(self._per_epoch) - before - found)
+        sizes = (before, op(self._per_epoch) - before - made)
         first, last = (op.ConstantOfShape(op.Unsqueeze(size, [0]), value=zero) for size in sizes)
         return op.Concat(first, values, last, axis=0)
 
 
-def _moved_on(op: Builder, at: Mapping[str, Expr], piece: _Piece, ended: Expr) -> dict[str, Expr]:
-    """Where a run stands after a piece; at the beginning of the next epoch, if that is where this one ended."""
+def _advance(op: Builder, at: Mapping[str, Expr], piece: _Piece, ended: Expr) -> dict[str, Expr]:
+    """Return the progress after a piece; at the start of the next epoch if this one ended."""
     reset = {"batch": piece.reached, "losses": at["losses"], "counted": at["counted"]}
     return {
         **at,
         **{name: op.Where(ended, op.scalar(0, value), value) for name, value in reset.items()},
         "epoch": at["epoch"] + op.Cast(ended, to=_INT),
-        "step": at["step"] + piece.made,
+        "step": at["step"] + piece.counted,
     }
 
 
-def _either(op: Builder, condition: Expr, first: Mapping[str, Expr], second: Mapping[str, Expr]) -> dict[str, Expr]:
-    """The one or the other, of which only that is computed."""
+def _select(op: Builder, condition: Expr, first: Mapping[str, Expr], second: Mapping[str, Expr]) -> dict[str, Expr]:
+    """Return the first or the second values; only these are computed."""
     if not first:
         return {}
     branches = [
         op.subgraph(lambda _, values=values: list(values), name="branch")
         for values in (first.values(), second.values())
     ]
-    chosen = op.If(condition, then_branch=branches[0], else_branch=branches[1], outputs=len(first))
-    chosen = chosen if isinstance(chosen, tuple) else (chosen,)
-    return {name: value.like(first[name].value) for name, value in zip(first, chosen, strict=True)}
+    results = op.If(condition, then_branch=branches[0], else_branch=branches[1], outputs=len(first))
+    results = results if isinstance(results, tuple) else (results,)
+    return {name: value.like(first[name].value) for name, value in zip(first, results, strict=True)}

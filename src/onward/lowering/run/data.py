@@ -1,4 +1,6 @@
-"""Data within a graph: batches that are inputs of it, the order of their samples, and lowered models as parts of it."""
+"""Data inside a graph: batches taken from inputs, the order of samples, and lowered models as parts
+of it.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +17,41 @@ from onward.model.walk import graphs_in
 
 
 def scalar(name: str, dtype: ir.DataType) -> ir.Value:
-    """A single number, as an input."""
+    """Return a scalar input."""
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]))
 
 
 class Columns:
-    """Data as inputs of a graph: of each input of a batch all samples, or noise for each of the batches.
+    """Data as inputs of a graph: all samples of each input of a batch, or noise for each batch.
 
-    They are called as the inputs of a batch are, after a `scope` if there is one.
+    Their names are those of the inputs of a batch, after `scope`.
     """
 
     def __init__(
         self,
         graph: ir.Graph,
         op: Builder,
-        wanted: Mapping[str, ir.Value],
+        batch_inputs: Mapping[str, ir.Value],
         noise: Collection[str],
         size: int,
         scope: str,
     ):
         self.size = size
         self.inputs: dict[str, str] = {}
-        """Input of a batch -> the input of the graph that it is taken from."""
+        """Input of a batch -> input of the graph with its data."""
         self._columns: dict[str, ir.Value] = {}
         self._noise: dict[str, ir.Value] = {}
-        for name, value in wanted.items():
-            given = ir.Value(name=op.names.fresh(scope + name) if scope else name, type=value.type)
-            kept = _sample_shape(value)
+        for name, value in batch_inputs.items():
+            input_ = ir.Value(name=op.names.fresh(scope + name) if scope else name, type=value.type)
+            sample_shape = _sample_shape(value)
             if name in noise:
-                given.shape = None if kept is None else ir.Shape([f"{scope}batches", size, *kept])
-                self._noise[name] = given
+                input_.shape = None if sample_shape is None else ir.Shape([f"{scope}batches", size, *sample_shape])
+                self._noise[name] = input_
             else:
-                given.shape = None if kept is None else ir.Shape([f"{scope}rows", *kept])
-                self._columns[name] = given
-            graph.inputs.append(given)
-            self.inputs[name] = given.name or ""
+                input_.shape = None if sample_shape is None else ir.Shape([f"{scope}rows", *sample_shape])
+                self._columns[name] = input_
+            graph.inputs.append(input_)
+            self.inputs[name] = input_.name or ""
         if not self._columns:
             raise UnsupportedError("no input of the step takes data, so that there are no rows to go through")
 
@@ -58,17 +60,17 @@ class Columns:
         return [value.name or "" for value in self._noise.values()]
 
     def rows(self, op: Builder) -> Expr:
-        """How many samples there are."""
+        """Return the number of samples."""
         first = next(iter(self._columns.values()))
         return op.Squeeze(op.Shape(first, start=0, end=1), [0])
 
     def batches(self, op: Builder, *, drop: bool = False) -> Expr:
-        """How many batches they make."""
+        """Return the number of batches."""
         rows = self.rows(op)
         return rows / self.size if drop else (rows + (self.size - 1)) / self.size
 
     def take(self, op: Builder, rows: Expr, number: Expr, within: Expr) -> dict[str, Expr]:
-        """A batch: these rows, and `within` the noise of batch `number` the same ones of that."""
+        """Return a batch: these rows, and for noise the elements `within` of batch `number`."""
         taken = {name: op.Gather(value, rows, axis=0) for name, value in self._columns.items()}
         for name, value in self._noise.items():
             taken[name] = op.Gather(op.Gather(value, number, axis=0), within, axis=0)
@@ -94,9 +96,9 @@ def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:
 
 # ---- the order of samples --------------------------------------------------------------------------------------------
 #
-# The one in which `onward train` takes them, to the last row: `Order` of training/data/views.py in operators of the
-# standard. It is a Feistel network, whose keys are drawn from the seed and the epoch. Products and sums are of int64,
-# which wraps around as uint64 does, since not all runtimes have those of uint64; remainders and shifts are of uint64,
+# The order of `onward train`, exactly: `Order` of training/data/views.py in operators of the
+# standard, a Feistel network whose keys are drawn from the seed and the epoch. Products and sums use int64,
+# which wraps around as uint64 does, since not all runtimes have those of uint64; remainders and shifts use uint64,
 # where the two differ.
 
 _KEYS = 10
@@ -105,18 +107,18 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def shuffled_rows(op: Builder, count: Expr, seed: Expr, epoch: Expr) -> Expr:
-    """The rows 0 to `count` - 1 in the order that they have in an epoch; `seed` and `epoch` are tensors of one."""
+    """Return the rows 0 to `count` - 1 in the order of an epoch; all inputs have one element."""
     rows = op.Range(0, count, 1)
     low = op.Max(op.Cast(op.Floor(op.Sqrt(op.Cast(count, to=ir.DataType.DOUBLE))), to=ir.DataType.INT64), 1)
     high = (count + low - 1) / low
     keys = _draw_keys(op, seed, epoch)
 
     def walk(op: Builder, _: Expr, __: Expr, rows: Expr, waiting: Expr) -> list[Expr]:
-        """Follow those that are outside once more; at first all are."""
+        """Permute the rows that are still outside once more; at first all are."""
         moved = _permute(op, op.Gather(rows, waiting), low, high, keys)
         waiting_now = op.Compress(waiting, moved >= count, axis=0)
-        goes_on = op.Size(waiting_now) > 0
-        return [goes_on, op.ScatterElements(rows, waiting, moved), waiting_now]
+        continues = op.Size(waiting_now) > 0
+        return [continues, op.ScatterElements(rows, waiting, moved), waiting_now]
 
     body = op.subgraph(walk, [*loop_inputs(), row_numbers("rows"), row_numbers("waiting")], "walk")
     walked, _ = op.Loop(None, count > 0, rows, rows, body=body, outputs=2)
@@ -129,27 +131,26 @@ def row_numbers(name: str) -> ir.Value:
 
 
 def loop_inputs() -> list[ir.Value]:
-    """What each iteration of a Loop is told: its number, and that it goes on."""
-    kinds = {"iteration": ir.DataType.INT64, "goes_on": ir.DataType.BOOL}
-    return [ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape([])) for name, kind in kinds.items()]
+    """Return the first inputs of the body of a Loop: the iteration and the condition."""
+    return [scalar("iteration", ir.DataType.INT64), scalar("goes_on", ir.DataType.BOOL)]
 
 
 def _draw_keys(op: Builder, seed: Expr, epoch: Expr) -> Expr:
-    """The keys of all rounds, one in each row."""
+    """Return the keys of all Feistel rounds, one per row."""
 
     def draw(op: Builder, _: Expr, goes_on: Expr, key: Expr) -> list[Expr]:
         following = _mix(op, key)
         return [goes_on, following, following]
 
     first = _mix(op, op.BitwiseXor(_mix(op, seed), epoch))
-    given = ir.Value(name="key", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-    body = op.subgraph(draw, [*loop_inputs(), given], "draw")
+    key_input = ir.Value(name="key", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+    body = op.subgraph(draw, [*loop_inputs(), key_input], "draw")
     _, keys = op.Loop(np.int64(_KEYS), op.constant(True), first, body=body, outputs=2)
     return Expr(op, keys.value)
 
 
 def _permute(op: Builder, positions: Expr, low: Expr, high: Expr, keys: Expr) -> Expr:
-    """Where positions on the grid are sent."""
+    """Return the permuted positions on the grid."""
 
     def shift(op: Builder, number: Expr, goes_on: Expr, above: Expr, below: Expr) -> list[Expr]:
         above = _shifted(op, above, op.BitwiseXor(below, op.Gather(keys, number * 2)), high)
@@ -178,7 +179,7 @@ def _hash(op: Builder, number: Expr) -> Expr:
 
 
 def _right(op: Builder, number: Expr, bits: int) -> Expr:
-    """Shifted to the right, with zeros from the left."""
+    """Return the number shifted right, with zeros from the left."""
     unsigned = op.Cast(number, to=ir.DataType.UINT64)
     return op.Cast(op.BitShift(unsigned, np.uint64(bits), direction="RIGHT"), to=ir.DataType.INT64)
 
@@ -191,15 +192,15 @@ def _signed(number: int) -> np.ndarray:
 
 
 class Embedding:
-    """Puts lowered models into graphs that are nested in one. Their constants go to the outermost one, each once."""
+    """Inserts lowered models into nested graphs; constants go to the outermost graph, once."""
 
     def __init__(self, outermost: ir.Graph):
         self._outermost = outermost
-        self._kept: dict[int, ir.Value] = {}
-        """By tensor, the constant that holds it."""
+        self._constants: dict[int, ir.Value] = {}
+        """Identity of a tensor -> its initializer."""
 
     def __call__(self, op: Builder, model: Model, scope: str, inputs: Mapping[str, Expr]) -> dict[str, Expr]:
-        """Append what a model computes, and is then without; its outputs by name."""
+        """Move the nodes of a model into the graph of `op`; return its outputs by name."""
         graph = model.graph
         names = [value.name or "" for value in graph.outputs]
         for value in graph.inputs:
@@ -220,10 +221,10 @@ class Embedding:
     def _keep_constants(self, op: Builder, graph: ir.Graph, scope: str) -> None:
         for value in list(graph.initializers.values()):
             tensor = value.const_value
-            known = self._kept.setdefault(id(tensor), value)
+            first = self._constants.setdefault(id(tensor), value)
             graph.initializers.pop(value.name or "")
-            if known is value:
+            if first is value:
                 value.name = op.names.fresh(f"{scope}/{value.name}")
                 self._outermost.register_initializer(value)
             else:
-                value.replace_all_uses_with(known, replace_graph_outputs=True)
+                value.replace_all_uses_with(first, replace_graph_outputs=True)

@@ -1,13 +1,14 @@
-"""Metrics of predictions in a graph: what recipe/metrics.py adds up batch by batch, in operators of the standard.
+"""Metrics inside a graph: the sums of recipe/metrics.py in operators of the standard.
 
-Those of classes count, and are the same to the last bit, but for a mean over several classes; sums of amounts may
-differ in it, too, as their order does.
+Counts of classes are exact; means over several classes and sums of amounts may differ in the last
+bit, as their order of summation does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -19,11 +20,11 @@ from onward.recipe.spec import parse
 
 _INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
 _LARGE = 700
-"""The loss from which on its exponential is called infinite."""
+"""The loss above which perplexity is infinite."""
 
 
 class GraphMetric(ABC):
-    """A metric that is carried from batch to batch as sums. `output` is what it measures."""
+    """A metric of an output, carried from batch to batch as sums."""
 
     def __init__(self, measures: Measures, output: ir.Value):
         self._measures = measures
@@ -35,21 +36,21 @@ class GraphMetric(ABC):
         self._shape = list(output.shape)
 
     def start(self) -> list[np.ndarray]:
-        """The sums before the first batch."""
+        """Return the sums before the first batch."""
         return [np.zeros((), np.int64), np.zeros((), np.int64)]
 
     @abstractmethod
     def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
-        """What a batch adds to them."""
+        """Return the summands of a batch."""
 
     @abstractmethod
     def result(self, op: Builder, *sums: Expr) -> Expr:
-        """The metric, in float64."""
+        """Return the metric in float64."""
 
 
 def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[str, GraphMetric]:
-    """What is measured beside the loss and what follows from it."""
-    found: dict[str, GraphMetric] = {}
+    """Return the metrics other than the loss and those that follow from it."""
+    metrics: dict[str, GraphMetric] = {}
     for name in measures.names:
         spec = parse(name)
         if spec.name == OF_LOSS:
@@ -60,8 +61,8 @@ def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[s
             )
         if measures.output is None or measures.output not in outputs:
             raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
-        found[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
-    return found
+        metrics[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
+    return metrics
 
 
 def perplexity(op: Builder, loss: Expr) -> Expr:
@@ -72,24 +73,24 @@ def perplexity(op: Builder, loss: Expr) -> Expr:
 
 
 class _OfClasses(GraphMetric):
-    """Scores and labels, as recipe/metrics.py has them: with a threshold, and of one score, decisions."""
+    """A metric of scores and labels; with a threshold, or of a single score, of decisions."""
 
     @property
     def _are_decisions(self) -> bool:
         return self._measures.threshold is not None or len(self._shape) < 2 or self._shape[self._measures.axis] == 1
 
     def _choose(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        """What was chosen, and what is right, as numbers of classes in a row; of what does not count, -1."""
+        """Return predicted and true class indices as vectors; ignored samples have -1."""
         if self._are_decisions:
             threshold = self._measures.threshold or 0.0
-            chosen, right = (op.Cast(truths, to=_INT) for truths in (predictions > threshold, targets > 0.5))
+            predicted, true = (op.Cast(truths, to=_INT) for truths in (predictions > threshold, targets > 0.5))
         else:
-            scores, right = self._classes(op, predictions, targets)
-            chosen = op.ArgMax(scores, axis=1, keepdims=0)
-        return op.Reshape(chosen, [-1]), op.Reshape(right, [-1])
+            scores, true = self._classes(op, predictions, targets)
+            predicted = op.ArgMax(scores, axis=1, keepdims=0)
+        return op.Reshape(predicted, [-1]), op.Reshape(true, [-1])
 
     def _classes(self, op: Builder, predictions: Expr, targets: Expr) -> tuple[Expr, Expr]:
-        """Scores with classes along the second axis, and the number of one for each."""
+        """Return scores with classes along the second axis, and the true class indices."""
         rank, axis = len(self._shape), self._measures.axis
         if axis != 1:
             order = [i for i in range(rank) if i != axis % rank]
@@ -109,7 +110,7 @@ class _Accuracy(_OfClasses):
         return _count(op, op.And(op.Equal(chosen, right), right >= 0)), _count(op, right >= 0)
 
     def result(self, op: Builder, *sums: Expr) -> Expr:
-        return op.Div(*(op.Cast(each, to=_DOUBLE) for each in sums))
+        return op.Div(*(op.Cast(total, to=_DOUBLE) for total in sums))
 
 
 class _TopK(_Accuracy):
@@ -127,10 +128,11 @@ class _TopK(_Accuracy):
 
 
 class _Confusion(_OfClasses):
-    """How many of each class were chosen rightly, were chosen, and are right."""
+    """A ratio of counts per class: correct predictions, predictions, and labels."""
 
-    def __init__(self, measures: Measures, output: ir.Value):
+    def __init__(self, ratio: Callable[..., tuple[Expr, Expr]], measures: Measures, output: ir.Value):
         super().__init__(measures, output)
+        self._ratio = ratio
         classes = 2 if self._are_decisions else self._shape[measures.axis]
         if not isinstance(classes, int):
             raise UnsupportedError(f"the number of classes of `{output.name}` is not known, so that none are counted")
@@ -141,36 +143,18 @@ class _Confusion(_OfClasses):
 
     def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
         classes = np.arange(self._number)
-        chosen, right = (op.Unsqueeze(each, [1]) for each in self._choose(op, predictions, targets))
+        chosen, right = (op.Unsqueeze(x, [1]) for x in self._choose(op, predictions, targets))
         is_chosen, is_right = op.And(op.Equal(chosen, classes), right >= 0), op.Equal(right, classes)
         return [_count(op, truths, [0]) for truths in (op.And(is_chosen, is_right), is_chosen, is_right)]
 
     def result(self, op: Builder, *sums: Expr) -> Expr:
-        hits, chosen, right = (op.Cast(each, to=_DOUBLE) for each in sums)
-        part, whole = self._share(hits, chosen, right)
-        shares = op.Where(whole > 0, part / whole, op.scalar(0, whole))
+        hits, chosen, right = (op.Cast(total, to=_DOUBLE) for total in sums)
+        numerator, denominator = self._ratio(hits, chosen, right)
+        shares = op.Where(denominator > 0, numerator / denominator, op.scalar(0, denominator))
         if self._number == 2:
             return op.Gather(shares, np.int64(1))
         present = _count(op, chosen + right > 0)
         return op.ReduceSum(shares, keepdims=0) / op.Cast(present, to=_DOUBLE)
-
-    @abstractmethod
-    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]: ...
-
-
-class _Precision(_Confusion):
-    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
-        return hits, chosen
-
-
-class _Recall(_Confusion):
-    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
-        return hits, right
-
-
-class _F1(_Confusion):
-    def _share(self, hits: Expr, chosen: Expr, right: Expr) -> tuple[Expr, Expr]:
-        return hits * 2, chosen + right
 
 
 def _count(op: Builder, truths: Expr, axes: Sequence[int] | None = None) -> Expr:
@@ -209,9 +193,9 @@ class _RMSE(_MAE):
 _METRICS: Mapping[str, Callable[..., GraphMetric]] = {
     "accuracy": _Accuracy,
     "top_k": _TopK,
-    "precision": _Precision,
-    "recall": _Recall,
-    "f1": _F1,
+    "precision": partial(_Confusion, lambda hits, chosen, right: (hits, chosen)),
+    "recall": partial(_Confusion, lambda hits, chosen, right: (hits, right)),
+    "f1": partial(_Confusion, lambda hits, chosen, right: (hits * 2, chosen + right)),
     "mae": _MAE,
     "rmse": _RMSE,
 }

@@ -1,4 +1,4 @@
-"""The steps of an epoch, and an evaluation, within a graph: Loops over batches of data that are inputs."""
+"""Steps of an epoch and evaluation inside a graph: Loops over batches of data that are inputs."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from onward.recipe.metrics import OF_LOSS, Measures
 _INT, _DOUBLE, _BOOL = ir.DataType.INT64, ir.DataType.DOUBLE, ir.DataType.BOOL
 
 
-class Made(NamedTuple):
-    """What steps have made."""
+class StepResults(NamedTuple):
+    """Results of the steps."""
 
     state: dict[str, Expr]
     sums: dict[str, Expr]
-    """The sum of the losses of the samples in the epoch, and their number."""
+    """Sum of the losses of the samples in the epoch, and their number."""
     is_finite: Expr
-    """Whether all losses are."""
+    """True if all losses are."""
     metrics: dict[str, Expr]
-    """One number of each step."""
+    """Metric -> its value in each step."""
 
 
 class StepLoop:
-    """Steps that take so many `batches` each of the data."""
+    """Loop over steps that take `batches` batches each."""
 
     def __init__(self, step: Model, batches: int, options: WholeRunOptions):
-        self._step, self._said = step, contract_of(step)
+        self._step, self._contract = step, contract_of(step)
         self.batches, self._options = batches, options
-        if self._said.loss is None:
+        if self._contract.loss is None:
             raise UnsupportedError("nothing says what is minimised: the step has no `Gradient` that leads to a loss")
-        self.loss = self._said.loss
+        self.loss = self._contract.loss
         self.inputs = {value.name or "": value for value in step.graph.inputs}
-        self._wanted = {name: self.inputs[name] for name in self._said.batch}
-        others = {input_of_run(name, number) for name in self._wanted for number in range(1, batches)}
-        self.of_a_batch = {name: value for name, value in self._wanted.items() if name not in others}
-        self.metrics = [name for name in self._said.metrics if self._is_number(name)]
-        self.state, self.update = self._said.state, self._said.update
+        self._batch_inputs = {name: self.inputs[name] for name in self._contract.batch}
+        others = {input_of_run(name, number) for name in self._batch_inputs for number in range(1, batches)}
+        self.of_a_batch = {name: value for name, value in self._batch_inputs.items() if name not in others}
+        self.metrics = [name for name in self._contract.metrics if self._is_number(name)]
+        self.state, self.update = self._contract.state, self._contract.update
 
     def _is_number(self, metric: str) -> bool:
-        """Whether a metric is one number; others are not logged in a run, either."""
+        """True if a metric has one element; a run logs no others."""
         shape = next(value.shape for value in self._step.graph.outputs if value.name == metric)
         return shape is not None and all(size == 1 for size in shape)
 
@@ -61,20 +61,21 @@ class StepLoop:
         data: Columns,
         trips: Expr,
         at: Mapping[str, Expr],
-        given: Mapping[str, Expr],
+        constants: Mapping[str, Expr],
         state: Mapping[str, Expr],
-    ) -> Made:
-        """So many steps, from where the run stands: `given` is what they all read, `state` what they change.
+    ) -> StepResults:
+        """Make `trips` steps from the progress `at`, which also has the seed and the first step of
+        noise, as `start`.
 
-        `at` says so, and has the seed, and the step that noise begins with, as `start`.
+        `given` are the values that all steps read, `state` those that they change.
         """
         order = self._order(op, data, at)
 
         def step(op: Builder, number: Expr, _: Expr, *carried: Expr) -> list[Expr]:
             values, (losses, counted, _) = carried[: len(state)], carried[len(state) :]
             batches, samples = self._batches(op, data, order, at, number)
-            known = {**given, **dict(zip(state, values, strict=True)), **batches}
-            results = embed(op, self._step, "step", known)
+            inputs = {**constants, **dict(zip(state, values, strict=True)), **batches}
+            results = embed(op, self._step, "step", inputs)
             new = [results[self.update[name]].like(self.inputs[name]) for name in state]
             numbers = {name: op.Reshape(results[name], op.constant(np.array([], np.int64))) for name in self.metrics}
             loss = op.Cast(numbers[self.loss], to=_DOUBLE)
@@ -82,22 +83,24 @@ class StepLoop:
             losses = losses + loss * op.Cast(samples, to=_DOUBLE)
             return [is_finite, *new, losses, counted + samples, is_finite, *numbers.values()]
 
-        kept = [ir.Value(name=v.name, type=v.type, shape=v.shape) for v in (self.inputs[name] for name in state)]
+        carried_inputs = [
+            ir.Value(name=v.name, type=v.type, shape=v.shape) for v in (self.inputs[name] for name in state)
+        ]
         sums = [scalar("losses", _DOUBLE), scalar("counted", _INT), scalar("is_finite", _BOOL)]
-        body = op.subgraph(step, [*loop_inputs(), *kept, *sums], "step")
+        body = op.subgraph(step, [*loop_inputs(), *carried_inputs, *sums], "step")
         start = [*state.values(), at["losses"], at["counted"], op.constant(True)]
         results = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(start) + len(self.metrics))
-        return self._named(results, list(state))
+        return self._results(results, list(state))
 
-    def _named(self, results: Sequence[Expr], state: Sequence[str]) -> Made:
+    def _results(self, results: Sequence[Expr], state: Sequence[str]) -> StepResults:
         count = len(state)
         new, (losses, counted, is_finite) = results[:count], results[count : count + 3]
         metrics = dict(zip(self.metrics, results[count + 3 :], strict=True))
         sums = {"losses": losses, "counted": counted}
-        return Made(dict(zip(state, new, strict=True)), sums, is_finite, metrics)
+        return StepResults(dict(zip(state, new, strict=True)), sums, is_finite, metrics)
 
     def _order(self, op: Builder, data: Columns, at: Mapping[str, Expr]) -> Expr:
-        """The rows of all batches of an epoch."""
+        """Return the rows of all batches of an epoch."""
         rows = data.rows(op)
         order: Expr = op.Range(0, rows, 1)
         if self._options.shuffle:
@@ -109,57 +112,54 @@ class StepLoop:
     def _batches(
         self, op: Builder, data: Columns, order: Expr, at: Mapping[str, Expr], number: Expr
     ) -> tuple[dict[str, Expr], Expr]:
-        """What step `number` of those that are left takes, and how many samples that is."""
-        found: dict[str, Expr] = {}
+        """Return the inputs of the remaining step `number`, and its number of samples."""
+        inputs: dict[str, Expr] = {}
         samples = op.constant(np.int64(0))
         first = (number + at["batch"]) * self.batches
-        made = (number + at["step"] - at["start"]) * self.batches
+        noise_batch = (number + at["step"] - at["start"]) * self.batches
         for run in range(self.batches):
             begin = op.Unsqueeze((first + run) * data.size, [0])
             rows = op.Slice(order, begin, begin + data.size, [0])
             within = op.Range(0, op.Size(rows), 1)
-            for name, value in data.take(op, rows, made + run, within).items():
-                if (wanted := input_of_run(name, run)) in self._wanted:
-                    found[wanted] = value.like(self._wanted[wanted])
+            for name, value in data.take(op, rows, noise_batch + run, within).items():
+                if (input_name := input_of_run(name, run)) in self._batch_inputs:
+                    inputs[input_name] = value.like(self._batch_inputs[input_name])
             samples = samples + op.Size(rows)
-        return found, samples
+        return inputs, samples
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 #
-# It is what training/feed.py does, batch by batch and sum by sum. A model for one size of batch gets copies of
-# the last sample in the place of those that are missing; one more batch of them alone tells what these add to the loss.
-
-
-_INT, _DOUBLE = ir.DataType.INT64, ir.DataType.DOUBLE
+# As training/feed.py does, batch by batch and sum by sum. A model with a fixed batch size gets copies of
+# the last sample in place of the missing ones; one more batch of copies alone gives what these add to the loss.
 
 
 class Validation:
-    """What is measured after every epoch, and how it is judged."""
+    """Evaluation after every epoch, and the comparison of its results."""
 
     def __init__(self, evaluation: Model, measures: Measures, averages: Mapping[str, str]):
-        self._model, self._said = evaluation, contract_of(evaluation)
+        self._model, self._contract = evaluation, contract_of(evaluation)
         self._measures = measures
         self._metrics = graph_metrics(measures, {v.name or "": v for v in evaluation.graph.outputs})
         self._averages = averages
-        if self._said.loss is None:
+        if self._contract.loss is None:
             raise UnsupportedError(
                 "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
                 hint="lower it without validation data",
             )
         inputs = {value.name or "": value for value in evaluation.graph.inputs}
-        self._wanted = {name: inputs[name] for name in self._said.batch}
-        self.inputs = {name: inputs[name] for name in self._said.state}
-        """The state that a model has for those who use it."""
+        self._batch_inputs = {name: inputs[name] for name in self._contract.batch}
+        self.inputs = {name: inputs[name] for name in self._contract.state}
+        """The state that inference reads."""
 
     def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int, *, is_fixed: bool) -> None:
-        """Add inputs for the data, which come in batches of a size; that may be the only one that there can be."""
+        """Add inputs for data in batches of `size`; `is_fixed` if the model takes no other size."""
         self._is_fixed = is_fixed
-        self.data = Columns(graph, op, self._wanted, noise, size, "validation/")
+        self.data = Columns(graph, op, self._batch_inputs, noise, size, "validation/")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is measured."""
+        """Return the names of the results."""
         return ("loss", *self._measures.names)
 
     @property
@@ -167,7 +167,7 @@ class Validation:
         return self._measures.monitor
 
     def worst(self, op: Builder) -> Expr:
-        """What anything is better than."""
+        """Return the initial best value: infinity, or minus infinity if higher is better."""
         worst = -np.inf if self._measures.higher_is_better else np.inf
         return op.constant(np.float64(worst))
 
@@ -177,39 +177,42 @@ class Validation:
         return op.And(finite, op.Or(is_first, is_ahead))
 
     def measure(
-        self, op: Builder, embed: Embedding, is_wanted: Expr, state: Mapping[str, Expr]
+        self, op: Builder, embed: Embedding, is_needed: Expr, state: Mapping[str, Expr]
     ) -> tuple[dict[str, Expr], dict[str, Expr]]:
-        """The state as it is evaluated, with averages where training keeps such, and the results if they are wanted."""
-        seen = {name: self._averaged(op, name, state) for name in self.inputs}
+        """Return the evaluated state, with averages if there are any, and results if `is_needed`."""
+        evaluated = {name: self._averaged(op, name, state) for name in self.inputs}
         rows = self.data.rows(op)
         batches = self.data.batches(op)
         trips = batches
         if self._is_fixed:
             trips = trips + op.Cast(op.Not(op.Equal(batches * self.data.size, rows)), to=_INT)
-        trips = op.Where(is_wanted, trips, op.scalar(0, trips))
+        trips = op.Where(is_needed, trips, op.scalar(0, trips))
 
-        def add(op: Builder, number: Expr, goes_on: Expr, total: Expr, latest: Expr, *sums: Expr) -> list[Expr]:
+        def add(op: Builder, number: Expr, condition: Expr, total: Expr, latest: Expr, *sums: Expr) -> list[Expr]:
             batch, samples = self._batch(op, rows, batches, number)
-            known = {name: value.like(self._wanted[name]) for name, value in batch.items()} | seen
-            results = embed(op, self._model, "evaluation", known)
-            mean = op.Reshape(results[self._said.loss or ""], op.constant(np.array([], np.int64)))
+            inputs = {name: value.like(self._batch_inputs[name]) for name, value in batch.items()} | evaluated
+            results = embed(op, self._model, "evaluation", inputs)
+            mean = op.Reshape(results[self._contract.loss or ""], op.constant(np.array([], np.int64)))
             loss = op.Cast(mean, to=_DOUBLE)
-            return [goes_on, *self._sums(op, loss, total, latest, rows, batches, number, samples),
+            return [condition, *self._sums(op, loss, total, latest, rows, batches, number, samples),
                     *self._count(op, results, batch, samples, sums)]  # fmt: skip
 
         zero = np.zeros(())
-        start = [zero, zero, *(each for metric in self._metrics.values() for each in metric.start())]
-        carried = [ir.Value(name="sum", type=_type(each), shape=ir.Shape(each.shape)) for each in start]
+        start = [zero, zero, *(array for metric in self._metrics.values() for array in metric.start())]
+        carried = [
+            ir.Value(name="sum", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
+            for array in start
+        ]
         body = op.subgraph(add, [*loop_inputs(), *carried], "evaluation")
         total, latest, *sums = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(start))
         loss = (total + latest) / op.Cast(rows, to=_DOUBLE)
         rest = iter(sums)
-        found = {"loss": loss} | {
+        results_by_name = {"loss": loss} | {
             name: metric.result(op, *(next(rest) for _ in metric.start())) for name, metric in self._metrics.items()
         }
         if OF_LOSS in self.names:
-            found[OF_LOSS] = perplexity(op, loss)
-        return seen, {name: found[name] for name in self.names}
+            results_by_name[OF_LOSS] = perplexity(op, loss)
+        return evaluated, {name: results_by_name[name] for name in self.names}
 
     def _averaged(self, op: Builder, name: str, state: Mapping[str, Expr]) -> Expr:
         value = state[name]
@@ -218,20 +221,20 @@ class Validation:
         return op.Cast(state[self._averages[name]], to=value.dtype).like(value.value)
 
     def _batch(self, op: Builder, rows: Expr, batches: Expr, number: Expr) -> tuple[dict[str, Expr], Expr]:
-        """A batch, and how many of its samples count."""
+        """Return a batch, and the number of its samples that count."""
         begin, end = number * self.data.size, (number + 1) * self.data.size
         samples = op.Max(op.Min(op.Sub(rows, begin), np.int64(self.data.size)), np.int64(0))
         if not self._is_fixed:
-            taken = op.Range(begin, op.Min(end, rows), 1)
+            rows_taken = op.Range(begin, op.Min(end, rows), 1)
         else:
-            taken = op.Min(op.Range(begin, end, 1), op.Sub(rows, 1))
+            rows_taken = op.Min(op.Range(begin, end, 1), op.Sub(rows, 1))
         at = op.Min(number, op.Sub(batches, 1))
-        return self.data.take(op, taken, at, taken - at * self.data.size), samples
+        return self.data.take(op, rows_taken, at, rows_taken - at * self.data.size), samples
 
     def _sums(
         self, op: Builder, loss: Expr, total: Expr, latest: Expr, rows: Expr, batches: Expr, number: Expr, samples: Expr
     ) -> tuple[Expr, Expr]:
-        """The sum of the losses but for the latest batch, and that of the latest."""
+        """Return the sum of the losses before the latest batch, and that of the latest."""
         if not self._is_fixed:
             return total + latest, loss * op.Cast(samples, to=_DOUBLE)
         of_copies = op.Not(number < batches)
@@ -257,7 +260,3 @@ class Validation:
                 value.value.shape = None if shape is None else ir.Shape([None, *list(shape)[1:]])
         added = [part for metric in self._metrics.values() for part in metric.parts(op, predictions, targets)]
         return [old + new for old, new in zip(sums, added, strict=True)]
-
-
-def _type(array: np.ndarray) -> ir.TensorType:
-    return ir.TensorType(ir.DataType.from_numpy(array.dtype))
