@@ -350,7 +350,7 @@ def test_large_files_open_at_once(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "runs" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "runs" / "checkpoint-3" / "trainer_state.json").write_text("{}")
-    with pytest.raises(onward.Error, match="no format") as caught:
+    with pytest.raises(onward.Error, match="no known checkpoint format") as caught:
         onward.open_checkpoint(tmp_path / "runs")
     assert "checkpoint-3" in str(caught.value.hint)
     with pytest.raises(onward.Error, match="there is no"):

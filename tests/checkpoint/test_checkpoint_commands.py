@@ -261,7 +261,7 @@ def test_a_module_in_place_of_a_model(folder: Path) -> None:
 def test_a_model_that_has_its_graph(tmp_path: Path) -> None:
     """Of ONNX Runtime, without a model beside it."""
     done = run("convert", str(CHECKPOINTS / "ort" / "entropy"), "-o", str(tmp_path / "run.onnx"))
-    assert "learning rate is that of the beginning" in done.stderr
+    assert "learning rate is the initial one" in done.stderr
     assert onward.diff(CHECKPOINTS / "ort" / "entropy", tmp_path / "run.onnx").equal
 
 

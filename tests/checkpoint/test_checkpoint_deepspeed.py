@@ -186,7 +186,7 @@ def test_a_trainer_with_deepspeed_inside(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(onward.Error, match="goes by names"):
+    with pytest.raises(onward.Error, match="no parameter names"):
         FORMAT.write(onward.open_checkpoint(RECORDED / "zero0"), tmp_path / "a")
     with pytest.raises(onward.Error, match="one optimizer"):
         FORMAT.write(Checkpoint(path=tmp_path), tmp_path / "b")
@@ -215,14 +215,14 @@ HOSTILE = {
     "a shape is too large": ("zero1", "mp_rank_00_model_states.pt",
                              lambda tree: tree["param_shapes"][0].update({"embed.weight": (10**6, 3)}), "shorter"),
     "a shape is none": ("zero1", "mp_rank_00_model_states.pt",
-                        lambda tree: tree["param_shapes"][0].update({"embed.weight": ("x", -3)}), "no shape"),
+                        lambda tree: tree["param_shapes"][0].update({"embed.weight": ("x", -3)}), "invalid shape"),
     "a partition is a number": ("zero2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
                                 lambda tree: tree["single_partition_of_fp32_groups"].__setitem__(0, 3), "flat tensor"),
     "a group of no line": ("zero2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
                            lambda tree: tree["base_optimizer_state"]["param_groups"][0].update(params=[7]), "whole"),
     "a name that leads elsewhere": ("universal", "mp_rank_00_model_states.pt",
                                     lambda tree: tree["param_shapes"][0].update({"../../x": (2,)}), "leads out"),
-    "an elastic one": ("zero2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "an elastic checkpoint": ("zero2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
                        lambda tree: tree.update(base_optimizer_state=[]), "elastic"),
 }  # fmt: skip
 
@@ -248,7 +248,7 @@ def test_other_ways_of_cutting_are_refused(tmp_path: Path) -> None:
     with pytest.raises(onward.Error, match="pipeline"):
         onward.open_checkpoint(folder)
     (tmp_path / "x" / "latest").write_text("../../etc")
-    with pytest.raises(onward.Error, match="no format"):
+    with pytest.raises(onward.Error, match="no known checkpoint format"):
         onward.open_checkpoint(tmp_path / "x")
 
 

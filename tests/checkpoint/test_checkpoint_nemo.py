@@ -85,7 +85,7 @@ def test_files_of_nemo_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"{number}.nemo").write_bytes(content)
         with pytest.raises(onward.Error, match=words):
             onward.open_checkpoint(tmp_path / f"{number}.nemo")
-    with pytest.raises(onward.Error, match="which class of NeMo"):
+    with pytest.raises(onward.Error, match="configuration of NeMo, which is missing"):
         onward.to_checkpoint(onward.open_checkpoint(CHECKPOINTS / "lightning.ckpt"), tmp_path / "z", format="nemo")
 
 

@@ -218,7 +218,7 @@ def test_what_they_cannot_hold_is_refused(tmp_path: Path) -> None:
     (kept,) = checkpoint.optimizers
     group = dataclasses.replace(kept.groups[0], optimizer=Spec("sgd", {"momentum": 0.9}))
     other = dataclasses.replace(checkpoint, optimizers=(dataclasses.replace(kept, groups=(group,)),))
-    with pytest.raises(onward.Error, match="no optimizer that computes"):
+    with pytest.raises(onward.Error, match="no optimizer equal to"):
         ort.write(other, tmp_path / "out")
     for number in (1 << 70, 1e60):
         with pytest.raises(onward.Error, match="no room for a number"):

@@ -294,7 +294,7 @@ def test_folders_that_lead_astray(tmp_path: Path) -> None:
     (folder := tmp_path / "folder").mkdir()
     shutil.copy(MANAGED / "ckpt-1.index", folder / "other.index")
     (folder / "checkpoint").write_text('model_checkpoint_path: "../outside/ckpt-1"\n')
-    with pytest.raises(onward.Error, match="which is not there"):
+    with pytest.raises(onward.Error, match="which is missing"):
         onward.open_checkpoint(folder)
     (folder / "checkpoint").unlink()
     with pytest.raises(onward.Error, match="No such file"):  # without its data

@@ -229,7 +229,7 @@ WRONG = [
     ("train training.onnx --data digits.npz --noise z=normal", "there is no input `z` that could be noise", ""),
     ("lower digits.onnx --part step", "there is no step 0", "onward prepare"),
     ("convert nope.pt --json", "there is no file `nope.pt`", ""),
-    ("convert notes.txt --to torch", "`notes.txt` is of no format that is known", "what a framework has saved"),
+    ("convert notes.txt --to torch", "`notes.txt` has no known checkpoint format", "that a framework saved"),
     ("convert model.h5", "`model.h5` is not a whole HDF5 file", ""),
     ("diff training.onnx nope.pt", "there is no", ""),
     ("verify digits.onnx --json", "there is no step 0", "onward prepare"),

@@ -1,4 +1,5 @@
-"""Two checkpoints, two training models, or one of each, compared: names, shapes, values, and how they go on."""
+"""Differences between two checkpoints or training models: names, shapes, values, training
+settings."""
 
 from __future__ import annotations
 
@@ -32,18 +33,17 @@ _Tolerance = Annotated[float, Range(least=0)]
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A tensor that both have."""
+    """Tensor that two checkpoints have in common."""
 
     name: str
-    """In the first; what an optimizer keeps is `parameter/slot`."""
+    """In the first; optimizer state is `parameter/slot`."""
     other: str
     """In the second."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
     distance: Distance | None
     """None where the shapes differ."""
-    is_turned: bool = False
-    """Whether the second has its axes in the other order."""
+    is_transposed: bool = False
 
     @property
     def equal(self) -> bool:
@@ -52,25 +52,25 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two have in common, and what not."""
+    """Result of `diff`: pairs of tensors, names of one side only, and facts about the training."""
 
     a: Checkpoint
     b: Checkpoint
     tensors: tuple[Pair, ...]
     """Parameters, buffers and averages."""
     slots: tuple[Pair, ...]
-    """What optimizers keep."""
+    """Optimizer state."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     facts: tuple[Fact, ...]
     """Classes, hyper-parameters, schedules, steps, random numbers."""
     rules: tuple[str, ...]
-    """How names were matched, in words."""
+    """How names were matched, in text."""
 
     @property
     def equal(self) -> bool:
-        found = [part.equal for part in (*self.tensors, *self.slots)] + [fact.equal for fact in self.facts]
-        return not self.only_a and not self.only_b and all(found)
+        results = [pair.equal for pair in (*self.tensors, *self.slots)] + [fact.equal for fact in self.facts]
+        return not self.only_a and not self.only_b and all(results)
 
 
 @checked()
@@ -81,36 +81,41 @@ def diff(
     atol: _Tolerance = 0.0,
     rtol: _Tolerance = 0.0,
 ) -> Comparison:
-    """Compare two checkpoints of any formats, two models, or one of each. Nothing in them is executed.
+    """Compare two checkpoints of any formats, two models, or one of each. Nothing in them is
+    executed.
 
         print(onward.diff("checkpoint-500", "training.onnx", rtol=1e-5))
 
-    - `a`, `b`: what is compared; tensors are read one after the other
-    - `atol`, `rtol`: numbers count as different beyond `atol`, and `rtol` times the second
+    - `a`, `b`: paths, checkpoints or models; tensors are read one at a time
+    - `atol`, `rtol`: tolerance of numbers: `atol + rtol * abs(second)`
     """
-    one, other = _describe(a), _describe(b)
+    first, second = _describe(a), _describe(b)
     rules: list[str] = []
-    names = _pair_names(one, other, rules)
-    one, other = _name_slots(one, other, names, rules)
+    names = _pair_names(first, second, rules)
+    first, second = _name_slots(first, second, names, rules)
     tensors, slots = [], []
-    flipped = _transposed_matrices(one, other, names)
-    compare = _Comparing(atol, rtol)
-    for name, theirs in names.items():
-        tensors.append(compare(name, one.tensors[name], theirs, other.tensors[theirs], flipped.get(name)))
-    is_turned = {pair.name: pair.is_turned for pair in tensors}
-    ours, others = _slots(one), _slots(other)
-    for (parameter, slot), tensor in ours.items():
+    transposed = _transposed_matrices(first, second, names)
+    compare = _TensorComparer(atol, rtol)
+    for name, other_name in names.items():
+        tensors.append(compare(name, first.tensors[name], other_name, second.tensors[other_name], transposed.get(name)))
+    is_transposed = {pair.name: pair.is_transposed for pair in tensors}
+    first_slots, second_slots = _slots(first), _slots(second)
+    for (parameter, slot), tensor in first_slots.items():
         key = (names.get(str(parameter), parameter), slot)
-        if key in others:
-            turn = is_turned.get(str(parameter), False)
-            slots.append(compare(f"{parameter}/{slot}", tensor, f"{key[0]}/{slot}", others[key], turn))
-    for name, tensor in one.averages.items():
-        if (theirs := names.get(name, name)) in other.averages:
-            turn = is_turned.get(name, False)
-            tensors.append(compare(_average(name), tensor, _average(theirs), other.averages[theirs], turn))
-    only_a, only_b = _only(one, other, [*tensors, *slots])
+        if key in second_slots:
+            is_pair_transposed = is_transposed.get(str(parameter), False)
+            slots.append(
+                compare(f"{parameter}/{slot}", tensor, f"{key[0]}/{slot}", second_slots[key], is_pair_transposed)
+            )
+    for name, tensor in first.averages.items():
+        if (other_name := names.get(name, name)) in second.averages:
+            is_pair_transposed = is_transposed.get(name, False)
+            tensors.append(
+                compare(_average(name), tensor, _average(other_name), second.averages[other_name], is_pair_transposed)
+            )
+    only_a, only_b = _only(first, second, [*tensors, *slots])
     return Comparison(
-        one, other, tuple(tensors), tuple(slots), only_a, only_b, tuple(facts(one, other, names)), tuple(rules)
+        first, second, tuple(tensors), tuple(slots), only_a, only_b, tuple(facts(first, second, names)), tuple(rules)
     )
 
 
@@ -120,16 +125,16 @@ def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint
         return model
     if not model.steps:
         return weights_of(model)
-    found = checkpoint_of_model(model)
-    title = found.title if found.format == "onnx" else f"ONNX training model, made of: {found.title}"
-    return dataclasses.replace(found, path=model.path or found.path, title=title)
+    checkpoint = checkpoint_of_model(model)
+    title = checkpoint.title if checkpoint.format == "onnx" else f"ONNX training model, made of: {checkpoint.title}"
+    return dataclasses.replace(checkpoint, path=model.path or checkpoint.path, title=title)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def _pair_names(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
-    """Names of the first, and what they are called in the second."""
+    """Return names of the first -> names of the second."""
     names = by_name(list(a.tensors), set(b.tensors), set(b.tensors), rules)
     taken = {*names.values()}
     for alias, name in (*a.tied.items(), *((name, alias) for alias, name in b.tied.items())):
@@ -143,36 +148,39 @@ def _pair_names(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str
 def _name_slots(
     a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]
 ) -> tuple[Checkpoint, Checkpoint]:
-    """Both with names for what their optimizers keep, where one has them or its tensors are in their order."""
-    a, b = _by_itself(a), _by_itself(b)
-    back = {theirs: name for name, theirs in names.items()}
+    """Return both with names for their optimizer state, if one of them has names."""
+    a, b = _with_own_names(a), _with_own_names(b)
+    first_names = {other_name: name for name, other_name in names.items()}
     if not _has_names(a) and _has_names(b):
-        a = _by_the_other(a, [[back.get(name, name) for name in group] for group in _parameter_lists(b)], rules)
+        a = _with_names_of_other(
+            a, [[first_names.get(name, name) for name in group] for group in _parameter_lists(b)], rules
+        )
     elif not _has_names(b) and _has_names(a):
-        b = _by_the_other(b, [[names.get(name, name) for name in group] for group in _parameter_lists(a)], rules)
+        b = _with_names_of_other(b, [[names.get(name, name) for name in group] for group in _parameter_lists(a)], rules)
     return a, b
 
 
-def _by_itself(checkpoint: Checkpoint) -> Checkpoint:
+def _with_own_names(checkpoint: Checkpoint) -> Checkpoint:
     try:
         return with_own_names(checkpoint)
     except UnsupportedError:
         return checkpoint
 
 
-def _by_the_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[str]) -> Checkpoint:
+def _with_names_of_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[str]) -> Checkpoint:
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     order = [name for group in groups for name in group]
     orders = {"the groups of the other": groups, "the order of the other": [order]}
     try:
-        named = [
-            with_names(each, orders, shapes, in_trainer=checkpoint.format == TRAINER) for each in checkpoint.optimizers
+        renamed = [
+            with_names(optimizer, orders, shapes, in_trainer=checkpoint.format == TRAINER)
+            for optimizer in checkpoint.optimizers
         ]
     except UnsupportedError as error:
         rules.append(f"{checkpoint.path}: {error.message}")
         return checkpoint
-    rules.extend(how for _, how in named if how)
-    return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in named))
+    rules.extend(rule for _, rule in renamed if rule)
+    return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in renamed))
 
 
 def _has_names(checkpoint: Checkpoint) -> bool:
@@ -180,16 +188,18 @@ def _has_names(checkpoint: Checkpoint) -> bool:
 
 
 def _parameter_lists(checkpoint: Checkpoint) -> list[list[str]]:
-    return [[str(name) for name in group.parameters] for each in checkpoint.optimizers for group in each.groups]
+    return [
+        [str(name) for name in group.parameters] for optimizer in checkpoint.optimizers for group in optimizer.groups
+    ]
 
 
 def _slots(checkpoint: Checkpoint) -> dict[tuple[str | int, str], Tensor]:
-    """What optimizers keep, but for counts, which formats have in many types."""
+    """Return optimizer state without counts of updates, whose types differ among formats."""
     return {
         (name, slot): as_tensor(value)
         for optimizer in checkpoint.optimizers
-        for name, kept in optimizer.slots.items()
-        for slot, value in kept.items()
+        for name, slots in optimizer.slots.items()
+        for slot, value in slots.items()
         if slot != COUNT and value is not None
     }
 
@@ -199,14 +209,14 @@ def _average(name: str) -> str:
 
 
 def _only(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What one of the two has alone. A training model does not count batches."""
+    """Return the names that only one of the two has. A training model does not count batches."""
     seen = ({pair.name for pair in pairs}, {pair.other for pair in pairs})
-    counts = all(each.format != "onnx" for each in (a, b))
+    counts = all(checkpoint.format != "onnx" for checkpoint in (a, b))
 
-    def alone(checkpoint: Checkpoint, known: set[str]) -> Iterator[str]:
+    def alone(checkpoint: Checkpoint, paired: set[str]) -> Iterator[str]:
         slots = (f"{name}/{slot}" for name, slot in _slots(checkpoint))
         for name in (*checkpoint.tensors, *map(_average, checkpoint.averages), *slots):
-            if name not in known and (counts or not name.endswith(_COUNTERS)):
+            if name not in paired and (counts or not name.endswith(_COUNTERS)):
                 yield name
 
     return tuple(alone(a, seen[0])), tuple(alone(b, seen[1]))
@@ -216,57 +226,59 @@ def _only(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> tuple[tuple[str, .
 
 
 def _transposed_matrices(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> dict[str, bool | None]:
-    """Whether matrices have their axes in the other order; None where only their elements can tell."""
-    shapes = {name: (a.tensors[name].shape, b.tensors[theirs].shape) for name, theirs in names.items()}
-    found: dict[str, bool | None] = {
-        name: one != other and one == other[::-1] for name, (one, other) in shapes.items() if len(one) == 2
+    """Return whether each matrix is transposed in the second; None if only its elements tell."""
+    shapes = {name: (a.tensors[name].shape, b.tensors[other_name].shape) for name, other_name in names.items()}
+    transposed: dict[str, bool | None] = {
+        name: shape != other_shape and shape == other_shape[::-1]
+        for name, (shape, other_shape) in shapes.items()
+        if len(shape) == 2
     }
-    if any(found.values()):
-        found |= {name: None for name in found if shapes[name][0][0] == shapes[name][0][1]}
-    return found
+    if any(transposed.values()):
+        transposed |= {name: None for name in transposed if shapes[name][0][0] == shapes[name][0][1]}
+    return transposed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Comparing:
+class _TensorComparer:
     atol: float
     rtol: float
 
-    def __call__(self, name: str, a: Tensor, other: str, b: Tensor, is_turned: bool | None) -> Pair:
-        """Compare two tensors; where it is not known whether the second is turned, it is if it is nearer so."""
-        b = transpose(b) if is_turned and len(b.shape) == 2 else b
+    def __call__(self, name: str, a: Tensor, other: str, b: Tensor, is_transposed: bool | None) -> Pair:
+        """Compare two tensors. If `is_transposed` is None, take the orientation that is nearer."""
+        b = transpose(b) if is_transposed and len(b.shape) == 2 else b
         shapes, dtypes = (a.shape, b.shape), (str(a.dtype), str(b.dtype))
         if a.shape != b.shape:
-            return Pair(name, other, shapes, dtypes, None, bool(is_turned))
+            return Pair(name, other, shapes, dtypes, None, bool(is_transposed))
         array, theirs = a.array(), b.array()
-        found = compare_elements(array, theirs, self.atol, self.rtol)
-        if is_turned is None and found.differ:
-            again = compare_elements(array, theirs.T, self.atol, self.rtol)
-            if again.differ < found.differ:
-                return Pair(name, other, shapes, dtypes, again, is_turned=True)
-        return Pair(name, other, shapes, dtypes, found, bool(is_turned))
+        distance = compare_elements(array, theirs, self.atol, self.rtol)
+        if is_transposed is None and distance.differ:
+            transposed_distance = compare_elements(array, theirs.T, self.atol, self.rtol)
+            if transposed_distance.differ < distance.differ:
+                return Pair(name, other, shapes, dtypes, transposed_distance, is_transposed=True)
+        return Pair(name, other, shapes, dtypes, distance, bool(is_transposed))
 
 
 # ---- facts about the training ----------------------------------------------------------------------------------------
 
 
-_ONE_PART_IN = 1e-6
-"""How far numbers may be apart: a training model has most of them in float32."""
+_RELATIVE_TOLERANCE = 1e-6
+"""Relative tolerance: a training model stores most numbers in float32."""
 
 
 class Fact(NamedTuple):
-    """Something that both say, or one of them does not."""
+    """Property of the training, such as the step or a hyper-parameter."""
 
     name: str
     a: Any
-    """In words or numbers; None where it is not said."""
+    """Text or number; None if it is unknown."""
     b: Any
     equal: bool
 
 
 def facts(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
-    """What two say about the training. `names` are those of the first, and what they are called in the second."""
+    """Return facts about the training. `names` are names of the first -> names of the second."""
     yield _fact("step", a.step, b.step)
-    yield _fact("optimizer", *("; ".join(each.title for each in side.optimizers) or None for side in (a, b)))
+    yield _fact("optimizer", *("; ".join(optimizer.title for optimizer in side.optimizers) or None for side in (a, b)))
     yield from _groups(a, b, names)
     yield from _schedules(a, b)
     yield _fact("clipping", dict(a.clip or {}), dict(b.clip or {}))
@@ -277,14 +289,14 @@ def facts(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fa
 
 
 def _fact(name: str, a: Any, b: Any) -> Fact:
-    one, other = (None if isinstance(value, Mapping) and not value else value for value in (a, b))
-    return Fact(name, one, other, same(a, b))
+    first, second = (None if isinstance(value, Mapping) and not value else value for value in (a, b))
+    return Fact(name, first, second, same(a, b))
 
 
 def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
-    """Whether two trees are equal: numbers as far as float32 tells them apart, tensors exactly.
+    """True if two trees are equal: numbers to the precision of float32, tensors exactly.
 
-    `seen` are parts that are being compared, or have been: a tree may hold a part many times, and itself.
+    `seen` holds pairs that are or were compared: a tree may hold a part many times, and itself.
     """
     seen = set() if seen is None else seen
     if (id(a), id(b)) in seen:
@@ -304,45 +316,50 @@ def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
     if isinstance(a, float) or isinstance(b, float):
         if not (isinstance(a, int | float) and isinstance(b, int | float)):
             return False
-        is_close = math.isclose(a, b, rel_tol=_ONE_PART_IN, abs_tol=1e-30)
+        is_close = math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30)
         return is_close or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
 
 
 def _same_arrays(a: Any, b: Any) -> bool:
-    one, other = (value.array() if isinstance(value, Tensor) else value for value in (a, b))
-    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
+    first, second = (value.array() if isinstance(value, Tensor) else value for value in (a, b))
+    if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
         return False
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    return bool(np.array_equal(one, other)) if one.dtype.hasobject else one.tobytes() == other.tobytes()
+    return bool(np.array_equal(first, second)) if first.dtype.hasobject else first.tobytes() == second.tobytes()
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
-    """Hyper-parameters, compared for parameters that two groups have in common."""
-    theirs = _by_parameter(b)
+    """Return hyper-parameters, compared for parameters that two groups have in common."""
+    other_groups = _by_parameter(b)
     both: dict[tuple[int, int], tuple[ParameterGroup, ParameterGroup, list[Any]]] = {}
     for name, group in _by_parameter(a).items():
-        if (other := theirs.get(names.get(str(name), name))) is not None:
-            both.setdefault((id(group), id(other)), (group, other, []))[2].append(name)
-    for one, other, parameters in both.values():
-        where = "" if len(both) == 1 else f" of {len(parameters)} parameters, {parameters[0]} first"
-        words, others = _words(one), _words(other)
-        yield from (_fact(f"{key}{where}", words.get(key), others.get(key)) for key in {**words, **others})
-        rates = _rate(one), _rate(other)
+        if (second := other_groups.get(names.get(str(name), name))) is not None:
+            both.setdefault((id(group), id(second)), (group, second, []))[2].append(name)
+    for first, second, parameters in both.values():
+        suffix = "" if len(both) == 1 else f" of {len(parameters)} parameters, {parameters[0]} first"
+        first_words, second_words = _words(first), _words(second)
+        yield from (
+            _fact(f"{key}{suffix}", first_words.get(key), second_words.get(key))
+            for key in {**first_words, **second_words}
+        )
+        rates = _rate(first), _rate(second)
         if None not in rates:
-            yield _fact(f"learning rate now{where}", *rates)
+            yield _fact(f"learning rate now{suffix}", *rates)
 
 
 def _by_parameter(checkpoint: Checkpoint) -> dict[Any, ParameterGroup]:
-    return {name: group for each in checkpoint.optimizers for group in each.groups for name in group.parameters}
+    return {
+        name: group for optimizer in checkpoint.optimizers for group in optimizer.groups for name in group.parameters
+    }
 
 
 def _words(group: ParameterGroup) -> dict[str, Any]:
-    """All numbers and choices by name; those of the framework where the class is not known."""
+    """Return all numbers and choices by name; the framework's settings if the class is unknown."""
     if group.optimizer is None:
         rate = {"lr": base_rate(group.settings)} if "lr" in group.settings else {}
         return {**group.settings, **rate}
@@ -359,36 +376,42 @@ def _rate(group: ParameterGroup) -> Any:
 
 
 def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
-    one, other = ([each for each in checkpoint.schedules if each.words != ()] for checkpoint in (a, b))
-    for at in range(max(len(one), len(other))):
-        yield _schedule(one[at] if at < len(one) else None, other[at] if at < len(other) else None)
+    first, second = ([schedule for schedule in checkpoint.schedules if schedule.words != ()] for checkpoint in (a, b))
+    for at in range(max(len(first), len(second))):
+        yield _schedule(first[at] if at < len(first) else None, second[at] if at < len(second) else None)
 
 
 def _schedule(a: SchedulerState | None, b: SchedulerState | None) -> Fact:
     if a is None or b is None:
         return Fact("schedule", _schedule_text(a), _schedule_text(b), False)
-    known = a.words is not None and b.words is not None
-    equal = same(_plain(a.words), _plain(b.words)) if known else a.words is b.words and same(a.state, b.state)
+    has_words = a.words is not None and b.words is not None
+    equal = same(_plain(a.words), _plain(b.words)) if has_words else a.words is b.words and same(a.state, b.state)
     return Fact("schedule", _schedule_text(a), _schedule_text(b), equal and a.position == b.position)
 
 
 def _schedule_text(schedule: SchedulerState | None) -> str | None:
     if schedule is None:
         return None
-    words = "of a kind that is not known" if schedule.words is None else ", then ".join(map(str, schedule.words))
+    words = "of an unknown kind" if schedule.words is None else ", then ".join(map(str, schedule.words))
     return f"{words}, after {quantity(schedule.position or 0, 'step')}"
 
 
 def _plain(words: Sequence[Spec] | None) -> list[Spec]:
-    """Without what says nothing."""
+    """Return schedules without options that have no effect."""
     return [Spec(spec.name, {k: v for k, v in spec.options.items() if v not in (None, 0)}) for spec in words or ()]
 
 
 def _random_states(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
-    one, other = ({(each.kind, each.rank): each.state for each in side.randomness} for side in (a, b))
-    for kind, rank in {**one, **other}:
-        key = (kind, rank)
-        equal = key in one and key in other and same(one[key], other[key])
-        told = ("its state" if key in one else None), ("its state" if equal else "another" if key in other else None)
-        where = f" of process {rank}" if rank else ""
-        yield Fact(f"random numbers, {kind}{where}", *told, equal)
+    first, second = (
+        {(random_state.kind, random_state.rank): random_state.state for random_state in side.randomness}
+        for side in (a, b)
+    )
+    for generator, rank in {**first, **second}:
+        key = (generator, rank)
+        equal = key in first and key in second and same(first[key], second[key])
+        states = (
+            ("its state" if key in first else None),
+            ("its state" if equal else "another" if key in second else None),
+        )
+        suffix = f" of process {rank}" if rank else ""
+        yield Fact(f"random numbers, {generator}{suffix}", *states, equal)

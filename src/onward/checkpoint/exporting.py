@@ -1,4 +1,4 @@
-"""A training model as a checkpoint: of the format that it came from, or of another."""
+"""Training models written as checkpoints, in the format that they came from or in another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from onward.run_state.training_models import from_training_model, step_of
 def to_checkpoint(
     training: Model | Checkpoint | str | os.PathLike[str], path: str | os.PathLike[str], *, format: str
 ) -> Path:
-    """Write a checkpoint from which a framework goes on; where it was written.
+    """Write a checkpoint that a framework can resume; return its path.
 
     It is read back and compared before it replaces anything. If that fails, nothing is written.
 
@@ -45,23 +45,23 @@ def to_checkpoint(
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
     chosen = format_named(format)
-    opened = open_either(training)
-    checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
-    if isinstance(opened, Model) and checkpoint.waiting:
+    source = open_either(training)
+    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of_model(source)
+    if isinstance(source, Model) and checkpoint.waiting:
         raise UnsupportedError(
             f"{checkpoint.waiting} of {checkpoint.accumulate} batches wait for an update, and would be lost",
             hint=f"train until a multiple of {checkpoint.accumulate} batches is done",
         )
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
-    if checkpoint.step is None and any(each.position for each in checkpoint.schedules) and format in _WITH_STEP:
+    if checkpoint.step is None and any(schedule.position for schedule in checkpoint.schedules) and format in _WITH_STEP:
         warn(f"`{checkpoint.path}` does not count its updates, and `{format}` gets step 0")
     if checkpoint.format != chosen.name:
         checkpoint = _in_order_of_tensors(checkpoint)
     target = Path(path)
     assert chosen.write is not None
     has_slots = "optimizers" in chosen.keeps or not chosen.keeps
-    slots = [tensor for each in checkpoint.optimizers if has_slots for tensor in each.tensors]
+    slots = [tensor for optimizer in checkpoint.optimizers if has_slots for tensor in optimizer.tensors]
     announce(sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *slots)))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, default_hint(advice):
@@ -78,9 +78,10 @@ _WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tens
 
 
 def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint whose optimizers have parameters in the order of its tensors.
+    """Return a checkpoint whose optimizers list parameters in the order of its tensors.
 
-    PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by names, in any order.
+    PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by names, in
+    any order.
     """
     order: dict[Any, int] = {name: at for at, name in enumerate(checkpoint.tensors)}
     optimizers = tuple(
@@ -101,20 +102,20 @@ def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def format_named(name: str) -> Format:
-    """The format of that name, if it can be written."""
-    known = writable()
-    if name not in known:
-        hint = suggest(name, known) or f"there are {', '.join(known)}"
+    """Return the format with a name, if it can be written."""
+    formats = writable()
+    if name not in formats:
+        hint = suggest(name, formats) or f"use one of {', '.join(formats)}"
         raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)
-    return known[name]
+    return formats[name]
 
 
 def checkpoint_of_model(model: Model) -> Checkpoint:
-    """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
+    """Return a training model as a checkpoint, with the current numbers in what it was made of."""
     model = adopt(model)
     run = from_training_model(model, step_of(model))
     # Checkpoints have no words for an optimizer that is a function.
-    named = [dataclasses.replace(each, optimizer=None) if each.is_function else each for each in run.groups]
+    named = [dataclasses.replace(group, optimizer=None) if group.is_function else group for group in run.groups]
     origin = source_of(model)
     if origin is None:
         order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
@@ -123,7 +124,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             for group in named
         )
         families = tuple(dict.fromkeys(group.optimizer_name for group in groups if group.optimizer))
-        found = dataclasses.replace(
+        checkpoint = dataclasses.replace(
             weights_of(model),
             title="ONNX training model",
             optimizers=(OptimizerState(families, groups, _slots(model, run.step, Match({}))),),
@@ -135,10 +136,10 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         before, matched = origin
         slots = _slots(model, run.step, matched)
         since = run.step - (before.step or 0)
-        found = dataclasses.replace(
+        checkpoint = dataclasses.replace(
             before,
-            files=_still_there(before),
-            optimizers=tuple(_continue_optimizer(each, named, slots, matched) for each in before.optimizers),
+            files=_remaining_files(before),
+            optimizers=tuple(_continue_optimizer(optimizer, named, slots, matched) for optimizer in before.optimizers),
             schedules=_schedules(run, before.schedules),
             tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
             averages=before.averages or _averages(model, matched),
@@ -146,7 +147,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             progress=_progress(before.progress, before.step, run.step),
         )
     return dataclasses.replace(
-        found,
+        checkpoint,
         step=run.step,
         clip=run.clip or {},
         accumulate=run.accumulate,
@@ -155,29 +156,27 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     )
 
 
-def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Files beside the checkpoint that a model says it was made of. Whoever wrote the model may have named any folder:
-    they count where one of that format is, and has them.
-    """
-    format = next((each for each in FORMATS if each.name == checkpoint.format), None)
+def _remaining_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return files beside the checkpoint that a model says it was made of."""
+    format = next((other for other in FORMATS if other.name == checkpoint.format), None)
     if not checkpoint.files or format is None or not format.matches(checkpoint.path):
         return ()
-    there = format.read(checkpoint.path).files
-    return tuple(name for name in checkpoint.files if name in there)
+    stored_files = format.read(checkpoint.path).files
+    return tuple(name for name in checkpoint.files if name in stored_files)
 
 
 def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
     """Return averages of parameters, by the names of the checkpoint."""
-    found: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
     for state in states(model):
         if state.role == "ema" and state.parameter and state.value.const_value is not None:
             name = matched.theirs.get(state.parameter, state.parameter)
-            found[name] = matched.turn(name, ModelTensor(state.value.const_value))
-    return found
+            averages[name] = matched.orient(name, ModelTensor(state.value.const_value))
+    return averages
 
 
 def weights_of(model: Model) -> Checkpoint:
-    """What a model holds that is not trained."""
+    """Return the weights of a model without training."""
     return Checkpoint(
         path=model.path or Path("model.onnx"),
         format="onnx",
@@ -188,28 +187,28 @@ def weights_of(model: Model) -> Checkpoint:
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
-    """Parameters and statistics, in the order of the graph."""
+    """Return parameters and statistics, in the order of the graph."""
     weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
     return {
-        name: ModelTensor(value.const_value)
-        for name, value in model.graph.initializers.items()
-        if name in weights and value.const_value is not None
+        name: ModelTensor(initializer.const_value)
+        for name, initializer in model.graph.initializers.items()
+        if name in weights and initializer.const_value is not None
     }
 
 
 def _slots(model: Model, step: int, matched: Match) -> dict[str | int, Mapping[str, Any]]:
-    """What optimizers keep, by the names of the checkpoint."""
-    found: dict[str | int, dict[str, Any]] = {}
+    """Return optimizer state, by the names of the checkpoint."""
+    slots: dict[str | int, dict[str, Any]] = {}
     for state in states(model):
         if state.role not in ("optimizer_state", "master") or state.parameter is None or not state.slot:
             continue
         assert state.value.const_value is not None
         name = matched.theirs.get(state.parameter, state.parameter)
-        tensor = matched.turn(name, ModelTensor(state.value.const_value))
+        tensor = matched.orient(name, ModelTensor(state.value.const_value))
         if not tensor.shape and tensor.dtype == np.float64:
             tensor = convert_dtype(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
-        found.setdefault(name, {COUNT: step})[state.slot] = tensor
-    return dict(found) if step else {}
+        slots.setdefault(name, {COUNT: step})[state.slot] = tensor
+    return dict(slots) if step else {}
 
 
 def _continue_optimizer(
@@ -218,21 +217,22 @@ def _continue_optimizer(
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
 ) -> OptimizerState:
-    """An optimizer of the checkpoint as it is now."""
+    """Return an optimizer of the checkpoint with current numbers."""
     now = {name: group for group in groups_now for name in group.parameters}
     groups = []
     for group in before.groups:
-        own = (matched.names.get(str(name), "") for name in group.parameters)
-        ours = next((name for name in own if name in now), "")  # others are frozen
-        current = now.get(ours, group)
+        graph_names = (matched.names.get(str(name), "") for name in group.parameters)
+        graph_name = next((name for name in graph_names if name in now), "")  # others are frozen
+        current = now.get(graph_name, group)
         groups.append(dataclasses.replace(group, optimizer=current.optimizer, rate=current.rate))
     parameters = {name for group in before.groups for name in group.parameters}
-    kept = {name: {**before.slots.get(name, {}), **each} for name, each in slots.items() if name in parameters}
-    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **kept})
+    new_slots = {name: {**before.slots.get(name, {}), **values} for name, values in slots.items() if name in parameters}
+    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **new_slots})
 
 
 def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[SchedulerState, ...]:
-    """The schedule at its present position; those of the checkpoint keep what else they hold."""
+    """Return the schedule at its present position; those of the checkpoint keep what else they
+    hold."""
     if not run.schedule and not before:
         return ()
     units = {int(spec.options.get("every", 1)) for spec in run.schedule}
@@ -248,92 +248,94 @@ def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[Schedul
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     if not before:
         return (SchedulerState(state_of(words, bases, present, position), words, position, every),)
-    found = []
+    schedules = []
     for schedule in before:
-        is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
+        has_words = schedule.words is not None  # else the training model has another
         state = (
-            advance_state(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
+            advance_state(schedule.state, present, position) if has_words else state_of(words, bases, present, position)
         )
-        found.append(SchedulerState(state, schedule.words if is_told else words, position, every))
-    return tuple(found)
+        schedules.append(SchedulerState(state, schedule.words if has_words else words, position, every))
+    return tuple(schedules)
 
 
 def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
     """Return counters of updates at their new value, and epochs in proportion."""
-    moved = dict(progress)
+    counters = dict(progress)
     for name in UPDATES:
-        if isinstance(moved.get(name), int):  # it may count from another start than the optimizer
-            moved[name] += now - (before or 0)
-    if before and now != before and isinstance(moved.get("epoch"), float):
-        moved["epoch"] *= now / before
-    return moved
+        if isinstance(counters.get(name), int):  # it may count from another start than the optimizer
+            counters[name] += now - (before or 0)
+    if before and now != before and isinstance(counters.get("epoch"), float):
+        counters["epoch"] *= now / before
+    return counters
 
 
 # ---- read back -------------------------------------------------------------------------------------------------------
 
 
 _MOST_TENSORS, _MOST_BYTES = 64, 16 << 20
-"""Tensors whose elements are compared, and bytes of each. Names and shapes are compared for all."""
+"""Number of tensors whose elements are compared, and bytes of each; names and shapes of all are."""
 
 Pairs = Iterable[tuple[str, Tensor, Tensor | None]]
-"""Tensors by name: as they were, and as they were read back."""
+"""Names, tensors to write, and tensors that were read back."""
 
 
 def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[str, ...]:
-    """Raise an UnsupportedError for a tensor, slot or step that does not survive; return other parts that do not."""
+    """Raise an UnsupportedError for a tensor, slot or step that is lost; return other lost
+    parts."""
     try:
-        again = format.read(path)
+        reread = format.read(path)
     except Error as error:
         raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
-    names = _paired_names(checkpoint, again)
-    _compare(format, "tensor", _tensor_pairs(checkpoint, again, names))
+    names = _paired_names(checkpoint, reread)
+    _compare(format, "tensor", _tensor_pairs(checkpoint, reread, names))
     if "optimizers" in format.keeps or not format.keeps:
-        _compare(format, "optimizer state", _slot_pairs(checkpoint, again, names))
-    if checkpoint.step and again.step and again.step != checkpoint.step:
-        raise UnsupportedError(f"`{format.name}` would hold step {again.step} in place of {checkpoint.step}")
+        _compare(format, "optimizer state", _slot_pairs(checkpoint, reread, names))
+    if checkpoint.step and reread.step and reread.step != checkpoint.step:
+        raise UnsupportedError(f"`{format.name}` would hold step {reread.step} in place of {checkpoint.step}")
     survives = {
-        "optimizer": bool(again.optimizers or not checkpoint.optimizers),
-        "schedule": not any(each.words for each in checkpoint.schedules) or any(each.words for each in again.schedules),
-        "averages": bool(again.averages or not checkpoint.averages),
-        "loss scale": bool(again.scaler or not checkpoint.scaler),
-        "clipping": bool(again.clip or not checkpoint.clip),
-        "random states": bool(again.randomness or not checkpoint.randomness),
+        "optimizer": bool(reread.optimizers or not checkpoint.optimizers),
+        "schedule": not any(schedule.words for schedule in checkpoint.schedules)
+        or any(schedule.words for schedule in reread.schedules),
+        "averages": bool(reread.averages or not checkpoint.averages),
+        "loss scale": bool(reread.scaler or not checkpoint.scaler),
+        "clipping": bool(reread.clip or not checkpoint.clip),
+        "random states": bool(reread.randomness or not checkpoint.randomness),
     }
-    return tuple(part for part, is_there in survives.items() if not is_there)
+    return tuple(name for name, is_kept in survives.items() if not is_kept)
 
 
-def _compare(format: Format, part: str, pairs: Pairs) -> None:
+def _compare(format: Format, role: str, pairs: Pairs) -> None:
     pairs = list(pairs)
     if lost := [name for name, _, other in pairs if other is None]:
-        raise UnsupportedError(f"`{format.name}` would lose the {part} {list_names(lost, 3)}")
-    both = [(name, one, other) for name, one, other in pairs if other is not None]
-    small = [pair for pair in both if max(pair[1].nbytes, pair[2].nbytes) <= _MOST_BYTES]
+        raise UnsupportedError(f"`{format.name}` would lose the {role} {list_names(lost, 3)}")
+    complete = [(name, tensor, other) for name, tensor, other in pairs if other is not None]
+    small = [pair for pair in complete if max(pair[1].nbytes, pair[2].nbytes) <= _MOST_BYTES]
     sample = {name for name, _, _ in small[:: -(-len(small) // _MOST_TENSORS) or 1]}
-    for name, one, other in both:
-        is_transposed = one.shape != other.shape
-        if is_transposed and one.shape != other.shape[::-1]:
-            raise UnsupportedError(f"`{format.name}` would give the {part} `{name}` another shape")
-        if name in sample and not _equal(one.array().T if is_transposed else one.array(), other.array()):
-            raise UnsupportedError(f"`{format.name}` would change the {part} `{name}`")
+    for name, tensor, other in complete:
+        is_transposed = tensor.shape != other.shape
+        if is_transposed and tensor.shape != other.shape[::-1]:
+            raise UnsupportedError(f"`{format.name}` would give the {role} `{name}` another shape")
+        if name in sample and not _equal(tensor.array().T if is_transposed else tensor.array(), other.array()):
+            raise UnsupportedError(f"`{format.name}` would change the {role} `{name}`")
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.astype(other.dtype, copy=False).tobytes() == other.tobytes()
+def _equal(tensor: np.ndarray, other: np.ndarray) -> bool:
+    return tensor.astype(other.dtype, copy=False).tobytes() == other.tobytes()
 
 
 def _paired_names(checkpoint: Checkpoint, again: Checkpoint) -> dict[str, str]:
-    """Names of tensors, and what they are called where they were read back."""
-    theirs = {*again.tensors}
-    names = by_name([*checkpoint.tensors], theirs, theirs, [])
+    """Return names of tensors -> their names after reading back."""
+    other_names = {*again.tensors}
+    names = by_name([*checkpoint.tensors], other_names, other_names, [])
     for alias, name in (*checkpoint.tied.items(), *((name, alias) for alias, name in again.tied.items())):
-        if name in checkpoint.tensors and name not in names and alias in theirs:
+        if name in checkpoint.tensors and name not in names and alias in other_names:
             names[name] = alias
     return names
 
 
 def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Weights; the float32 copy of one where the format has it in place of a narrower one."""
-    slots_of = {name: slots for each in checkpoint.optimizers for name, slots in each.slots.items()}
+    """Return pairs of weights. Some formats store the float32 copy of a weight in its place."""
+    slots_of = {name: slots for optimizer in checkpoint.optimizers for name, slots in optimizer.slots.items()}
     for name, tensor in checkpoint.tensors.items():
         other = again.tensors.get(names.get(name, ""))
         if other is None and tensor.dtype.kind in "iu" and not tensor.shape:
@@ -343,23 +345,24 @@ def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str,
 
 
 def _slot_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """What optimizers keep. A format without names has numbers, in the order of the groups."""
+    """Return pairs of optimizer state. A format without names has numbers, in the order of the
+    groups."""
     for at, optimizer in enumerate(checkpoint.optimizers):
         other = again.optimizers[at] if at < len(again.optimizers) else None
         numbers = {name: n for n, name in enumerate(name for group in optimizer.groups for name in group.parameters)}
         for name, slots in optimizer.slots.items():
-            kept = _without_copies(slots)
+            tensors = _without_copies(slots)
             keys = (name, names.get(str(name), name), numbers.get(name, name))
-            held = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
+            others = next((_without_copies(other.slots[key]) for key in keys if other and key in other.slots), {})
             if other and len(other.families) != 1:  # slots may have the names of another optimizer, or of the format
-                rest = [value for slot, value in held.items() if slot not in kept]
-                held |= dict(zip((slot for slot in kept if slot not in held), rest, strict=False))
-            for slot, value in kept.items():
-                yield f"{name}/{slot}", value, held.get(slot)
+                rest = [value for slot, value in others.items() if slot not in tensors]
+                others |= dict(zip((slot for slot in tensors if slot not in others), rest, strict=False))
+            for slot, value in tensors.items():
+                yield f"{name}/{slot}", value, others.get(slot)
 
 
 def _without_copies(slots: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Slots without the step and the float32 copy of a weight, which formats have in other places."""
+    """Return slots without the step and the float32 copy, which formats store elsewhere."""
     return {
         slot: as_tensor(value) for slot, value in slots.items() if slot not in (COUNT, MASTER) and value is not None
     }

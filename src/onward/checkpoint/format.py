@@ -1,4 +1,4 @@
-"""Checkpoints, and their formats: how each is recognized, read and written."""
+"""Checkpoints and their formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onward.run_state.state import ParameterGroup, RunState
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(RunState):
-    """A run state in files of a framework. What these do not say is None or empty."""
+    """Run state in files of a framework. What the files do not store is None or empty."""
 
     model: Model | None = None  # type: ignore[assignment]
     loss: Any = None
@@ -25,16 +25,16 @@ class Checkpoint(RunState):
     title: str = ""
     """The format in words, with the version if one is stored: `Lightning 2.6.6`."""
     files: tuple[str, ...] = ()
-    """Other files in its folder, such as of a tokenizer."""
+    """Other files in its folder, such as those of a tokenizer."""
     executes: tuple[str, ...] = ()
-    """Classes and functions that it names, which a loader that trusts it would call."""
+    """Classes and functions that it names, which a trusting loader would call."""
     remarks: tuple[str, ...] = ()
-    """What you should know before you continue from it."""
+    """Facts to know before you continue from it."""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return what an exact resume needs and is not in it."""
-        unknown = [group for each in self.optimizers for group in each.groups if group.optimizer is None]
+        """Return what an exact resume needs and the checkpoint does not hold."""
+        unknown = [group for optimizer in self.optimizers for group in optimizer.groups if group.optimizer is None]
         lacks = {
             "optimizer": not self.optimizers,
             "names of what the optimizer keeps": any(not optimizer.has_names for optimizer in self.optimizers),
@@ -52,46 +52,48 @@ class Checkpoint(RunState):
             "gradient accumulation": not self.accumulate and bool(self.optimizers),
             "decay of the averages": bool(self.averages) and self.average_decay is None,
         }
-        return tuple(what for what, is_missing in lacks.items() if is_missing)
+        return tuple(name for name, is_missing in lacks.items() if is_missing)
 
 
 Order = Sequence[Sequence[str]]
-"""Parameters in the order in which an optimizer was given them: in one part, or group by group."""
+"""Parameters in the order of an optimizer: in one list, or one list per group."""
 
 
 class Captured(NamedTuple):
-    """What a checkpoint computes, where it holds that, too."""
+    """Model that a checkpoint computes, with its loss."""
 
     model: Model
     loss: Any
-    """In words of a recipe; None where it is not known."""
+    """In words of a recipe; None if unknown."""
     orders: Mapping[str, Order] = {}
-    """In which an optimizer can have been given the parameters, by what says so, with names of the graph."""
+    """Possible orders of the optimizer's parameters, by origin, with names of the graph."""
     tied: Mapping[str, str] = {}
     """Further names of the checkpoint's tensors."""
     stored: Mapping[str, str] = {}
-    """Names of the checkpoint's tensors -> names of the graph, where the framework has others in files."""
+    """Names of the checkpoint's tensors -> names of the graph, if they differ in files."""
     probe: Callable[[Model, Any], None] | None = None
-    """Compares the model, with its weights, under a loss with the module that it was captured of."""
+    """Compares the model and its weights with the module that it was captured from."""
 
 
 class Format(NamedTuple):
+    """Format of checkpoints."""
+
     name: str
-    """What users call it: `--to deepspeed`."""
+    """Name on the command line: `--to deepspeed`."""
     title: str
     matches: Callable[[Path], bool]
-    """Whether a file or folder is of this format, by what is in it. Nothing large is read for that."""
+    """True for a file or folder of this format, by its content. Reads nothing large."""
     read: Callable[[Path], Checkpoint]
     write: Callable[[Checkpoint, Path], None] | None = None
-    """Writes into a path that does not exist yet. The checkpoint may come from a training model, or from any reader."""
+    """Writes to a new path. The checkpoint may come from a training model or any reader."""
     is_folder: bool = True
     keeps: tuple[str, ...] = ()
-    """What the format has a place for: fields of `Checkpoint`."""
+    """Fields of `Checkpoint` that the format stores; empty: all."""
     ending: str = ""
     """Of a file."""
     graph: Callable[[Path], Captured] | None = None
-    """The model of a checkpoint, if that is an ONNX graph."""
+    """Returns the model of a checkpoint, if it is an ONNX graph."""
     needs_names: bool = True
-    """Whether what optimizers keep has names when it is written."""
+    """True if optimizer state needs names to be written."""
     also: tuple[str, ...] = ()
-    """Other names of it."""
+    """Other names."""

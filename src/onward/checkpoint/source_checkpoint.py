@@ -1,7 +1,8 @@
-"""The checkpoint that a training model was made of, in its metadata: facts, names, and all that was stored.
+"""The checkpoint that a training model was made of, in its metadata: facts, names, and all that was
+stored.
 
-Tensors that are state of the model are named as they are there; others become initializers of the algorithm, with the
-role `kept`, that nothing reads.
+Tensors that are state of the model are stored by name. Others become initializers of the algorithm
+with the role `kept`, which nothing reads.
 """
 
 from __future__ import annotations
@@ -39,72 +40,70 @@ from onward.run_state.tensors import (
 FACT = "train.checkpoint"
 _FOLDER = "checkpoint/"
 _SMALL = 64
-"""Bytes of tensors that are written out."""
+"""Largest size in bytes of a tensor that is written into the JSON."""
 
 
 def keep(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
-    """Write down what a training model was made of, in its first step."""
-    keeping = _Keeping(model, checkpoint, matched)
+    """Store a checkpoint in the first step of the training model that was made of it."""
+    storage = _TensorNames(model, checkpoint, matched)
     try:
-        form = encode(checkpoint, keeping.name_of)
+        form = encode(checkpoint, storage.name_of)
     except TooLarge:
-        warn(
-            f"what else `{checkpoint.path}` holds has no end, and is not kept: a checkpoint of this model is a new one"
-        )
+        warn(f"`{checkpoint.path}` is too large to embed: a checkpoint of this model will be a new one")
         return
-    facts = {"names": dict(matched.names), "turned": sorted(matched.turned), "checkpoint": form}
+    facts = {"names": dict(matched.names), "turned": sorted(matched.transposed), "checkpoint": form}
     model.step().algorithm.metadata_props[FACT] = json.dumps(facts)
 
 
-class _Keeping:
+class _TensorNames:
     def __init__(self, model: Model, checkpoint: Checkpoint, matched: Match):
         self._model = model
         self._algorithm = model.step().algorithm
         self._names: dict[Any, dict[str, Any]] = {}
         self._others = 0
         self._random = {
-            _key(each.state): {"rng": each.kind, "rank": str(each.rank)}
-            for each in checkpoint.randomness
-            if isinstance(each.state, Tensor)
+            _key(generator.state): {"rng": generator.kind, "rank": str(generator.rank)}
+            for generator in checkpoint.randomness
+            if isinstance(generator.state, Tensor)
         }
-        for theirs, ours in matched.names.items():
-            self._know(checkpoint.tensors[theirs], ours, theirs in matched.turned)
-        for theirs, tensor in checkpoint.averages.items():
-            if self._has(name := f"ema/{matched.names.get(theirs, '')}"):
-                self._know(tensor, name, theirs in matched.turned)
+        for stored_name, graph_name in matched.names.items():
+            self._register(checkpoint.tensors[stored_name], graph_name, stored_name in matched.transposed)
+        for stored_name, tensor in checkpoint.averages.items():
+            if self._has(state_name := f"ema/{matched.names.get(stored_name, '')}"):
+                self._register(tensor, state_name, stored_name in matched.transposed)
         for optimizer in checkpoint.optimizers:
             for key, slots in optimizer.slots.items():
-                theirs = str(key)
-                ours = matched.names.get(theirs, "")
-                is_turned = theirs in matched.turned
-                for slot, kept in slots.items():
-                    name = f"{ours}/{slot}"
-                    if slot == MASTER and name not in self._algorithm.initializers:
-                        name = ours  # the model has its weights in float32 themselves
-                    if isinstance(kept, Tensor) and self._has(name):
-                        self._know(kept, name, is_turned)
+                stored_name = str(key)
+                graph_name = matched.names.get(stored_name, "")
+                is_transposed = stored_name in matched.transposed
+                for slot, value in slots.items():
+                    state_name = f"{graph_name}/{slot}"
+                    if slot == MASTER and state_name not in self._algorithm.initializers:
+                        state_name = graph_name  # the model has its weights in float32 themselves
+                    if isinstance(value, Tensor) and self._has(state_name):
+                        self._register(value, state_name, is_transposed)
 
     def _has(self, name: str) -> bool:
         return name in self._algorithm.initializers or name in self._model.graph.initializers
 
-    def _know(self, tensor: Tensor, name: str, is_turned: bool) -> None:
+    def _register(self, tensor: Tensor, name: str, is_transposed: bool) -> None:
         form: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name}
-        if is_turned and len(tensor.shape) == 2:
+        if is_transposed and len(tensor.shape) == 2:
             form["turned"] = True
         self._names[_key(tensor)] = form
 
     def name_of(self, tensor: Tensor) -> dict[str, Any] | None:
-        """How a tensor is named; one that the model has no place for gets one, unless it is small."""
+        """Return the stored name of a tensor; None for a small one, which is written out."""
         key = _key(tensor)
         if key not in self._names and tensor.nbytes <= _SMALL:
             return None
         if key not in self._names:
             name = f"{_FOLDER}{self._others}"
             self._others += 1
-            described = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_type(tensor.dtype)))
-            described.const_value = with_tags(as_initializer(tensor, name), role=KEPT, **self._random.get(key, {}))
-            self._algorithm.initializers[name] = described
-            self._know(tensor, name, is_turned=False)
+            value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_type(tensor.dtype)))
+            value.const_value = with_tags(as_initializer(tensor, name), role=KEPT, **self._random.get(key, {}))
+            self._algorithm.initializers[name] = value
+            self._register(tensor, name, is_transposed=False)
         return self._names[key]
 
 
@@ -113,53 +112,53 @@ def _type(dtype: np.dtype) -> ir.DataType:
 
 
 def _key(tensor: Tensor) -> Any:
-    """Equal for tensors that are the same one."""
+    """Return a key that is equal for the same tensor."""
     return tensor if isinstance(tensor, StoredTensor) else id(tensor)
 
 
 class Kept(NamedTuple):
-    """The checkpoint that a training model was made of."""
+    """Checkpoint that a training model was made of."""
 
     checkpoint: Checkpoint
-    """With tensors as they are now."""
+    """With the current values of tensors."""
     match: Match
 
 
 def source_of(model: Model) -> Kept | None:
-    """What a training model was made of; None if it was made of no checkpoint."""
+    """Return the checkpoint that a training model was made of, or None."""
     text = model.step().algorithm.metadata_props.get(FACT)
     if text is None:
         return None
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def tensor_of(form: Any) -> Tensor:
         key = json.dumps(form, sort_keys=True)
-        if key not in found:
-            held = model.initializer(str(form["name"])).const_value
-            assert held is not None
-            tensor: Tensor = ModelTensor(held)
+        if key not in tensors:
+            value = model.initializer(str(form["name"])).const_value
+            assert value is not None
+            tensor: Tensor = ModelTensor(value)
             tensor = transpose(tensor) if form.get("turned") else tensor
-            found[key] = convert_dtype(tensor, np.dtype(form["dtype"]))
-        return found[key]
+            tensors[key] = convert_dtype(tensor, np.dtype(form["dtype"]))
+        return tensors[key]
 
     with default_hint("make the training model of the checkpoint again"):
         with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
             facts = json.loads(text)
             matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
             form = facts["checkpoint"]
-        made = decode(form, tensor_of)
-        if not isinstance(made, Checkpoint):
-            raise InvalidModelError("what the training model keeps is no checkpoint")
-    return Kept(made, matched)
+        checkpoint = decode(form, tensor_of)
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidModelError("the training model does not hold a valid checkpoint")
+    return Kept(checkpoint, matched)
 
 
 # ---- checkpoints as JSON ---------------------------------------------------------------------------------------------
 
 
 _MOST = 2_000_000
-"""Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
+"""Largest number of nodes of a tree: a small pickle can describe an endless one by repetition."""
 _LARGEST_KEY = 1 << 60
-"""From here on, Python gives several integers the same hash, and a dict of them takes the square of its size."""
+"""Integers from which on Python's hashes collide, so that a dict of them takes quadratic time."""
 RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
     Checkpoint: (
         "Checkpoint",
@@ -175,19 +174,20 @@ RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
     SchedulerState: ("Schedule", ("state", "words", "position", "every")),
     Spec: ("Spec", ("name", "options")),
 }  # fmt: skip
-"""What has a JSON form: the name in files, and the fields that are written, in their order."""
-_KINDS = {name: (kind, fields) for kind, (name, fields) in RECORDS.items()}
+"""Records with a JSON form: the name in files and the fields that are written, in order."""
+_TAGS = {name: (record, fields) for record, (name, fields) in RECORDS.items()}
 
 NameOf = Callable[[Tensor], Any]
 TensorOf = Callable[[Any], Tensor]
 
 
 class TooLarge(Exception):
-    """A tree that is too large, or endless."""
+    """Raised for a tree that is too large or endless."""
 
 
 def encode(tree: Any, name_of: NameOf) -> Any:
-    """A tree as JSON. `name_of` says how a tensor is named; one without a name is written out."""
+    """Return a tree as JSON. `name_of` returns the name of a tensor; one without a name is
+    written out."""
     return _Encoder(name_of).encode(tree)
 
 
@@ -239,10 +239,10 @@ class _Encoder:
         if isinstance(tree, complex):
             return {"$complex": [self.encode(tree.real), self.encode(tree.imag)]}
         if isinstance(tree, np.ndarray | np.generic):
-            kind = "$array" if isinstance(tree, np.ndarray) else "$number"
-            return {kind: [_kind(tree.dtype), list(tree.shape), _text(np.ascontiguousarray(tree).tobytes())]}
+            tag = "$array" if isinstance(tree, np.ndarray) else "$number"
+            return {tag: [_dtype_name(tree.dtype), list(tree.shape), _text(np.ascontiguousarray(tree).tobytes())]}
         if isinstance(tree, np.dtype):
-            return {"$dtype": _kind(tree)}
+            return {"$dtype": _dtype_name(tree)}
         if isinstance(tree, Name):
             return {"$name": [tree.module, tree.name]}
         if isinstance(tree, Object):
@@ -261,7 +261,7 @@ class _Encoder:
         if name is not None:
             return {"$t": name}
         array = tensor.array()
-        return {"$tensor": [_kind(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
+        return {"$tensor": [_dtype_name(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
 
     def _entries(self, tree: Mapping[Any, Any]) -> list[Any]:
         return [[self.encode(key), self.encode(value)] for key, value in tree.items()]
@@ -270,7 +270,7 @@ class _Encoder:
         return [self.encode(item) for item in items]
 
 
-def _kind(dtype: np.dtype) -> str:
+def _dtype_name(dtype: np.dtype) -> str:
     return dtype.str if dtype.kind in "SUmM" else dtype.name
 
 
@@ -279,7 +279,7 @@ def _text(data: bytes) -> str:
 
 
 def decode(form: Any, tensor_of: TensorOf) -> Any:
-    """The tree that JSON holds. `tensor_of` finds a tensor by what it was named."""
+    """Return the tree of a JSON form. `tensor_of` returns the tensor with a stored name."""
     decoder = _Decoder(tensor_of)
     with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
         tree = decoder.decode(form)
@@ -293,8 +293,8 @@ class _Decoder:
         self._objects: dict[int, Object] = {}
 
     def refuse_unknown(self) -> None:
-        if not all(made.of.name for made in self._objects.values()):
-            raise ValueError("it names what it does not hold")
+        if not all(item.of.name for item in self._objects.values()):
+            raise ValueError("it refers to an object that it does not hold")
 
     def decode(self, form: Any) -> Any:
         if isinstance(form, list):
@@ -305,7 +305,7 @@ class _Decoder:
             return self._decode_tagged(key[1:], form[key])
         return {key: self.decode(value) for key, value in form.items()}
 
-    def _decode_tagged(self, kind: str, form: Any) -> Any:
+    def _decode_tagged(self, tag: str, form: Any) -> Any:
         simple: dict[str, Callable[[Any], Any]] = {
             "float": float,
             "t": self._tensor_of,
@@ -325,47 +325,47 @@ class _Decoder:
             "dict": self._entries,
             "path": Path,
         }
-        if kind in simple:
-            return simple[kind](form)
-        if kind in ("ordered", "defaultdict"):
-            return self._decode_attributed(kind, form)
-        record, names = _KINDS[kind]
+        if tag in simple:
+            return simple[tag](form)
+        if tag in ("ordered", "defaultdict"):
+            return self._decode_attributed(tag, form)
+        record, names = _TAGS[tag]
         fields = {name: self.decode(value) for name, value in form.items()}
         for name, hint in get_type_hints(record).items():
             if name in fields:
                 coerce(f"`{name}`", fields[name], hint)
         if not fields.keys() <= {*names} or any(not isinstance(x, str | int) for x in fields.get("parameters", ())):
-            raise ValueError(f"it holds no {kind}")
+            raise ValueError(f"it has no valid {tag}")
         return record(**fields)
 
     def _entries(self, form: Any) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        entries: dict[Any, Any] = {}
         for stored, value in form:
             key = self.decode(stored)
             if isinstance(key, int) and abs(key) >= _LARGEST_KEY:
                 raise ValueError("a key is a larger number than any of a checkpoint")
-            found[key] = self.decode(value)
-        return found
+            entries[key] = self.decode(value)
+        return entries
 
-    def _decode_attributed(self, kind: str, form: Any) -> Attributed:
+    def _decode_attributed(self, tag: str, form: Any) -> Attributed:
         arguments, attributes = self.decode(form[1:]) if len(form) > 1 else ((), None)
-        made = WithDefault(*arguments) if kind == "defaultdict" else Attributed()
-        made.update(self._entries(form[0]))
-        made.attributes = attributes
-        return made
+        mapping = WithDefault(*arguments) if tag == "defaultdict" else Attributed()
+        mapping.update(self._entries(form[0]))
+        mapping.attributes = attributes
+        return mapping
 
     def _find_object(self, number: int) -> Object:
         return self._objects.setdefault(number, Object(Name("", "")))
 
     def _object(self, form: Any) -> Object:
-        made = self._find_object(form[7])
-        made.of, made.arguments, made.keywords, made.state, made.items, entries, made.is_instance = self.decode(
+        item = self._find_object(form[7])
+        item.of, item.arguments, item.keywords, item.state, item.items, entries, item.is_instance = self.decode(
             form[:7]
         )
-        made.entries = [tuple(entry) for entry in entries]
-        return made
+        item.entries = [tuple(entry) for entry in entries]
+        return item
 
 
 def _array(parts: Any) -> np.ndarray:
-    kind, shape, text = parts
-    return np.frombuffer(base64.b64decode(text), np.dtype(kind)).reshape(shape)
+    dtype, shape, text = parts
+    return np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape)

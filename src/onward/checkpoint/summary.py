@@ -17,7 +17,7 @@ _MOST_NAMES, _MOST_SETTINGS = 6, 12
 
 
 def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """What there is to say, and under which words."""
+    """Return a checkpoint as labels and texts."""
     model = checkpoint.configuration.get("architectures") or [checkpoint.configuration.get("model_type")]
     rows = [
         ("format", checkpoint.title),
@@ -26,7 +26,7 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *(row for optimizer in checkpoint.optimizers for row in _optimizer(optimizer)),
         *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),
         ("progress", settings(checkpoint.progress)),
-        ("random", "; ".join(dict.fromkeys(each.kind for each in checkpoint.randomness))),
+        ("random", "; ".join(dict.fromkeys(generator.kind for generator in checkpoint.randomness))),
         ("data", settings(checkpoint.data)),
         ("loss scale", settings(checkpoint.scaler)),
         ("averages", _amount(checkpoint.averages.values())),
@@ -50,34 +50,39 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def tensor_lines(checkpoint: Checkpoint) -> list[str]:
-    """A line for each tensor of the model, for averages, and for each that an optimizer keeps."""
+    """Return a line for each tensor of the model, of averages, and of optimizers."""
     named = [
         *checkpoint.tensors.items(),
         *((f"{name} (average)", tensor) for name, tensor in checkpoint.averages.items()),
         *(
-            (f"{name}/{slot}", kept)
+            (f"{name}/{slot}", value)
             for optimizer in checkpoint.optimizers
             for name, slots in optimizer.slots.items()
-            for slot, kept in slots.items()
-            if isinstance(kept, Tensor)
+            for slot, value in slots.items()
+            if isinstance(value, Tensor)
         ),
     ]
     return [f"{name}  {list(tensor.shape)}  {tensor.dtype}  {size(tensor.nbytes)}" for name, tensor in named]
 
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that it says, but for what is kept only to be written again."""
-    said = {name: plain(getattr(checkpoint, name)) for name in RECORDS[Checkpoint][1]}
-    return {**said, "path": str(checkpoint.path), "trees": list(checkpoint.trees), "missing": list(checkpoint.missing)}
+    """Return all facts of a checkpoint but `trees`, for JSON."""
+    fields = {name: plain(getattr(checkpoint, name)) for name in RECORDS[Checkpoint][1]}
+    return {
+        **fields,
+        "path": str(checkpoint.path),
+        "trees": list(checkpoint.trees),
+        "missing": list(checkpoint.missing),
+    }
 
 
 def _amount(tensors: Iterable[Tensor]) -> str:
-    found = list(tensors)
-    types = ", ".join(sorted({str(tensor.dtype) for tensor in found}))
-    numbers = sum(math.prod(tensor.shape) for tensor in found)
+    listed = list(tensors)
+    types = ", ".join(sorted({str(tensor.dtype) for tensor in listed}))
+    numbers = sum(math.prod(tensor.shape) for tensor in listed)
     return (
-        f"{len(found):,} tensors of {types}, {numbers:,} numbers, {size(sum(each.nbytes for each in found))}"
-        if found
+        f"{len(listed):,} tensors of {types}, {numbers:,} numbers, {size(sum(tensor.nbytes for tensor in listed))}"
+        if listed
         else ""
     )
 
@@ -85,25 +90,25 @@ def _amount(tensors: Iterable[Tensor]) -> str:
 def _optimizer(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{optimizer.title}, keeps {_amount(optimizer.tensors) or 'nothing'}"
     for group in optimizer.groups:
-        said = settings(group.settings) or str(group.optimizer or "settings are not stored")
-        yield "", f"{quantity(len(group.parameters), 'parameter')}: {said}"
+        text = settings(group.settings) or str(group.optimizer or "settings are not stored")
+        yield "", f"{quantity(len(group.parameters), 'parameter')}: {text}"
 
 
 def _schedule(schedule: SchedulerState) -> str:
     if schedule.words is None:
-        known = settings(schedule.state)
-        return f"a function that is not stored, or of a kind that is not known{f': {known}' if known else ''}"
+        state = settings(schedule.state)
+        return f"a function that is not stored, or of an unknown kind{f': {state}' if state else ''}"
     shape = ", then ".join(map(str, schedule.words)) or "constant"
     return f"{shape}; after {quantity(schedule.position or 0, 'step')}"
 
 
-def settings(given: Mapping[str, Any]) -> str:
-    """Numbers and words that say something; the rest is left to JSON."""
-    kinds = (bool, int, float, str, tuple)
+def settings(options: Mapping[str, Any]) -> str:
+    """Return numbers and strings that have an effect, in a line."""
+    types = (bool, int, float, str, tuple)
     shown = [
         f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
-        for key, value in given.items()
-        if isinstance(value, kinds)
+        for key, value in options.items()
+        if isinstance(value, types)
         and value is not False
         and value not in ("", ())
         and not key.startswith("_")
@@ -114,16 +119,16 @@ def settings(given: Mapping[str, Any]) -> str:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    place: dict[str, Any] = {}
+    location: dict[str, Any] = {}
     if isinstance(tensor, StoredTensor):
-        place = {"file": tensor.path.name, "offset": tensor.offset}
+        location = {"file": tensor.path.name, "offset": tensor.offset}
     elif isinstance(tensor, ScatteredTensor):
-        place = {"pieces": len(tensor.pieces)}
-    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **place}
+        location = {"pieces": len(tensor.pieces)}
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **location}
 
 
 def plain(tree: Any, depth: int = 12) -> Any:
-    """What JSON can say; the rest by its kind."""
+    """Return a tree as JSON; other objects as text."""
     if isinstance(tree, Tensor):
         return _tensor(tree)
     if isinstance(tree, OptimizerState | ParameterGroup | SchedulerState):

@@ -228,7 +228,7 @@ def _describe(pair: Pair) -> str:
     parts = [f"{list(one)}"]
     if pair.dtypes[0] != pair.dtypes[1]:
         parts.append(" and ".join(pair.dtypes))
-    if pair.is_turned:
+    if pair.is_transposed:
         parts.append("turned")
     differ, absolute, relative = pair.distance
     far = f"at most {absolute:.3g} apart, relative {relative:.3g}" if absolute else "equal values"
@@ -259,7 +259,7 @@ def _as_json(found: Comparison) -> dict[str, Any]:
                 "other": pair.other,
                 "shapes": [list(shape) for shape in pair.shapes],
                 "dtypes": list(pair.dtypes),
-                "turned": pair.is_turned,
+                "turned": pair.is_transposed,
                 "equal": pair.equal,
                 **plain(pair.distance._asdict() if pair.distance else {}),
             }

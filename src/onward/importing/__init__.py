@@ -302,7 +302,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "checkpoint": str(plan.checkpoint.path),
         "format": plan.checkpoint.format,
         "names": dict(matched.names),
-        "turned": sorted(matched.turned),
+        "turned": sorted(matched.transposed),
         "rules": list(matched.rules),
         "left": list(matched.left),
         "groups": [{"optimizer": str(each.optimizer), "parameters": list(each.parameters)} for each in run.groups],

@@ -200,7 +200,7 @@ def weights_and_slots(
     checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[ParameterGroup]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
     """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
-    weights = {ours: matched.turn(theirs, checkpoint.tensors[theirs]) for theirs, ours in matched.names.items()}
+    weights = {ours: matched.orient(theirs, checkpoint.tensors[theirs]) for theirs, ours in matched.names.items()}
     slots: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
     trained = {name for group in groups for name in group.parameters}
@@ -212,7 +212,7 @@ def weights_and_slots(
             for slot, value in kept.items():
                 if slot == COUNT or value is None:
                     continue
-                tensor = matched.turn(theirs, as_tensor(value))
+                tensor = matched.orient(theirs, as_tensor(value))
                 (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
     wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
     weights |= {name: masters.pop(name) for name in wide}
@@ -276,7 +276,7 @@ def averages_of(
         )
     trained = {name for group in groups for name in group.parameters}
     found = {
-        f"ema/{matched.names[theirs]}": matched.turn(theirs, tensor)
+        f"ema/{matched.names[theirs]}": matched.orient(theirs, tensor)
         for theirs, tensor in checkpoint.averages.items()
         if matched.names.get(theirs) in trained
     }

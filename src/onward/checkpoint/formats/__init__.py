@@ -1,4 +1,4 @@
-"""The formats of checkpoints, a file each, and `open_checkpoint`, which recognizes them."""
+"""Formats of checkpoints, one file each, and `open_checkpoint`, which recognizes them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ FORMATS: tuple[Format, ...] = (
     orbax.FORMAT,
     flax.FORMAT,
 )
-"""The first that matches a file or folder is what it is taken for: what is more particular stands before."""
+"""The first that matches a file or folder counts; special formats come before general ones."""
 
 
 def writable() -> dict[str, Format]:
-    """The formats that can be written, by all their names."""
+    """Return the formats that can be written, by all their names."""
     return {name: format for format in FORMATS if format.write for name in (format.name, *format.also)}
 
 
@@ -64,82 +64,84 @@ _DAMAGED = "copy it again from where it was saved, all of it; or take an earlier
 
 @checked()
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Look at a checkpoint of another framework. Nothing in it is executed.
+    """Read a checkpoint of another framework. Nothing in it is executed.
 
         print(onward.open_checkpoint("checkpoint-500"))
 
     - `path`: a file or a folder
 
-    Tensors stay where they are until their elements are asked for.
+    Tensors stay on disk until their elements are read.
     """
-    place = Path(path)
-    if not place.exists() and (index := place.with_name(f"{place.name}.index")).is_file():
-        place = index  # TensorFlow names a checkpoint by what the names of its files begin with
-    if not place.exists():
-        raise InvalidModelError(f"there is no `{place}`", hint="give a file or folder that is there")
-    if (format := format_of(place)) is not None:
+    location = Path(path)
+    if not location.exists() and (index := location.with_name(f"{location.name}.index")).is_file():
+        location = index  # TensorFlow names a checkpoint by what the names of its files begin with
+    if not location.exists():
+        raise InvalidModelError(f"there is no `{location}`", hint="check the path")
+    if (format := format_of(location)) is not None:
         with note_names() as named, default_hint(_DAMAGED):
-            checkpoint = format.read(place)
-        names = {*checkpoint.executes, *(each.name for each in _code(named, place))}
+            checkpoint = format.read(location)
+        names = {*checkpoint.executes, *(code.name for code in _code(named, location))}
         return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))
-    inside = sorted(each.name for each in place.iterdir() if is_checkpoint(each)) if place.is_dir() else []
+    inside = sorted(child.name for child in location.iterdir() if is_checkpoint(child)) if location.is_dir() else []
     raise UnsupportedError(
-        f"`{place}` is of no format that is known",
-        hint=f"there is one in it: `{place / inside[-1]}`" if inside else "give what a framework has saved",
+        f"`{location}` has no known checkpoint format",
+        hint=f"open the checkpoint in it: `{location / inside[-1]}`"
+        if inside
+        else "give a file or folder that a framework saved",
     )
 
 
 def open_either(source: Model | Checkpoint | str | os.PathLike[str]) -> Model | Checkpoint:
-    """A model or a checkpoint, of which a path is known by its ending."""
+    """Return a model or a checkpoint. A path that ends in `.onnx` is a model."""
     if isinstance(source, Model | Checkpoint):
         return source
     return load(source) if os.fspath(source).endswith(".onnx") else open_checkpoint(source)
 
 
 class Code(NamedTuple):
-    """A class or function that a checkpoint names."""
+    """Class or function that a checkpoint names."""
 
     file: str
     name: str
     call: str
-    """What it is called with, in short; empty where it is only named."""
+    """Abbreviated arguments; empty if it is only named."""
 
 
 def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
-    """All that a loader that trusts a checkpoint would have imported, and called where it says so. Nothing is.
+    """Return the code that a trusting loader would import or call, and an error if reading failed.
 
-    Of one that cannot be read to its end, what it names before that; and what is wrong with it.
+    Nothing is imported or called. Code that is named before the error is listed.
     """
     if not path.exists():
-        raise InvalidModelError(f"there is no `{path}`", hint="give a file or folder that is there")
+        raise InvalidModelError(f"there is no `{path}`", hint="check the path")
     format = format_of(path)
     if format is None:
-        raise UnsupportedError(f"`{path}` is no checkpoint", hint="models of ONNX name no code")
+        raise UnsupportedError(f"`{path}` is not a checkpoint", hint="ONNX models name no code")
     with note_names() as named:
         try:
             with default_hint(_DAMAGED):
-                names, wrong = format.read(path).executes, None
+                names, failure = format.read(path).executes, None
         except Error as error:
-            names, wrong = (), error
+            names, failure = (), error
     code = _code(named, path)
-    listed = {each.name for each in code}
-    return (*code, *(Code(path.name, name, "") for name in names if name not in listed)), wrong
+    listed = {entry.name for entry in code}
+    return (*code, *(Code(path.name, name, "") for name in names if name not in listed)), failure
 
 
 def _code(named: Named, path: Path) -> tuple[Code, ...]:
-    found = {
+    entries = {
         Code(os.path.relpath(file, path) if path.is_dir() else path.name, str(name), call)
         for (file, name), call in named.items()
         if not is_harmless(name)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(entries))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether something looks as if it could be opened."""
+    """True for a file or folder of a known format."""
     return format_of(path) is not None
 
 
 def format_of(path: Path) -> Format | None:
-    """The format of a file or folder, by what is in it."""
+    """Return the format of a file or folder, by its content."""
     return next((format for format in FORMATS if format.matches(path)), None)

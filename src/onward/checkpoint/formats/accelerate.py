@@ -19,12 +19,12 @@ def matches(path: Path) -> bool:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read all but its `step`: that counts batches under `accelerator.accumulate()` since an epoch began."""
+    """Read all but `step`, which counts batches since an epoch began."""
     return hugging_face_folder(folder, FORMAT.name, FORMAT.title, torch_files(folder))
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """A folder from which `accelerator.load_state` goes on."""
+    """Write a folder that `accelerator.load_state` resumes."""
     write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)
@@ -42,7 +42,7 @@ def _suffix(number: int) -> str:
 
 def _random_states(checkpoint: Checkpoint) -> dict[str, Any]:
     keys = {"Python": "random_state", "numpy": "numpy_random_seed", "torch, CPU": "torch_manual_seed"}
-    return {keys[each.kind]: each.state for each in checkpoint.randomness if each.kind in keys}
+    return {keys[generator.kind]: generator.state for generator in checkpoint.randomness if generator.kind in keys}
 
 
 FORMAT = Format("accelerate", "Accelerate", matches, read, write, needs_names=False)

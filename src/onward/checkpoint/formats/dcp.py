@@ -1,4 +1,5 @@
-"""PyTorch's distributed checkpoints, which FSDP and many others write: a table of pieces, and files that hold them."""
+"""Distributed checkpoints of PyTorch, which FSDP writes: a table of pieces, and files with the
+pieces."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _with_state(tree: Any) -> Any:
-    """Return the state of an optimizer that keeps nothing with the empty dict that a table of pieces does not list."""
+    """Return an optimizer state with an empty `state` if it is missing: a table of pieces lists
+    no empty dict."""
     is_bare = isinstance(tree, dict) and "param_groups" in tree and "state" not in tree
     return {"state": {}, **tree} if is_bare else tree
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
-    """The tree that was saved, with tensors as the places of their pieces."""
+    """Return the saved tree, with tensors as locations of their pieces."""
     path = folder / METADATA
     with blame_file(f"cannot read `{path}`", OSError):
         regular(path)
@@ -46,74 +48,78 @@ def read_tree(folder: Path) -> dict[str, Any]:
 
 
 def _contents(folder: Path, table: Object) -> dict[str, Any]:
-    places: dict[str, list[tuple[tuple[int, ...] | None, partial[Any]]]] = {}
-    for index, where in table.state["storage_data"].items():
-        key, place = index.state, where.state
-        file = place["relative_path"]
+    pieces: dict[str, list[tuple[tuple[int, ...] | None, partial[Any]]]] = {}
+    for index, stored in table.state["storage_data"].items():
+        key, location = index.state, stored.state
+        file = location["relative_path"]
         if not is_plain_name(file):
             raise ValueError(f"it leads out of its folder, to `{file}`")
         begin = _sizes(key["offset"]) if key.get("offset") is not None else None
-        find = partial(read_torch_file, folder / file, (place["offset"], place["length"]))
-        places.setdefault(key["fqn"], []).append((begin, find))
-    kinds: Mapping[str, Object] = table.state["state_dict_metadata"]
+        find = partial(read_torch_file, folder / file, (location["offset"], location["length"]))
+        pieces.setdefault(key["fqn"], []).append((begin, find))
+    metadata: Mapping[str, Object] = table.state["state_dict_metadata"]
     return {
-        name: _tensor(kind, places[name]) if _is_tensor(kind) else places[name][0][1]()
-        for name, kind in kinds.items()
-        if name in places
+        name: _tensor(info, pieces[name]) if _is_tensor(info) else pieces[name][0][1]()
+        for name, info in metadata.items()
+        if name in pieces
     }
 
 
-def _is_tensor(kind: Object) -> bool:
-    return kind.of.name == "TensorStorageMetadata"
+def _is_tensor(metadata: Object) -> bool:
+    return metadata.of.name == "TensorStorageMetadata"
 
 
-def _tensor(kind: Object, pieces: list[tuple[tuple[int, ...] | None, partial[Any]]]) -> ScatteredTensor:
-    dtype, shape = _type(kind.state["properties"]), _sizes(kind.state["size"])
+def _tensor(metadata: Object, pieces: list[tuple[tuple[int, ...] | None, partial[Any]]]) -> ScatteredTensor:
+    dtype, shape = _type(metadata.state["properties"]), _sizes(metadata.state["size"])
     origin = (0,) * len(shape)
     return ScatteredTensor(dtype, shape, tuple((begin or origin, find) for begin, find in pieces))
 
 
 def _type(properties: Object) -> np.dtype:
-    """The type of numbers, which is the first of some properties."""
+    """Return the dtype, which is the first of some properties."""
     state = properties.state
-    found = state[0] if isinstance(state, tuple) else state["dtype"]
-    if not isinstance(found, Name) or found.name not in TYPES:
-        raise ValueError(f"`{found}` is no type of numbers that is known")
-    return np.dtype(TYPES[found.name])
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, Name) or dtype.name not in TYPES:
+        raise ValueError(f"`{dtype}` is not a known dtype")
+    return np.dtype(TYPES[dtype.name])
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
-    found = tuple(sizes.arguments[0] if isinstance(sizes, Object) else sizes)
-    if not all(type(size) is int and 0 <= size < 2**62 for size in found):
-        raise ValueError("a tensor has no shape that there could be")
-    return found
+    shape = tuple(sizes.arguments[0] if isinstance(sizes, Object) else sizes)
+    if not all(type(size) is int and 0 <= size < 2**62 for size in shape):
+        raise ValueError("a tensor has an invalid shape")
+    return shape
 
 
-def _nest_values(values: Mapping[str, Any], ways: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by their whole names as the tree that they were: each has the way to it, by keys and places in lists."""
-    known = ((ways.get(name), name, value) for name, value in values.items())
-    root = nest((way if isinstance(way, tuple) and way else (name,), value) for way, name, value in known)
+def _nest_values(values: Mapping[str, Any], key_paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by full name as the saved tree. `key_paths` are their keys and list indices."""
+    items = ((key_paths.get(name), name, value) for name, value in values.items())
+    root = nest(
+        (key_path if isinstance(key_path, tuple) and key_path else (name,), value) for key_path, name, value in items
+    )
     return {key: _with_lists(value) for key, value in root.items()}
 
 
 def _with_lists(tree: Any) -> Any:
-    """What has the keys 0, 1, 2 ... was a list."""
+    """Return a tree in which dicts with the keys 0, 1, 2 ... are lists."""
     if not isinstance(tree, dict):
         return tree
-    inside = {key: _with_lists(value) for key, value in tree.items()}
-    return list(inside.values()) if inside and list(inside) == list(range(len(inside))) else inside
+    children = {key: _with_lists(value) for key, value in tree.items()}
+    return list(children.values()) if children and list(children) == list(range(len(children))) else children
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 _FILE = "__0_0.distcp"
 _MOST_OTHERS = 20_000
-"""Values beside tensors: each takes 0.5 ms, since it is a file of `torch.save`, and one of 100 KB can name 200,000."""
+"""Most values that are not tensors: each takes 0.5 ms, as a file of `torch.save`; 100 KB can
+name 200,000."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tree as it was, up to date; or `model`, `optim`, `scheduler`, counters. Any number of processes loads it."""
+    """Write the original tree with current numbers, or `model`, `optim`, `scheduler` and
+    counters."""
     if checkpoint.format == FORMAT.name and METADATA in checkpoint.trees:
         tree = up_to_date(checkpoint.trees, checkpoint)[METADATA]
     else:
@@ -132,54 +138,55 @@ def write_tree(tree: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) -> None:
-    """Write values, each with the way to it, into one file, and the table that says where they are."""
+    """Write values with their key paths into one file, and the table of their locations."""
     kinds: dict[str, Object] = {}
-    ways: dict[str, tuple[Any, ...]] = {}
+    key_paths: dict[str, tuple[Any, ...]] = {}
     places: dict[Object, Object] = {}
     others = 0
     with open(folder / _FILE, "wb") as file:
-        for way, value in values:
+        for key_path, value in values:
             others += not isinstance(value, Tensor)
             if others > _MOST_OTHERS:
                 raise UnsupportedError(
-                    f"the checkpoint has more than {_MOST_OTHERS:,} values beside tensors",
+                    f"the checkpoint has more than {_MOST_OTHERS:,} values that are not tensors",
                     hint="write it with `--to torch`",
                 )
-            name = ".".join(map(str, way))
-            part = Appending(file)
-            write_torch_archive(part, value)
+            name = ".".join(map(str, key_path))
+            member = Appending(file)
+            write_torch_archive(member, value)
             file.seek(0, io.SEEK_END)
             is_tensor = isinstance(value, Tensor)
-            ways[name] = way
+            key_paths[name] = key_path
             kinds[name] = _kind(value) if is_tensor else _instance("BytesStorageMetadata", {})
             index: dict[str, Any] = {"fqn": name, "index": 0 if is_tensor else None}
             if is_tensor:
                 index["offset"] = _size((0,) * len(value.shape))
-            where = {"relative_path": _FILE, "offset": part.start, "length": file.tell() - part.start}
+            location = {"relative_path": _FILE, "offset": member.start, "length": file.tell() - member.start}
             places[_instance("MetadataIndex", index)] = _instance(
-                "_StorageInfo", where, "torch.distributed.checkpoint.filesystem"
+                "_StorageInfo", location, "torch.distributed.checkpoint.filesystem"
             )
-    meta = _instance("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    storage_meta = _instance("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
     table = {
         "state_dict_metadata": kinds,
-        "planner_data": ways,
+        "planner_data": key_paths,
         "storage_data": places,
-        "storage_meta": meta,
+        "storage_meta": storage_meta,
         "version": "1.0.0",
     }
     (folder / METADATA).write_bytes(write_pickle(_instance("Metadata", table)))
 
 
-def _leaves(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The values of a tree, and the ways to them, as PyTorch divides it: lists of plain values are one value."""
+def _leaves(tree: Any, key_path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Return the values of a tree with their key paths. As in PyTorch, a list of plain values is
+    one value."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            yield from _leaves(value, (*way, key))
+            yield from _leaves(value, (*key_path, key))
     elif isinstance(tree, list) and not _is_one_value(tree):
         for at, value in enumerate(tree):
-            yield from _leaves(value, (*way, at))
+            yield from _leaves(value, (*key_path, at))
     else:
-        yield way, tree
+        yield key_path, tree
 
 
 def _is_one_value(items: list[Any]) -> bool:
@@ -189,9 +196,9 @@ def _is_one_value(items: list[Any]) -> bool:
 
 
 def _instance(name: str, state: Mapping[str, Any], module: str = _MODULE) -> Object:
-    made = Object(Name(module, name), is_instance=True)
-    made.state = dict(state)
-    return made
+    item = Object(Name(module, name), is_instance=True)
+    item.state = dict(state)
+    return item
 
 
 def _kind(tensor: Tensor) -> Object:

@@ -1,4 +1,5 @@
-"""Checkpoints of DeepSpeed: ZeRO in each of its stages, and universal ones, put together from what processes saved."""
+"""Checkpoints of DeepSpeed: each stage of ZeRO, and universal checkpoints, assembled from the
+files of all processes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def matches(path: Path) -> bool:
 
 
 def _newest_folder(folder: Path) -> Path | None:
-    """Where a folder has its newest checkpoint: the one that it names, or itself."""
+    """Return the folder of the newest checkpoint: the one that a file names, or the folder
+    itself."""
     if not folder.is_dir():
         return None
     if _has_model(folder):
@@ -60,7 +62,7 @@ def _newest_folder(folder: Path) -> Path | None:
 
 
 def _has_model(folder: Path) -> bool:
-    return folder.is_dir() and any(_MODEL.fullmatch(each.name) for each in folder.iterdir())
+    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read(path: Path) -> Checkpoint:
@@ -68,21 +70,21 @@ def read(path: Path) -> Checkpoint:
     assert folder is not None
     saved = _read_saved(folder)
     with blame_file(f"`{folder}` is not a whole checkpoint of DeepSpeed", *SENSELESS):
-        found = _checkpoint(path, saved)
-    return _with_trainer(found) if (path / trainer.STATE).exists() else found
+        checkpoint = _checkpoint(path, saved)
+    return _with_trainer(checkpoint) if (path / trainer.STATE).exists() else checkpoint
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
 class _Saved(NamedTuple):
-    """The trees of a checkpoint."""
+    """Files of a checkpoint."""
 
     folder: Path
     models: list[Mapping[str, Any]]
-    """Of each process in stage 3, else one."""
+    """State of the model of each process in stage 3, else of one."""
     parts: list[Mapping[str, Any]]
-    """Of the optimizer, of each process."""
+    """State of the optimizer of each process."""
     trees: dict[str, Any]
 
     @property
@@ -91,10 +93,10 @@ class _Saved(NamedTuple):
 
 
 def _read_saved(folder: Path) -> _Saved:
-    names = sorted(each.name for each in folder.iterdir() if each.suffix == ".pt")
-    if spread := [name for name in names if name.startswith(("layer_", "expert_"))]:
+    names = sorted(path.name for path in folder.iterdir() if path.suffix == ".pt")
+    if split := [name for name in names if name.startswith(("layer_", "expert_"))]:
         raise UnsupportedError(
-            f"`{folder}` is of a pipeline or of experts, whose layers are in files of their own, as `{spread[0]}`",
+            f"`{folder}` is of a pipeline or of experts, with layers in separate files such as `{split[0]}`",
             hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
         )
     models, parts = _by_rank(names, _MODEL), _by_rank(names, _PART)
@@ -106,13 +108,13 @@ def _read_saved(folder: Path) -> _Saved:
             hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
         )
     trees = {match.string: read_torch_file(folder / match.string) for match in (*models, *parts)}
-    kept = [mapping(mapping(trees[match.string]).get("optimizer_state_dict")) for match in parts]
-    return _Saved(folder, [mapping(trees[match.string]) for match in models], kept, trees)
+    states = [mapping(mapping(trees[match.string]).get("optimizer_state_dict")) for match in parts]
+    return _Saved(folder, [mapping(trees[match.string]) for match in models], states, trees)
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    found = [match for name in names if (match := pattern.fullmatch(name))]
-    return sorted(found, key=lambda match: (int(match["slice"]), int(match["rank"] or 0)))
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    return sorted(matches, key=lambda match: (int(match["slice"]), int(match["rank"] or 0)))
 
 
 # ---- what is in them -------------------------------------------------------------------------------------------------
@@ -121,14 +123,14 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[st
 def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     model = saved.models[0]
     config = mapping(model.get("ds_config"))
-    kept = _read_state(saved)
-    tensors = _tensors(saved, kept.slots)
+    state = _read_state(saved)
+    tensors = _tensors(saved, state.slots)
     rate = mapping(_of_optimizer(config).get("params")).get("lr")
-    scheduler = scheduler_of(model.get("lr_scheduler"), config.get("scheduler") or {}, rate, kept.groups)
-    optimizer = _optimizer(kept, tensors, config, scheduler.base)
-    clip = kept.clip if kept.clip is not None else config.get("gradient_clipping")
+    scheduler = scheduler_of(model.get("lr_scheduler"), config.get("scheduler") or {}, rate, state.groups)
+    optimizer = _optimizer(state, tensors, config, scheduler.base)
+    clip = state.clip if state.clip is not None else config.get("gradient_clipping")
     counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
-    done = model.get("global_steps")
+    steps = model.get("global_steps")
     return Checkpoint(
         path=path,
         format=FORMAT.name,
@@ -136,11 +138,11 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(scheduler.schedule,),
-        step=done - counters.get("skipped_steps", 0) if isinstance(done, int) else None,
+        step=steps - counters.get("skipped_steps", 0) if isinstance(steps, int) else None,
         progress={**progress_of(model), **counters},
         randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN}).randomness),
         data=mapping(model.get("data_sampler")),
-        scaler=_scaler(kept.scaler),
+        scaler=_scaler(state.scaler),
         clip={"norm": float(clip), "variant": "torch"} if clip else {},
         accumulate=_batches_for_update(config, model.get("dp_world_size")),
         tied=_tied_names(model),
@@ -149,31 +151,33 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         layout=_layout(saved, model, config),
         trees=_without_partitions(saved.trees),
         executes=executed_names(saved.trees),
-        remarks=() if optimizer else ("it does not say whose the state of the optimizer is",),
+        remarks=() if optimizer else ("the optimizer state has no parameter names",),
     )
 
 
 def _batches_for_update(config: Mapping[str, Any], processes: Any) -> int | None:
-    """Return the gradient accumulation steps, which DeepSpeed derives from batch sizes where they are not given."""
-    if (given := config.get("gradient_accumulation_steps")) is not None:
-        return given if type(given) is int and given > 0 else None
+    """Return the gradient accumulation steps, which DeepSpeed derives from batch sizes by
+    default."""
+    if (steps := config.get("gradient_accumulation_steps")) is not None:
+        return steps if type(steps) is int and steps > 0 else None
     sizes = (config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu"), processes)
     if None in sizes[:2]:
         return 1
     if not all(type(size) is int and size > 0 for size in sizes):
         return None
-    whole, micro, count = sizes
-    return max(1, int(whole // (micro * count)))
+    batch_size, micro, count = sizes
+    return max(1, int(batch_size // (micro * count)))
 
 
 def _without_partitions(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first process saved, but for tensors, which are there as those of the model and of the optimizer."""
-    found: dict[str, Any] = {}
+    """Return the files of the first process without tensors, which the model and the optimizer
+    hold."""
+    remaining: dict[str, Any] = {}
     for name, tree in trees.items():
         match = _MODEL.fullmatch(name) or _PART.fullmatch(name)
         if match is None or not int(match["rank"] or 0):
-            found[name] = _without_tensors({key: v for key, v in mapping(tree).items() if key not in _LARGE})
-    return found
+            remaining[name] = _without_tensors({key: v for key, v in mapping(tree).items() if key not in _LARGE})
+    return remaining
 
 
 def _without_tensors(tree: Any) -> Any:
@@ -187,28 +191,28 @@ def _without_tensors(tree: Any) -> Any:
 _LARGE = ("module", "optimizer", "frozen_param_fragments")
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups")
 _OWN = (*_LARGE, "ds_config", "lr_scheduler")
-"""What of the state of a model is DeepSpeed's, and may be long; the rest may be of users."""
+"""Entries of the state of a model that DeepSpeed owns; others may be of the program."""
 
 
 def _read_state(saved: _Saved) -> Kept:
     shapes = _shapes(saved.models[0].get("param_shapes"))
     if saved.is_universal:
-        common, found = read_universal(saved.folder, shapes)
+        common, universal = read_universal(saved.folder, shapes)
         saved.trees[str(COMMON)] = common
-        return found
+        return universal
     if not saved.parts:
         return read_unpartitioned(saved.models[0])
     first = saved.parts[0]
     count = first.get("partition_count")
     if (max(count) if isinstance(count, list) else count) != len(saved.parts):
-        raise ValueError(f"there are {len(saved.parts)} parts of the optimizer, and it was saved by {count} processes")
+        raise ValueError(f"the optimizer has {len(saved.parts)} parts, and was saved by {count} processes")
     if "fp32_flat_groups" in first:
         state, slots = first["optimizer_state_dict"], partitioned_parameters(shapes, saved.parts)
     else:
         state = first["base_optimizer_state"]
         if not isinstance(state, Mapping):
             raise UnsupportedError(
-                "the checkpoint is an elastic one, which keeps no numbers of the optimizer",
+                "an elastic checkpoint does not store the hyper-parameters of the optimizer",
                 hint='load it in DeepSpeed and save it with `"elastic_checkpoint": false`',
             )
         slots = partitioned_groups(shapes, saved.parts, first.get("param_alignment_paddings"))
@@ -216,69 +220,72 @@ def _read_state(saved: _Saved) -> Kept:
 
 
 def _shapes(groups: Any) -> list[Shapes]:
-    found = [dict(group) for group in groups or ()]
-    sizes = (size for group in found for shape in group.values() for size in shape)
+    shapes = [dict(group) for group in groups or ()]
+    sizes = (size for group in shapes for shape in group.values() for size in shape)
     if not all(type(size) is int and 0 <= size < 2**40 for size in sizes):
-        raise ValueError("a parameter has no shape that there could be")
-    return [{str(name): tuple(shape) for name, shape in group.items()} for group in found]
+        raise ValueError("a parameter has an invalid shape")
+    return [{str(name): tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------
 
 
 def _tied_names(model: Mapping[str, Any]) -> Mapping[str, str]:
-    """Further names of parameters, which stage 0 does not list."""
+    """Return further names of parameters, which stage 0 does not list."""
     if isinstance(listed := model.get("shared_params"), Mapping):
         return listed
     first: dict[Any, str] = {}
     module = mapping(model.get("module"))
-    return {name: kept for name, tensor in module.items() if (kept := first.setdefault(tensor, name)) != name}
+    return {name: other for name, tensor in module.items() if (other := first.setdefault(tensor, name)) != name}
 
 
 def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of the model, in its own type."""
+    """Return the tensors of the model in the model's dtype."""
     model = saved.models[0]
     tied, frozen = _tied_names(model), _shapes([model.get("frozen_param_shapes") or {}])[0]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, stored in mapping(model.get("module")).items():
         if name in tied or not isinstance(stored, Tensor):
             continue
         if name in slots and stored.shape != slots[name][MASTER].shape:
-            found[name] = convert_dtype(slots[name][MASTER], stored.dtype)
+            tensors[name] = convert_dtype(slots[name][MASTER], stored.dtype)
         elif name in frozen and stored.shape != frozen[name]:
-            lines = [Line([each["frozen_param_fragments"][name]]) for each in saved.models]
-            found[name] = across(lines, 0, frozen[name])
+            lines = [Line([state["frozen_param_fragments"][name]]) for state in saved.models]
+            tensors[name] = across(lines, 0, frozen[name])
         else:
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
 def _optimizer(
-    kept: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
+    state: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
 ) -> OptimizerState | None:
-    if not kept.groups:
+    if not state.groups:
         return None
-    kind = str(_of_optimizer(config).get("type", "")).lower()
-    unmastered = {name: {slot: v for slot, v in held.items() if slot != MASTER} for name, held in kept.slots.items()}
-    found = optimizer_of({"param_groups": kept.groups, "state": unmastered}, _family(kind, config))
-    is_known = not kind or kind in _PLAIN
+    class_name = str(_of_optimizer(config).get("type", "")).lower()
+    unmastered_slots = {
+        name: {slot: v for slot, v in slots.items() if slot != MASTER} for name, slots in state.slots.items()
+    }
+    optimizer = optimizer_of({"param_groups": state.groups, "state": unmastered_slots}, _family(class_name, config))
+    is_known = not class_name or class_name in _PLAIN
     return OptimizerState(
-        found.families if is_known else (kind,),
-        tuple(_with_rate(group, base, is_known) for group in found.groups),
-        {name: without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
+        optimizer.families if is_known else (class_name,),
+        tuple(_with_rate(group, base, is_known) for group in optimizer.groups),
+        {name: without_copies(slots, tensors.get(name)) for name, slots in state.slots.items()},
     )
 
 
-def _family(kind: str, config: Mapping[str, Any]) -> str | None:
-    """Which optimizer it is, where its name says so: what is called Adam decouples the decay, unless told not to."""
-    if kind not in ("adam", "adamw"):
+def _family(class_name: str, config: Mapping[str, Any]) -> str | None:
+    """Return the optimizer, if its name tells. DeepSpeed's Adam decouples weight decay by
+    default."""
+    if class_name not in ("adam", "adamw"):
         return None
-    given = mapping(_of_optimizer(config).get("params"))
-    return "adamw" if kind == "adamw" or given.get("adam_w_mode", True) else "adam"
+    options = mapping(_of_optimizer(config).get("params"))
+    return "adamw" if class_name == "adamw" or options.get("adam_w_mode", True) else "adam"
 
 
 def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> ParameterGroup:
-    """A group whose rate is the one that a scheduler of DeepSpeed multiplies."""
+    """Return a group whose rate is the one that a scheduler of DeepSpeed multiplies."""
     if not is_known or group.optimizer is None or group.settings.get("bias_correction", True) is not True:
         return dataclasses.replace(group, optimizer=None)
     rate = {} if base is None else {"lr": base}
@@ -286,7 +293,7 @@ def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> Par
 
 
 _PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")
-"""Optimizers whose name in a configuration is the class that one thinks of."""
+"""Names in a configuration that are optimizers of recipes."""
 
 
 def _of_optimizer(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -294,7 +301,7 @@ def _of_optimizer(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _scaler(stored: Any) -> dict[str, Any]:
-    """The attributes of a scaler of the loss, where there is one that does something."""
+    """Return the attributes of a loss scaler, if it has an effect."""
     state = mapping(stored.state) if isinstance(stored, Object) else {}
     return dict(state) if state.get("dynamic") or state.get("cur_scale", 1) != 1 else {}
 
@@ -305,22 +312,22 @@ def _layout(saved: _Saved, model: Mapping[str, Any], config: Mapping[str, Any]) 
     return {"zero_stage": stage, **sizes, **mapping(model.get("checkpoint_parallel_dimensions"))}
 
 
-def _with_trainer(found: Checkpoint) -> Checkpoint:
-    """What the Trainer of transformers has beside it: its progress, its arguments, states of random numbers."""
-    around = trainer.read(found.path)
-    is_said = found.schedules[0].words or not around.schedules
+def _with_trainer(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with what the Trainer stores: progress, arguments, random states."""
+    stored = trainer.read(checkpoint.path)
+    has_schedule = checkpoint.schedules[0].words or not stored.schedules
     return dataclasses.replace(
-        found,
-        title=f"{around.title}, {found.title}",
-        schedules=found.schedules if is_said else around.schedules,
-        progress={**found.progress, **around.progress},
-        randomness=(*found.randomness, *around.randomness),
-        configuration=around.configuration,
-        arguments={**found.arguments, **around.arguments},
-        files=tuple(name for name in around.files if name not in _LATEST),
-        trees={**found.trees, **around.trees},
-        executes=tuple(sorted({*found.executes, *around.executes})),
-        remarks=(*found.remarks, *around.remarks),
+        checkpoint,
+        title=f"{stored.title}, {checkpoint.title}",
+        schedules=checkpoint.schedules if has_schedule else stored.schedules,
+        progress={**checkpoint.progress, **stored.progress},
+        randomness=(*checkpoint.randomness, *stored.randomness),
+        configuration=stored.configuration,
+        arguments={**checkpoint.arguments, **stored.arguments},
+        files=tuple(name for name in stored.files if name not in _LATEST),
+        trees={**checkpoint.trees, **stored.trees},
+        executes=tuple(sorted({*checkpoint.executes, *stored.executes})),
+        remarks=(*checkpoint.remarks, *stored.remarks),
     )
 
 

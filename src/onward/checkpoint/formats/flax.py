@@ -1,4 +1,4 @@
-"""Trees that Flax writes with `flax.serialization`."""
+"""Trees of `flax.serialization`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def read(path: Path) -> Checkpoint:
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
     tree = _state(tree_of(checkpoint, {}), checkpoint)
-    if any(way[-1:] == (KEY,) for way, _ in leaves(tree)):
+    if any(key_path[-1:] == (KEY,) for key_path, _ in leaves(tree)):
         raise UnsupportedError(
-            "files of Flax have no place for typed keys of random numbers",
+            "files of Flax cannot store typed random keys",
             hint="write it with `--to orbax`, or save `jax.random.key_data(key)`",
         )
     with open(path, "wb") as file:
@@ -29,17 +29,20 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _state(tree: Any, checkpoint: Checkpoint) -> Any:
-    """The item of a checkpoint of Orbax that a training restores, where it has several: a file of Flax has one tree."""
+    """Return the item of an Orbax checkpoint that a training restores: a file of Flax has one
+    tree."""
     if checkpoint.format != "orbax" or len(checkpoint.trees) < 3:
         return tree
     meaning = meaning_of(tree)
-    homes = {way[0] for way in (*meaning.parameters, *meaning.statistics, *meaning.averages, *meaning.counters)}
-    if len(homes) != 1:
+    items = {
+        key_path[0] for key_path in (*meaning.parameters, *meaning.statistics, *meaning.averages, *meaning.counters)
+    }
+    if len(items) != 1:
         return tree
-    (home,) = homes
-    others = sorted(name for name in tree if name != home)
-    warn(f"a file of Flax has one tree: `{home}` is written, and {list_names(others, 5)} left out")
-    return tree[home]
+    (item,) = items
+    others = sorted(name for name in tree if name != item)
+    warn(f"a file of Flax has one tree: `{item}` is written, {list_names(others, 5)} left out")
+    return tree[item]
 
 
 FORMAT = Format(

@@ -1,4 +1,5 @@
-"""Keras: `.keras` files, `.weights.h5`, and the folders of its BackupAndRestore. Read and written without Keras."""
+"""Keras: `.keras` files, `.weights.h5`, and the folders of its BackupAndRestore. Read and
+written without Keras."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def read(path: Path) -> Checkpoint:
     groups = read_h5(path)
     if "model_weights" in groups or not any(name.endswith("vars") for name in groups):
         raise UnsupportedError(
-            f"`{path}` is of Keras before version 3, or no file of Keras",
+            f"`{path}` is of Keras before version 3, or not of Keras",
             hint='load it with Keras, and save it again: `model.save("model.keras")`',
         )
     facts = Fitted(groups, None).facts()
@@ -62,23 +63,25 @@ def read(path: Path) -> Checkpoint:
 
 def _read_backup(folder: Path) -> Checkpoint:
     groups = read_h5(folder / _BACKUP)
-    done = read_json(folder / _PROGRESS) if (folder / _PROGRESS).exists() else {}
+    progress = read_json(folder / _PROGRESS) if (folder / _PROGRESS).exists() else {}
     facts = Fitted(groups, None).facts()
-    facts["progress"] = {**facts.get("progress", {}), **done}
-    trees = {_BACKUP: groups, **({_PROGRESS: done} if done else {})}
-    return Checkpoint(path=folder, format=FORMAT.name, title="Keras, backup of a run", trees=trees, data=done, **facts)
+    facts["progress"] = {**facts.get("progress", {}), **progress}
+    trees = {_BACKUP: groups, **({_PROGRESS: progress} if progress else {})}
+    return Checkpoint(
+        path=folder, format=FORMAT.name, title="Keras, backup of a run", trees=trees, data=progress, **facts
+    )
 
 
 def _read_archive(path: Path) -> Checkpoint:
     with blame_file(f"`{path}` is not a whole .keras file", *BAD_ZIP), zipfile.ZipFile(path) as archive:
         members = members_of(archive)
         config, metadata = (read_zipped_json(archive, members[name]) for name in (CONFIG, _METADATA))
-        places = {name: stored_range(archive, info) for name, info in members.items() if not info.is_dir()}
-    if _WEIGHTS not in places:
+        ranges = {name: stored_range(archive, info) for name, info in members.items() if not info.is_dir()}
+    if _WEIGHTS not in ranges:
         raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
-    groups = read_h5(path, *places[_WEIGHTS])
+    groups = read_h5(path, *ranges[_WEIGHTS])
     trees: dict[str, Any] = {CONFIG: config, _METADATA: metadata, _WEIGHTS: groups}
-    for name, (start, length) in places.items():
+    for name, (start, length) in ranges.items():
         if name not in trees:
             trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
     facts = Fitted(groups, config).facts()
@@ -94,32 +97,32 @@ def _read_archive(path: Path) -> Checkpoint:
 
 
 def read_zipped_json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:
-    """An object in a file of JSON that is in an archive."""
+    """Return the object of a JSON file in an archive."""
     if info.file_size > _LARGEST_JSON:
-        raise ValueError(f"`{info.filename}` is larger than any")
+        raise ValueError(f"`{info.filename}` is too large")
     try:
-        found = json.loads(archive.read(info))
+        content = json.loads(archive.read(info))
     except RecursionError as error:
-        raise ValueError(f"`{info.filename}` has no end") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"`{info.filename}` holds no object")
-    return found
+        raise ValueError(f"`{info.filename}` is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"`{info.filename}` is not a JSON object")
+    return content
 
 
 def _code(tree: Any) -> Iterator[str]:
-    """What Keras would have to be given, or to execute, to load a model: functions in it, and classes of others."""
+    """Return what Keras needs or executes to load a model: functions, and classes of others."""
     pending = [tree]
     while pending:
-        here = pending.pop()
-        if isinstance(here, Mapping):
-            kind, module = here.get("class_name"), here.get("module")
-            if kind in ("__lambda__", "Lambda"):
-                yield "a function in the bytes of Python, of a Lambda layer"
-            elif isinstance(kind, str) and "registered_name" in here and not _is_of_keras(module):
-                yield f"{module or here['registered_name']}.{kind}"
-            pending.extend(here.values())
-        elif isinstance(here, list):
-            pending.extend(here)
+        node = pending.pop()
+        if isinstance(node, Mapping):
+            class_name, module = node.get("class_name"), node.get("module")
+            if class_name in ("__lambda__", "Lambda"):
+                yield "Python bytecode of a Lambda layer"
+            elif isinstance(class_name, str) and "registered_name" in node and not _is_of_keras(module):
+                yield f"{module or node['registered_name']}.{class_name}"
+            pending.extend(node.values())
+        elif isinstance(node, list):
+            pending.extend(node)
 
 
 def _is_of_keras(module: Any) -> bool:
@@ -130,12 +133,12 @@ def _is_of_keras(module: Any) -> bool:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """The file or folder as it was, up to date. Files of Keras hold the model, too, which others do not have."""
+    """Write the original file or folder with current numbers. Only Keras files hold the model."""
     trees = checkpoint.trees
     weights = next((name for name in trees if name.endswith(".h5")), None)
     if checkpoint.format != FORMAT.name or weights is None:
         raise UnsupportedError(
-            "a file of Keras holds the layers of a model, which this does not have",
+            "a file of Keras holds the layers of a model, which this checkpoint does not have",
             hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
             "import the .keras file of the model, and write that",
         )
@@ -146,8 +149,8 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         write_h5(path / _BACKUP, groups)
         if _PROGRESS in trees:
-            done = {key: checkpoint.progress.get(key, value) for key, value in trees[_PROGRESS].items()}
-            write_json(path / _PROGRESS, done)
+            progress = {key: checkpoint.progress.get(key, value) for key, value in trees[_PROGRESS].items()}
+            write_json(path / _PROGRESS, progress)
     else:
         write_h5(path, groups)
 

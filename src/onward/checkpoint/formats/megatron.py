@@ -1,4 +1,5 @@
-"""Checkpoints of Megatron: `torch_dist`, a distributed one of PyTorch with names of its own, and older ones."""
+"""Checkpoints of Megatron: `torch_dist`, which is a distributed one of PyTorch with other names,
+and older ones."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON, _BACKEND = "common.pt", "metadata.json"
 _OLD = "model_optim_rng.pt"
 _KEPT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
-_RANDOM = re.compile(r"rng_state/shard_(?P<place>[\d.]+)_(?P<sizes>[\d.]+)")
-"""Of a process, by its place in a grid of so many in each direction."""
+_RANDOM = re.compile(r"rng_state/shard_(?P<index>[\d.]+)_(?P<sizes>[\d.]+)")
+"""Random state of a process, by its indices in a grid of given sizes."""
 _MASTER = "fp32_param"
 
 
@@ -38,26 +39,27 @@ def matches(path: Path) -> bool:
 
 
 def _newest(folder: Path) -> Path | None:
-    """Where a folder has its newest checkpoint: the one that it names, or itself."""
-    if _is_one(folder):
+    """Return the folder of the newest checkpoint: the one that a file names, or the folder
+    itself."""
+    if _is_checkpoint(folder):
         return folder
     if not (folder / _LATEST).is_file():
         return None
     with open(folder / _LATEST, encoding="utf-8", errors="replace") as file:
-        said = file.read(100).strip()
-    inner = folder / (said if said == "release" else f"iter_{int(said):07d}") if _is_name(said) else folder
-    return inner if _is_one(inner) else None
+        tag = file.read(100).strip()
+    newest = folder / (tag if tag == "release" else f"iter_{int(tag):07d}") if _is_name(tag) else folder
+    return newest if _is_checkpoint(newest) else None
 
 
-def _is_name(said: str) -> bool:
-    return said == "release" or (said.isascii() and said.isdigit())
+def _is_name(tag: str) -> bool:
+    return tag == "release" or (tag.isascii() and tag.isdigit())
 
 
-def _is_one(folder: Path) -> bool:
+def _is_checkpoint(folder: Path) -> bool:
     if (folder / METADATA).is_file() and (folder / _COMMON).is_file() and (folder / _BACKEND).is_file():
         try:
             return "sharded_backend" in read_json(folder / _BACKEND)
-        except Error:  # it is somebody else's
+        except Error:  # of another program
             return False
     return bool(_old_files(folder))
 
@@ -70,14 +72,14 @@ def read(path: Path) -> Checkpoint:
     folder = _newest(path)
     assert folder is not None
     with blame_file(f"`{folder}` is not a whole checkpoint of Megatron", *SENSELESS):
-        return _read_distributed(path, folder) if (folder / METADATA).is_file() else _old(path, folder)
+        return _read_distributed(path, folder) if (folder / METADATA).is_file() else _read_old(path, folder)
 
 
 def _read_distributed(path: Path, folder: Path) -> Checkpoint:
     backend = read_json(folder / _BACKEND)
     if backend["sharded_backend"] != "torch_dist":
         raise UnsupportedError(
-            f"`{folder}` is of Megatron's `{backend['sharded_backend']}`, which is not read",
+            f"`{folder}` is of Megatron's `{backend['sharded_backend']}`, which cannot be read",
             hint="load it in Megatron and save it with `--ckpt-format torch_dist`",
         )
     values, common = read_tree(folder), mapping(read_torch_file(folder / _COMMON))
@@ -94,22 +96,22 @@ def _read_distributed(path: Path, folder: Path) -> Checkpoint:
 
 
 def _random(objects: Mapping[str, Any]) -> tuple[RandomState, ...]:
-    found = []
+    states = []
     for key, value in objects.items():
         if match := _RANDOM.fullmatch(key):
-            place, sizes = ([int(part) for part in match[key].split(".")] for key in ("place", "sizes"))
-            rank = int(np.ravel_multi_index(place, sizes))
-            held = contents_of(value if isinstance(value, list) else [value]).randomness
-            found += [RandomState(each.kind, each.state, rank) for each in held]
-    return tuple(found)
+            index, sizes = ([int(number) for number in match[key].split(".")] for key in ("index", "sizes"))
+            rank = int(np.ravel_multi_index(index, sizes))
+            randomness = contents_of(value if isinstance(value, list) else [value]).randomness
+            states += [RandomState(generator.kind, generator.state, rank) for generator in randomness]
+    return tuple(states)
 
 
-def _old(path: Path, folder: Path) -> Checkpoint:
-    """What Megatron wrote before it had distributed checkpoints, if no process shares its tensors with others."""
+def _read_old(path: Path, folder: Path) -> Checkpoint:
+    """Read a checkpoint of an older version, if it is of one process."""
     first, *others = _old_files(folder)
     if others:
         raise UnsupportedError(
-            f"the tensors of `{folder}` are cut for {len(others) + 1} processes, and it does not say how",
+            f"the tensors of `{folder}` are cut for {len(others) + 1} processes in an unknown way",
             hint="load it in Megatron and save it with `--ckpt-format torch_dist`",
         )
     tree = mapping(read_torch_file(first))
@@ -123,14 +125,14 @@ def _old(path: Path, folder: Path) -> Checkpoint:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
-    """Tensors of dicts in dicts, which is how Megatron had the parts of a language model."""
-    found: list[tuple[str, Tensor]] = []
+    """Return the tensors of nested dicts."""
+    tensors: list[tuple[str, Tensor]] = []
     for key, value in tree.items():
         if isinstance(value, Tensor):
-            found.append((f"{prefix}{key}", value))
+            tensors.append((f"{prefix}{key}", value))
         elif isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{key}.")
-    return found
+            tensors += _flat(value, f"{prefix}{key}.")
+    return tensors
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------
@@ -146,14 +148,14 @@ def _checkpoint(
 ) -> Checkpoint:
     stored = common.get("args")
     arguments = mapping(stored.state if isinstance(stored, Object) else stored)
-    done = common.get("iteration")
+    iteration = common.get("iteration")
     state, first_rate = common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0)
     schedule = SchedulerState({})
     if isinstance(state, Mapping):
-        schedule = SchedulerState(state, schedule_words(state, first_rate, done), done, every=1)
+        schedule = SchedulerState(state, schedule_words(state, first_rate, iteration), iteration, every=1)
     optimizer, remarks = _optimizer(common, arguments, slots, tensors)
     clip = {"norm": float(limit), "variant": "torch"} if (limit := arguments.get("clip_grad")) else {}
-    outer = mapping(common.get("optimizer"))
+    optimizer_tree = mapping(common.get("optimizer"))
     samples = arguments.get("consumed_train_samples")
     return Checkpoint(
         path=path,
@@ -162,10 +164,10 @@ def _checkpoint(
         tensors=tensors,
         optimizers=(optimizer,) if optimizer else (),
         schedules=(schedule,),
-        step=done if isinstance(done, int) else None,
-        progress={"iteration": done, **({"consumed_train_samples": samples} if isinstance(samples, int) else {})},
+        step=iteration if isinstance(iteration, int) else None,
+        progress={"iteration": iteration, **({"consumed_train_samples": samples} if isinstance(samples, int) else {})},
         randomness=randomness,
-        scaler=mapping(outer.get("grad_scaler")),
+        scaler=mapping(optimizer_tree.get("grad_scaler")),
         clip=clip if "clip_grad" in arguments else None,
         accumulate=_batches_for_update(arguments),
         keeps_order=any(isinstance(name, int) for name in slots),
@@ -178,21 +180,23 @@ def _checkpoint(
 
 
 def _batches_for_update(arguments: Mapping[str, Any]) -> int | None:
-    """Return the micro-batches of each process in an update, where the arguments have all three sizes."""
+    """Return the micro-batches of each process in an update, if the arguments have all three
+    sizes."""
     sizes: list[Any] = [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
     if arguments.get("rampup_batch_size") or not all(type(size) is int and size > 0 for size in sizes):
         return None
-    whole, micro, processes = sizes
-    count, rest = divmod(whole, micro * processes)
+    batch_size, micro, processes = sizes
+    count, rest = divmod(batch_size, micro * processes)
     return None if rest else int(count)
 
 
 def _inner_states(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """States of optimizers: of one, of one with float32 copies of weights, or of several in a chain."""
-    outer = mapping(common.get("optimizer"))
-    chained = [mapping(outer[key]) for key in outer if isinstance(key, int)] or [outer]
-    inner = [mapping(each.get("optimizer", each)) for each in chained]
-    return [each for each in inner if isinstance(each.get("param_groups"), list)]
+    """Return the states of optimizers: of one, of one with float32 copies, or of several in a
+    chain."""
+    stored = mapping(common.get("optimizer"))
+    chained = [mapping(stored[key]) for key in stored if isinstance(key, int)] or [stored]
+    states = [mapping(optimizer.get("optimizer", optimizer)) for optimizer in chained]
+    return [state for state in states if isinstance(state.get("param_groups"), list)]
 
 
 def _optimizer(
@@ -201,32 +205,32 @@ def _optimizer(
     slots: Mapping[str | int, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> tuple[OptimizerState | None, tuple[str, ...]]:
-    inner = _inner_states(common)
-    stored = [mapping(group) for each in inner for group in each["param_groups"]]
+    states = _inner_states(common)
+    stored = [mapping(group) for state in states for group in state["param_groups"]]
     if not stored:
         return None, ()
     if not slots:
-        return None, ("the state of its optimizer lies in buckets, to which no name leads",)
+        return None, ("the optimizer state is in buckets without names",)
     members, remarks = _members(stored, slots, tensors)
     if members is None:
         return None, remarks
-    counts = [mapping(each.get("state")).get("common_step") for each in inner]
+    counts = [mapping(state.get("state")).get("common_step") for state in states]
     step = next((count_of(count) for count in counts if count is not None), None)
-    kept = {
-        name: {**({COUNT: step} if step is not None else {}), **without_copies(held, tensors.get(str(name)))}
-        for name, held in slots.items()
+    known_slots = {
+        name: {**({COUNT: step} if step is not None else {}), **without_copies(values, tensors.get(str(name)))}
+        for name, values in slots.items()
     }
-    is_adam = all({"exp_avg", "exp_avg_sq"} <= held.keys() for held in kept.values())
+    is_adam = all({"exp_avg", "exp_avg_sq"} <= values.keys() for values in known_slots.values())
     if not is_adam:  # known by its slots, as those of PyTorch are
         groups = [{**_settings(group), "params": list(names)} for group, names in zip(stored, members, strict=True)]
-        return optimizer_of({"state": kept, "param_groups": groups}), remarks
+        return optimizer_of({"state": known_slots, "param_groups": groups}), remarks
     is_known = arguments.get("optimizer", "adam") == "adam"
     adams = tuple(
         ParameterGroup(_spec(group, common) if is_known else None, tuple(names), _settings(group))
         for group, names in zip(stored, members, strict=True)
         if names
     )
-    return OptimizerState(("adamw",) if is_known else (), adams, kept), remarks
+    return OptimizerState(("adamw",) if is_known else (), adams, known_slots), remarks
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
-    """Megatron's Adam, whose decay is decoupled; the rate is the highest of the schedule."""
+    """Return Megatron's Adam with decoupled weight decay and the highest rate of the schedule."""
     schedule = mapping(common.get("opt_param_scheduler"))
     changes = schedule.get("start_wd") != schedule.get("end_wd")
     is_coupled = group.get("decoupled_weight_decay") is False and group.get("weight_decay")
@@ -247,22 +251,23 @@ def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
 def _members(
     groups: Sequence[Mapping[str, Any]], slots: Mapping[str | int, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[list[list[str | int]] | None, tuple[str, ...]]:
-    """The parameters of each group. Distributed checkpoints do not say: Megatron has a rule, which may be replaced."""
+    """Return the parameters of each group. Distributed checkpoints omit them: Megatron's default
+    rule counts."""
     if all(isinstance(group.get("params"), list) for group in groups):
         return [list(group["params"]) for group in groups], ()
     if len(groups) == 1:
         return [list(slots)], ()
     factors = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]  # the latter is NeMo's
     if sorted(map(str, factors)) != ["0.0", "1.0"]:
-        return None, (f"it does not say which parameters are in which of its {len(groups)} groups",)
-    plain = [name for name in slots if _is_plain(str(name), tensors)]
-    decayed = [name for name in slots if name not in plain]
-    said = "it does not say which parameters decay; by Megatron's rule, all but biases and vectors do"
-    return [decayed if factor else plain for factor in factors], (said,)
+        return None, (f"it does not assign parameters to its {len(groups)} groups",)
+    undecayed = [name for name in slots if _is_plain(str(name), tensors)]
+    decayed = [name for name in slots if name not in undecayed]
+    remark = "it does not say which parameters decay; by Megatron's rule, all but biases and vectors do"
+    return [decayed if factor else undecayed for factor in factors], (remark,)
 
 
 def _is_plain(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter is a bias or a vector; layers that are alike are one tensor, with an axis for them."""
+    """True for a bias or a vector; equal layers may be stacked along a first axis."""
     is_stacked = ".layers." in name and re.search(r"\.layers\.\d", name) is None
     return name.endswith(".bias") or (name in tensors and len(tensors[name].shape) - is_stacked == 1)
 
@@ -271,7 +276,8 @@ def _is_plain(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """A `torch_dist` checkpoint, which Megatron loads for any sizes of its groups. Names stay as they are."""
+    """Write a `torch_dist` checkpoint, which Megatron loads for any parallel sizes, with the
+    same names."""
     if len(checkpoint.optimizers) > 1:
         raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
     for optimizer in checkpoint.optimizers:
@@ -281,14 +287,12 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     folder = path / f"iter_{step:07d}"
     folder.mkdir(parents=True)
     (path / _LATEST).write_text(str(step))
-    kept = checkpoint.optimizers[0].slots if checkpoint.optimizers else {}
-    if unnamed := [name for name in kept if isinstance(name, int)]:
-        raise UnsupportedError(
-            f"there are no names for {list_names(list(map(str, unnamed)), 3)}, which Megatron goes by"
-        )
+    slots = checkpoint.optimizers[0].slots if checkpoint.optimizers else {}
+    if unnamed := [name for name in slots if isinstance(name, int)]:
+        raise UnsupportedError(f"Megatron needs names for the parameters {list_names(list(map(str, unnamed)), 3)}")
     values: dict[str, Any] = {**checkpoint.tensors}
-    for name, held in kept.items():
-        for slot, value in held.items():
+    for name, tensors in slots.items():
+        for slot, value in tensors.items():
             if slot != COUNT:
                 values[f"optimizer.state.{_MASTER if slot == MASTER else slot}.{name}"] = as_tensor(value)
     values |= mapping(checkpoint.trees.get(METADATA)) if checkpoint.format == FORMAT.name else {}
@@ -300,7 +304,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _refuse_coupled_decay(optimizer: OptimizerState) -> None:
-    """Megatron's Adam decays weights as AdamW does, whatever its settings say."""
+    """Raise an UnsupportedError for coupled weight decay: Megatron's Adam decouples it."""
     for group in optimizer.groups:
         if group.optimizer_name == "adam" and group.spec.options.get("weight_decay"):
             raise UnsupportedError(
@@ -310,26 +314,28 @@ def _refuse_coupled_decay(optimizer: OptimizerState) -> None:
 
 
 def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
-    there = mapping(checkpoint.trees.get(_COMMON)) if checkpoint.format == FORMAT.name else {}
-    tree: dict[str, Any] = {"checkpoint_version": 3.0, **there, "iteration": step}
-    if isinstance(there.get("opt_param_scheduler"), Mapping):
-        tree["opt_param_scheduler"] = advance_state(there["opt_param_scheduler"], there.get("iteration"), step)
+    stored = mapping(checkpoint.trees.get(_COMMON)) if checkpoint.format == FORMAT.name else {}
+    tree: dict[str, Any] = {"checkpoint_version": 3.0, **stored, "iteration": step}
+    if isinstance(stored.get("opt_param_scheduler"), Mapping):
+        tree["opt_param_scheduler"] = advance_state(stored["opt_param_scheduler"], stored.get("iteration"), step)
     if not checkpoint.optimizers:
         return tree
     (optimizer,) = checkpoint.optimizers
     count = step if optimizer.count is None else optimizer.count
-    inner = {
+    state = {
         "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
         "param_groups": [_with_factors(settings_now(group)) for group in optimizer.groups],
     }
-    has_masters = any(MASTER in held for held in optimizer.slots.values())
-    outer = mapping(there.get("optimizer"))
-    tree["optimizer"] = {**outer, "optimizer": inner} if has_masters or "optimizer" in outer else inner
+    has_masters = any(MASTER in slots for slots in optimizer.slots.values())
+    stored_optimizer = mapping(stored.get("optimizer"))
+    tree["optimizer"] = (
+        {**stored_optimizer, "optimizer": state} if has_masters or "optimizer" in stored_optimizer else state
+    )
     return tree
 
 
 def _with_factors(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those by which Megatron tells groups from one another."""
+    """Return settings with those by which Megatron distinguishes groups."""
     decays = bool(settings.get("weight_decay"))
     factors = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
     return {**{key: value for key, value in factors.items() if f"pre_{key}" not in settings}, **settings}

@@ -1,4 +1,4 @@
-"""`.nemo` files of NVIDIA NeMo: a tar file with a configuration, weights, and what else a model needs."""
+"""`.nemo` files of NVIDIA NeMo: a tar file with a configuration, weights and other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onward.run_state.tensors import StoredTensor, Tensor
 
 _CONFIGURATION, _WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _MOST = 10_000
-"""Files in one."""
+"""Largest number of files."""
 _MAGIC, _AT = b"ustar", 257
 _COMPRESSED = b"\x1f\x8b"
 _ENDING = ".nemo"
@@ -38,36 +38,36 @@ def matches(path: Path) -> bool:
         is_model = _CONFIGURATION in _members(path)
     except Error:
         is_model = False
-    return is_model or path.suffix == _ENDING  # whoever reads it says what is wrong
+    return is_model or path.suffix == _ENDING  # the reader reports the damage
 
 
 def _members(path: Path) -> dict[str, tarfile.TarInfo]:
-    """The files of a tar file, by name."""
-    found: dict[str, tarfile.TarInfo] = {}
+    """Return the files of a tar file, by name."""
+    members: dict[str, tarfile.TarInfo] = {}
     with blame_file(f"`{path}` is not a whole tar file", tarfile.TarError, OSError, ValueError, EOFError):
         regular(path)
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if len(found) > _MOST:
-                    raise ValueError("it holds more files than any model")
+                if len(members) > _MOST:
+                    raise ValueError("it has too many files")
                 if member.isreg() and not member.issparse():
-                    found[member.name.removeprefix("./")] = member
-    return found
+                    members[member.name.removeprefix("./")] = member
+    return members
 
 
 def read(path: Path) -> Checkpoint:
     with open(path, "rb") as file:
         if file.read(2) == _COMPRESSED:
             raise UnsupportedError(
-                f"`{path}` is compressed, and its tensors have no place in the file",
+                f"`{path}` is compressed, so that its tensors cannot be located",
                 hint=f"unpack it: `gunzip -S {_ENDING} -c {path.name} > plain{_ENDING}`",
             )
         members = _members(path)
         if _WEIGHTS not in members:
-            spread = any(name.startswith("model_weights/") for name in members)
+            is_split = any(name.startswith("model_weights/") for name in members)
             raise UnsupportedError(
-                f"`{path}` has no `{_WEIGHTS}`" + (", but weights of several processes" if spread else ""),
-                hint="unpack it with `tar -xf`, and give its `model_weights`" if spread else "give a whole model",
+                f"`{path}` has no `{_WEIGHTS}`" + (", but weights of several processes" if is_split else ""),
+                hint="unpack it with `tar -xf`, and open its `model_weights`" if is_split else "give a whole model",
             )
         if (config := members.get(_CONFIGURATION)) is None:
             raise InvalidModelError(f"`{path}` has no `{_CONFIGURATION}`", hint="give a whole model")
@@ -87,7 +87,7 @@ def read(path: Path) -> Checkpoint:
         files=tuple(sorted({*members} - {_CONFIGURATION, _WEIGHTS})),
         trees={_CONFIGURATION: configuration},
         executes=executed_names(tree),
-        remarks=("it holds a model, and no run: NeMo keeps those in checkpoints of Lightning",),
+        remarks=("it holds a model without a run: NeMo stores runs as checkpoints of Lightning",),
     )
 
 
@@ -95,11 +95,11 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """The model alone, with the configuration that it came with, by which NeMo knows what it is."""
+    """Write the model with the original configuration, by which NeMo selects its class."""
     if checkpoint.format != FORMAT.name or not checkpoint.configuration:
         raise UnsupportedError(
-            "a `.nemo` file says by its configuration which class of NeMo it is of, and there is none",
-            hint="write weights into a model that NeMo has made: begin with its `.nemo` file",
+            "a `.nemo` file needs a configuration of NeMo, which is missing",
+            hint="start from a `.nemo` file that NeMo wrote",
         )
     others = _others(checkpoint)
     with open(path, "wb") as file:
@@ -113,18 +113,18 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _others(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The other files of the model, where they lie."""
+    """Return the other files of the model, as locations."""
     if not checkpoint.files:
         return {}
     members = _members(checkpoint.path) if checkpoint.path.is_file() else {}
     if missing := [name for name in checkpoint.files if name not in members]:
         raise UnsupportedError(
-            f"`{checkpoint.path}` is not there any more, and had {list_names(missing, 3)}, which belong to the model",
-            hint="put it where it was",
+            f"`{checkpoint.path}` is missing or has no {list_names(missing, 3)}, which belong to the model",
+            hint=f"restore `{checkpoint.path}`",
         )
     byte = np.dtype(np.uint8)
-    kept = {name: members[name] for name in checkpoint.files}
-    return {n: StoredTensor(checkpoint.path, m.offset_data, byte, (m.size,), (1,)) for n, m in kept.items()}
+    others = {name: members[name] for name in checkpoint.files}
+    return {n: StoredTensor(checkpoint.path, m.offset_data, byte, (m.size,), (1,)) for n, m in others.items()}
 
 
 def _add(file: BinaryIO, name: str, data: bytes) -> None:
@@ -133,7 +133,7 @@ def _add(file: BinaryIO, name: str, data: bytes) -> None:
 
 
 def _add_weights(file: BinaryIO, checkpoint: Checkpoint) -> None:
-    """Weights are written before it is known how long they are."""
+    """Write weights, and then the header with their size."""
     start = file.tell()
     file.write(bytes(_BLOCK))
     write_torch_archive(Appending(file), module_state(checkpoint))

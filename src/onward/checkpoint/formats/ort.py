@@ -1,4 +1,5 @@
-"""Folders of onnxruntime-training, which ended with version 1.19: graphs for training, and a `checkpoint`."""
+"""Folders of onnxruntime-training, which ended with version 1.19: training graphs and a
+`checkpoint`."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from onward.run_state.tensors import ComputedTensor, Tensor
 NAME = "checkpoint"
 _GROUP = "group0"
 _RATE = 1e-3
-"""At which onnxruntime-training begins unless told otherwise."""
-_RATE_IS_NOT_KEPT = "the learning rate is that of the beginning: a program sets others, and they are not kept"
+"""Default learning rate of onnxruntime-training."""
+_INITIAL_RATE_NOTE = "the learning rate is the initial one: later rates are not stored"
 
 
 def matches(path: Path) -> bool:
@@ -39,36 +40,40 @@ def matches(path: Path) -> bool:
 
 
 def checkpoint_file(path: Path) -> Path:
-    """The checkpoint that is meant by a folder: the one with the usual name, or the only one."""
+    """Return the checkpoint in a folder: the one with the usual name, or the only one."""
     if not path.is_dir():
         return path
-    found = checkpoints_in(path)
-    usual = [each for each in found if each.name.endswith(NAME) and not each.name.endswith(f"nominal_{NAME}")]
-    chosen = usual if usual else found
-    if len(chosen) != 1:
+    paths = checkpoints_in(path)
+    named = [
+        candidate
+        for candidate in paths
+        if candidate.name.endswith(NAME) and not candidate.name.endswith(f"nominal_{NAME}")
+    ]
+    candidates = named if named else paths
+    if len(candidates) != 1:
         raise InvalidModelError(
-            f"there are several checkpoints in `{path}`: {', '.join(f'`{each.name}`' for each in chosen[:6])}",
-            hint=f"say which: `{chosen[-1]}`",
+            f"`{path}` holds several checkpoints: {', '.join(f'`{file.name}`' for file in candidates[:6])}",
+            hint=f"open one of them: `{candidates[-1]}`",
         )
-    return chosen[0]
+    return candidates[0]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Checkpoint:
-    place = checkpoint_file(path)
-    tree = read_ort(place)
+    location = checkpoint_file(path)
+    tree = read_ort(location)
     module = tree["module_state"]
     trained, frozen = module.get("requires_grad_params", {}), module.get("frozen_params", {})
     if both := trained.keys() & frozen.keys():
-        raise InvalidModelError(f"`{place}` has `{min(both)}` twice, trained and frozen")
+        raise InvalidModelError(f"`{location}` has `{min(both)}` twice, trained and frozen")
     if module.get("is_nominal_state"):
         raise UnsupportedError(
-            f"`{place}` is a nominal checkpoint, which has only the names of parameters",
-            hint="give the complete one that was made together with it",
+            f"`{location}` is a nominal checkpoint, which has only the names of parameters",
+            hint="open the complete checkpoint that was made with it",
         )
-    rules = artifact(place, OPTIMIZER)
+    rules = artifact(location, OPTIMIZER)
     rule = optimizer_of(rules) if rules else None
     optimizers = _optimizers(tree, trained, rule)
     step = max((group["step"] for group in tree["optimizer_groups"].values()), default=None)
@@ -81,9 +86,13 @@ def read(path: Path) -> Checkpoint:
         step=step,
         progress={**({} if step is None else {"step": step}), **tree["properties"]},
         clip=rule.clip or {} if rule else None,
-        files=tuple(each.name for kind in (TRAINING, EVALUATION, OPTIMIZER) if (each := artifact(place, kind))),
-        trees={place.name: tree},
-        remarks=(_RATE_IS_NOT_KEPT,) if optimizers else (),
+        files=tuple(
+            each.name
+            for artifact_kind in (TRAINING, EVALUATION, OPTIMIZER)
+            if (each := artifact(location, artifact_kind))
+        ),
+        trees={location.name: tree},
+        remarks=(_INITIAL_RATE_NOTE,) if optimizers else (),
     )
 
 
@@ -99,15 +108,13 @@ def _optimizers(
         groups.append(ParameterGroup(spec, tuple(group["optimizer_states"]), settings))
         for name, momentums in group["optimizer_states"].items():
             if name not in trained or name in slots:
-                raise InvalidModelError(
-                    f"the optimizer keeps something for `{name}`, which is not trained or was before"
-                )
+                raise InvalidModelError(f"the optimizer has state of `{name}`, which is frozen or repeated")
             slots[name] = {COUNT: group["step"], **_slots(name, momentums, trained[name], rule)}
     return (OptimizerState((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
 
 
 def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
-    """The group of a checkpoint that was saved without the state of its optimizer, or before there was any."""
+    """Return the group of a checkpoint without optimizer state."""
     if rule is None:
         return {}
     return {_GROUP: {"step": 0, "initial_learning_rate": _RATE, "optimizer_states": {name: {} for name in trained}}}
@@ -116,7 +123,7 @@ def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, 
 def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: Rule | None) -> dict[str, Tensor]:
     for key, tensor in momentums.items():
         if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
-            raise InvalidModelError(f"`{key}` of `{name}` has not the type and shape of the parameter")
+            raise InvalidModelError(f"`{key}` of `{name}` differs in dtype or shape from the parameter")
     if rule is None:
         return dict(momentums)
     named = {f"momentum{number}": slot for number, slot in enumerate(rule.slots)}
@@ -124,17 +131,17 @@ def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: 
 
 
 def graph(path: Path) -> Captured:
-    """The model and its loss."""
-    place = checkpoint_file(path)
-    module = read_ort(place)["module_state"]
-    return model_of(place, module.get("requires_grad_params", {}), module.get("frozen_params", {}))
+    """Return the model and its loss."""
+    location = checkpoint_file(path)
+    module = read_ort(location)["module_state"]
+    return model_of(location, module.get("requires_grad_params", {}), module.get("frozen_params", {}))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """A checkpoint, with the graphs that the checkpoint has come with."""
+    """Write a checkpoint with the graphs that it came with."""
     tree = {
         "module_state": _module(checkpoint),
         "optimizer_groups": _groups(checkpoint),
@@ -155,26 +162,27 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
-    """The graph of an optimizer that would go on with other numbers than the checkpoint has."""
+    """Raise an UnsupportedError if the graph of an optimizer would compute other numbers."""
     rule = optimizer_of(path)
-    groups = [group for each in checkpoint.optimizers for group in each.groups]
+    groups = [group for optimizer in checkpoint.optimizers for group in optimizer.groups]
     if rule is None or rule.spec is None or not groups or groups[0].optimizer is None:
         return
     if _meaning_of(rule.spec) != _meaning_of(groups[0].spec):
         raise UnsupportedError(
-            f"`{path.name}` computes `{rule.spec}`, and the checkpoint goes on with `{groups[0].spec.without('lr')}`",
+            f"`{path.name}` computes `{rule.spec}`, and the checkpoint needs `{groups[0].spec.without('lr')}`",
             hint="make new graphs with onnxruntime-training, and write the checkpoint from a folder that has them",
         )
 
 
 def _meaning_of(spec: Spec) -> Any:
-    """What an optimizer computes, but for its rate, with numbers as an attribute of ONNX has them."""
+    """Return what an optimizer computes, with numbers in float32 as in ONNX attributes, without
+    its rate."""
     configured = configure(spec.without("lr"))
     return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options
 
 
 def _module(checkpoint: Checkpoint) -> dict[str, Any]:
-    trained = {name for each in checkpoint.optimizers for group in each.groups for name in group.parameters}
+    trained = {name for optimizer in checkpoint.optimizers for group in optimizer.groups for name in group.parameters}
     return {
         "requires_grad_params": {name: t for name, t in checkpoint.tensors.items() if name in trained},
         "frozen_params": {name: t for name, t in checkpoint.tensors.items() if name not in trained},
@@ -182,7 +190,7 @@ def _module(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
-    groups = [(each, group) for each in checkpoint.optimizers for group in each.groups]
+    groups = [(optimizer, group) for optimizer in checkpoint.optimizers for group in optimizer.groups]
     if len(groups) > 1 and len({str(group.optimizer) for _, group in groups}) > 1:
         raise UnsupportedError(
             "onnxruntime-training has one group of parameters, and the checkpoint several that differ",
@@ -195,19 +203,19 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
             f"the optimizer updates {list_names(unknown, 6)}, and the checkpoint holds no such tensor"
         )
     states: dict[str, Any] = {}
-    for kept, group in groups:
-        slots = _slots_there(group)
+    for optimizer, group in groups:
+        slots = _momentum_slots(group)
         for name in group.parameters:
             states[str(name)] = {
-                f"momentum{number}": _momentum(checkpoint, str(name), kept.slots.get(name, {}).get(slot))
+                f"momentum{number}": _momentum(checkpoint, str(name), optimizer.slots.get(name, {}).get(slot))
                 for number, slot in enumerate(slots)
             }
     rate = groups[0][1].spec.options.get("lr", _RATE) if groups[0][1].optimizer else _RATE
     return {_GROUP: {"step": checkpoint.step or 0, "initial_learning_rate": rate, "optimizer_states": states}}
 
 
-def _slots_there(group: ParameterGroup) -> tuple[str, ...]:
-    """The slots that `momentum0` and so on stand for."""
+def _momentum_slots(group: ParameterGroup) -> tuple[str, ...]:
+    """Return the slots that `momentum0` and so on stand for."""
     spec = None if group.optimizer is None else group.spec
     if spec is not None:
         configured = configure(spec)
@@ -215,10 +223,10 @@ def _slots_there(group: ParameterGroup) -> tuple[str, ...]:
         if spec.name in ("adam", "adamw") and _is_adam_of_theirs(spec, options):
             return "exp_avg", "exp_avg_sq"
         if spec.name == "sgd" and not options["momentum"] and not options["weight_decay"]:
-            return ("momentum_buffer",)  # which it keeps, and does not use
+            return ("momentum_buffer",)  # stored, but not used
     raise UnsupportedError(
-        f"onnxruntime-training has no optimizer that computes what `{spec}` does",
-        hint="it has `adamw` (of PyTorch, or of transformers) and `sgd` without momentum and decay",
+        f"onnxruntime-training has no optimizer equal to `{spec}`",
+        hint="use `adamw` (of PyTorch or transformers), or `sgd` without momentum and decay",
     )
 
 

@@ -1,4 +1,4 @@
-"""What `torch.save` writes."""
+"""Files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """The file as it was, up to date; or a dict with `model`, `optimizer`, `scheduler` and `step`."""
+    """Write the original file with current numbers, or a dict with `model`, `optimizer`,
+    `scheduler` and `step`."""
     if checkpoint.format == FORMAT.name and checkpoint.trees:
         (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
     else:

@@ -1,4 +1,4 @@
-"""Folders of Ray Train: a list of checkpoints, each of which is a folder of whatever the training loop wrote."""
+"""Folders of Ray Train: a list of checkpoints, which are folders of any content."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onward.model.storage.files import is_plain_name
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 _VERSION = "2.60.0"
-"""The version of Ray whose snapshot is written."""
+"""Version of Ray whose snapshot is written."""
 _OF_RAY = "ray"
-"""Under which the arguments of a checkpoint keep what Ray says of it."""
+"""Key of Ray's facts in the arguments of a checkpoint."""
 
 
 def read(folder: Path) -> Checkpoint:
-    """The newest checkpoint, of whatever format it is."""
+    """Read the newest checkpoint, in any format."""
     snapshot = read_json(folder / _SNAPSHOT)
     newest = snapshot.get("latest_checkpoint_result")
     name = mapping(newest).get("checkpoint_dir_name")
@@ -32,30 +32,32 @@ def read(folder: Path) -> Checkpoint:
     if not is_plain_name(name):
         raise InvalidModelError(f"`{folder / _SNAPSHOT}` leads out of its folder, to `{name}`")
     if not (folder / name).is_dir():
-        raise InvalidModelError(f"`{folder / name}` is not there, which Ray names as its newest checkpoint")
-    found = _inside(folder / name)
-    said = {"version": snapshot.get("ray_version"), "metrics": mapping(newest).get("metrics")}
+        raise InvalidModelError(f"`{folder / name}` is missing, which Ray names as its newest checkpoint")
+    checkpoint = _inside(folder / name)
+    ray_facts = {"version": snapshot.get("ray_version"), "metrics": mapping(newest).get("metrics")}
     return dataclasses.replace(
-        found, title=f"{FORMAT.title}, {found.title}", arguments={**found.arguments, _OF_RAY: said}
+        checkpoint, title=f"{FORMAT.title}, {checkpoint.title}", arguments={**checkpoint.arguments, _OF_RAY: ray_facts}
     )
 
 
 def _inside(folder: Path) -> Checkpoint:
-    """What the loop wrote: a checkpoint of its own, a file or folder that is one, or files of PyTorch."""
-    if (known := _format_of(folder)) is not None:
-        return known.read(folder)
-    found = {path: format for path in sorted(folder.iterdir()) if (format := _format_of(path)) is not None}
-    if len(found) == 1:
-        ((path, format),) = found.items()
+    """Return the checkpoint in a folder: the folder itself, a file or folder in it, or files of
+    PyTorch."""
+    if (folder_format := _format_of(folder)) is not None:
+        return folder_format.read(folder)
+    formats = {path: format for path in sorted(folder.iterdir()) if (format := _format_of(path)) is not None}
+    if len(formats) == 1:
+        ((path, format),) = formats.items()
         return format.read(path)
-    if found and all(format is pytorch.FORMAT for format in found.values()):
+    if formats and all(format is pytorch.FORMAT for format in formats.values()):
         trees = torch_files(folder)
         counted = [progress_of(tree) for tree in trees.values()]
-        progress = {name: number for each in counted for name, number in each.items()}
+        progress = {name: number for counters in counted for name, number in counters.items()}
         return checkpoint_of(folder, FORMAT.name, "files of PyTorch", trees, progress=progress, keeps_order=True)
     raise UnsupportedError(
-        f"`{folder}` holds " + (f"several checkpoints: {list_names([p.name for p in found], 4)}" if found else "none"),
-        hint="give the one that is meant" if found else "give what the training loop has saved",
+        f"`{folder}` holds "
+        + (f"several checkpoints: {list_names([p.name for p in formats], 4)}" if formats else "none"),
+        hint="open one of them" if formats else "open what the training loop saved",
     )
 
 
@@ -66,24 +68,25 @@ def _format_of(path: Path) -> Format | None:
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """A list with one checkpoint, of the format that it is of; `checkpoint.pt` where that cannot be written."""
-    place = folder / f"checkpoint_{checkpoint.step or 0:06d}"
-    place.mkdir(parents=True)
+    """Write a list with one checkpoint in its format, or as `checkpoint.pt` if that format
+    cannot be written."""
+    target = folder / f"checkpoint_{checkpoint.step or 0:06d}"
+    target.mkdir(parents=True)
     if checkpoint.format == FORMAT.name:
-        write_again(checkpoint, place)
+        write_again(checkpoint, target)
     else:
         from onward.checkpoint.formats import writable
 
         inner = writable().get(checkpoint.format, pytorch.FORMAT)
         assert inner.write is not None
-        made = with_own_names(checkpoint) if inner.needs_names else checkpoint
-        inner.write(made, place if inner.is_folder else place / _file(checkpoint, inner))
-    said = mapping(checkpoint.arguments.get(_OF_RAY))
-    write_json(folder / _SNAPSHOT, _snapshot(place.name, mapping(said.get("metrics"))))
+        named = with_own_names(checkpoint) if inner.needs_names else checkpoint
+        inner.write(named, target if inner.is_folder else target / _file(checkpoint, inner))
+    ray_facts = mapping(checkpoint.arguments.get(_OF_RAY))
+    write_json(folder / _SNAPSHOT, _snapshot(target.name, mapping(ray_facts.get("metrics"))))
 
 
 def _file(checkpoint: Checkpoint, inner: Format) -> str:
-    """The name that the loop gave its file, which it will look for again."""
+    """Return the name that the training loop gave its file, which it will look for."""
     is_own = _OF_RAY in checkpoint.arguments and checkpoint.path.suffix == inner.ending
     return checkpoint.path.name if is_own else f"checkpoint{inner.ending}"
 

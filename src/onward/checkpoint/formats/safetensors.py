@@ -1,4 +1,4 @@
-"""Tensors alone: a `.safetensors` file, or the folder of a model of Hugging Face."""
+"""Tensors alone: a `.safetensors` file, or the folder of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """The tensors of the model, and no more."""
+    """Write the tensors of the model alone."""
     write_safetensors(path, checkpoint.tensors, {"format": "pt"})
 
 

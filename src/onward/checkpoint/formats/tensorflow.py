@@ -1,4 +1,5 @@
-"""Checkpoints of TensorFlow: an index and files of data, alone, in the folder of a manager, or in a SavedModel."""
+"""Checkpoints of TensorFlow: an index and data files, alone, in the folder of a manager, or in a
+SavedModel."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from onward.vocabulary.keras import shortest_decimal, snake_case
 from onward.vocabulary.optimizers import KERAS_ROWS
 
 _STATE = "checkpoint"
-"""The file that says which checkpoint of a folder is the newest."""
+"""File that names the newest checkpoint of a folder."""
 _LONGEST_STATE = 1 << 24
 _VARIABLES = "variables/variables"
 
@@ -44,24 +45,24 @@ def _prefix(path: Path) -> Path:
     if newest in names:
         return path / newest
     if newest:
-        raise InvalidModelError(f"`{path / _STATE}` says that `{newest}` is the newest, which is not there")
+        raise InvalidModelError(f"`{path / _STATE}` names `{newest}` as the newest, which is missing")
     if len(names) > 1:
         raise UnsupportedError(
-            f"`{path}` has several checkpoints, and no file `{_STATE}` that says which is the newest",
+            f"`{path}` has several checkpoints, and no file `{_STATE}` that names the newest",
             hint=f"give one of them: {list_names(tuple(name + INDEX for name in names), 6)}",
         )
     return path / names[0]
 
 
 def _newest(path: Path) -> str:
-    """The name of a checkpoint in the same folder, whatever the path was when it was written."""
+    """Return the name of the newest checkpoint, without its folder."""
     if not path.is_file():
         return ""
     with blame_file(f"cannot read `{path}`"):
         if regular(path).st_size > _LONGEST_STATE:
-            raise ValueError("it is too long")
-        found = re.search(r'^model_checkpoint_path: *"((?:[^"\\]|\\.)*)"', path.read_text("utf-8"), re.MULTILINE)
-    return found[1].replace("\\\\", "/").rpartition("/")[2] if found else ""
+            raise ValueError("it is too large")
+        match = re.search(r'^model_checkpoint_path: *"((?:[^"\\]|\\.)*)"', path.read_text("utf-8"), re.MULTILINE)
+    return match[1].replace("\\\\", "/").rpartition("/")[2] if match else ""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def read(path: Path) -> Checkpoint:
         averages=averages,
         files=tuple(name + INDEX for name in names_in(prefix.parent) if name != prefix.name),
         trees={prefix.name + INDEX: tree},
-        remarks=("the averages may be the weights: Keras's `fit` overwrites them at its end",) if averages else (),
+        remarks=("the averages may be the weights: Keras's `fit` overwrites weights at its end",) if averages else (),
     )
 
 
@@ -98,8 +99,8 @@ def _optimizer(keys: Keys, tree: Tree) -> OptimizerState:
     product = keys.numbers.get("u_product")
     shared = {SHARED: convert_dtype(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
-        name: {**{slot: _tensor(tree, key) for slot, key in kept.items()}, **shared}
-        for name, kept in keys.slots.items()
+        name: {**{slot: _tensor(tree, key) for slot, key in slot_keys.items()}, **shared}
+        for name, slot_keys in keys.slots.items()
     }
     settings = {name: number_of(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
     if "learning_rate" in settings:
@@ -110,86 +111,88 @@ def _optimizer(keys: Keys, tree: Tree) -> OptimizerState:
 
 
 def _schedule(optimizer: OptimizerState) -> SchedulerState:
-    """A rate that is stored is constant; of a schedule, nothing is."""
+    """Return a constant schedule for a stored rate. TensorFlow stores nothing of others."""
     settings = optimizer.groups[0].settings
     return SchedulerState({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:
-    found = tree[key]
-    if not isinstance(found, Tensor):
-        raise InvalidModelError(f"`{key}` of the checkpoint is no tensor")
-    return found
+    tensor = tree[key]
+    if not isinstance(tensor, Tensor):
+        raise InvalidModelError(f"`{key}` of the checkpoint is not a tensor")
+    return tensor
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """A folder with one checkpoint.
+    """Write a folder with one checkpoint.
 
-    One that came from TensorFlow has the same keys and objects as it had. One of another origin has the names of its
-    variables as keys; TensorFlow restores variables with these names, whatever object holds them.
+    One that came from TensorFlow keeps its keys and objects. Others have names of variables as
+    keys, which TensorFlow restores for any object.
     """
     tree = next((tree for name, tree in checkpoint.trees.items() if name.endswith(INDEX)), None)
-    made = _named_variables(checkpoint) if tree is None else _renew_tree(tree, checkpoint)
+    variables = _named_variables(checkpoint) if tree is None else _renew_tree(tree, checkpoint)
     path.mkdir(parents=True, exist_ok=True)
     name = f"ckpt-{checkpoint.step or 1}"
-    write_bundle(path / name, made)
+    write_bundle(path / name, variables)
     (path / _STATE).write_text(f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\n', "utf-8")
 
 
 def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The tree with all that the checkpoint knows in its place."""
-    meaning, made = meaning_of(tree), dict(tree)
+    """Return the original tree with the numbers of the checkpoint."""
+    meaning, renewed = meaning_of(tree), dict(tree)
     for name, key in meaning.parameters.items():
-        made[key] = in_place_of(tree[key], checkpoint.tensors.get(name), name)
+        renewed[key] = in_place_of(tree[key], checkpoint.tensors.get(name), name)
     for name, key in meaning.counters.items():
-        if isinstance(now := checkpoint.progress.get(name), int):
-            _put(made, key, now)
+        if isinstance(count := checkpoint.progress.get(name), int):
+            _put(renewed, key, count)
     for keys, optimizer in zip(meaning.optimizers, checkpoint.optimizers, strict=False):
         for name, slots in keys.slots.items():
             for slot, key in slots.items():
-                made[key] = in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
+                renewed[key] = in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
         for name, key in keys.averages.items():
-            made[key] = in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
-        _renew_numbers(made, keys, optimizer, checkpoint.step)
-    return made
+            renewed[key] = in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
+        _renew_numbers(renewed, keys, optimizer, checkpoint.step)
+    return renewed
 
 
-def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: OptimizerState, step: int | None) -> None:
+def _renew_numbers(renewed: dict[str, Any], keys: Keys, optimizer: OptimizerState, step: int | None) -> None:
     if step is not None and "iterations" in keys.numbers:
-        _put(made, keys.numbers["iterations"], step)
-    shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
-    if "u_product" in keys.numbers and shared:
-        _put(made, keys.numbers["u_product"], number_of(shared[0]))
+        _put(renewed, keys.numbers["iterations"], step)
+    products = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
+    if "u_product" in keys.numbers and products:
+        _put(renewed, keys.numbers["u_product"], number_of(products[0]))
     rate = optimizer.groups[0].rate if optimizer.groups else None
     if "learning_rate" in keys.numbers and rate is not None:
-        _put(made, keys.numbers["learning_rate"], rate)
+        _put(renewed, keys.numbers["learning_rate"], rate)
 
 
-def _put(made: dict[str, Any], key: str, number: float) -> None:
-    made[key] = ArrayTensor(np.asarray(number, made[key].dtype))
+def _put(tree: dict[str, Any], key: str, number: float) -> None:
+    tree[key] = ArrayTensor(np.asarray(number, tree[key].dtype))
 
 
 def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Variables by name. What optimizers keep has the names that Keras would give it."""
-    made: dict[str, Any] = dict(checkpoint.tensors)
+    """Return variables by name. Optimizer state has the names of Keras."""
+    variables: dict[str, Any] = dict(checkpoint.tensors)
     for optimizer in checkpoint.optimizers:
-        made |= {str(name): slots[MASTER] for name, slots in optimizer.slots.items() if MASTER in slots}
+        variables |= {str(name): slots[MASTER] for name, slots in optimizer.slots.items() if MASTER in slots}
         row = next((row for row in KERAS_ROWS.values() if optimizer.families == row.optimizers[:1]), None)
         owner, words = (snake_case(row.name), row.words) if row else ("optimizer", {})
         for name, slots in optimizer.slots.items():
             for slot, value in slots.items():
-                called = f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"
+                variable_name = (
+                    f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"
+                )
                 if isinstance(value, Tensor) and slot not in (COUNT, MASTER):
-                    made[called] = value
+                    variables[variable_name] = value
         if checkpoint.step is not None:
-            made[f"{owner}/iteration"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
-    made |= {f"{name}/ExponentialMovingAverage": tensor for name, tensor in checkpoint.averages.items()}
+            variables[f"{owner}/iteration"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
+    variables |= {f"{name}/ExponentialMovingAverage": tensor for name, tensor in checkpoint.averages.items()}
     if not checkpoint.optimizers and checkpoint.step is not None:
-        made["global_step"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
-    return made
+        variables["global_step"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
+    return variables
 
 
 FORMAT = Format(

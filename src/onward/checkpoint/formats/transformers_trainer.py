@@ -40,7 +40,7 @@ _SCHEDULES = {
     "constant_with_warmup": "constant_schedule_with_warmup",
     "inverse_sqrt": "inverse_sqrt_schedule",
 }
-"""The functions of transformers that are known, by the words of its arguments."""
+"""Names of schedules in arguments -> functions of transformers."""
 
 
 def read(folder: Path) -> Checkpoint:
@@ -71,50 +71,52 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _remarks(arguments: Mapping[str, Any]) -> list[str]:
-    """What the Trainer does and a training model of its checkpoint does not."""
-    narrow = next((kind for kind in ("bf16", "fp16") if arguments.get(kind) is True), None)
-    said = {
-        f"the Trainer computes in 16 bits ({narrow}=True), and a training model as its graph does": narrow,
+    """Return what the Trainer does and a training model does not."""
+    narrow_type = next((dtype for dtype in ("bf16", "fp16") if arguments.get(dtype) is True), None)
+    remarks = {
+        f"the Trainer computes in 16 bits ({narrow_type}=True), a training model in those of its graph": narrow_type,
         "the Trainer adds noise to embeddings (`neftune_noise_alpha`), and a training model does not": arguments.get(
             "neftune_noise_alpha"
         ),
-        "of the batches that make an update, the Trainer weighs each by its labels, and a training model weighs all "
-        "alike": int(arguments.get("gradient_accumulation_steps") or 1) > 1,
+        "the Trainer weights the batches of an update by their labels, and a training model does not": int(
+            arguments.get("gradient_accumulation_steps") or 1
+        )
+        > 1,
     }
-    return [remark for remark, is_so in said.items() if is_so]
+    return [remark for remark, applies in remarks.items() if applies]
 
 
 def _word(value: Any) -> str:
-    """A member of an enumeration, which is kept as what it was made of."""
+    """Return the value of an enumeration member, which is stored by its arguments."""
     return str(value.arguments[0]) if isinstance(value, Object) and value.arguments else str(value)
 
 
 def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> SchedulerState:
-    """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
-    known = schedule_of(tree)
-    words = known.words if known.words is not None else _words(tree, arguments, state)
-    return dataclasses.replace(known, words=words, every=1)  # the Trainer steps its scheduler with every update
+    """Return a schedule. Its function is not stored: its numbers are in the arguments."""
+    schedule = schedule_of(tree)
+    words = schedule.words if schedule.words is not None else _words(tree, arguments, state)
+    return dataclasses.replace(schedule, words=words, every=1)  # the Trainer steps its scheduler with every update
 
 
 def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Spec, ...] | None:
     name = _word(arguments.get("lr_scheduler_type"))
-    total, bases = state.get("max_steps"), tree.get("base_lrs")
-    if name not in _SCHEDULES or not isinstance(total, int) or not bases:
+    max_steps, bases = state.get("max_steps"), tree.get("base_lrs")
+    if name not in _SCHEDULES or not isinstance(max_steps, int) or not bases:
         return None
     warmup = arguments.get("warmup_steps") or 0
     if warmup < 1:
-        warmup = math.ceil(total * (warmup or arguments.get("warmup_ratio") or 0))
-    numbers: dict[str, Any] = {"num_warmup_steps": int(warmup), "num_training_steps": total}
+        warmup = math.ceil(max_steps * (warmup or arguments.get("warmup_ratio") or 0))
+    numbers: dict[str, Any] = {"num_warmup_steps": int(warmup), "num_training_steps": max_steps}
     numbers |= {"polynomial": {"lr_end": 1e-7, "power": 1.0, "lr_init": bases[0]}}.get(name, {})
     numbers |= {"inverse_sqrt": {"timescale": int(warmup) or 10_000}}.get(name, {})
     numbers |= mapping(arguments.get("lr_scheduler_kwargs"))
     reader = READERS[_SCHEDULES[name]]
-    wanted = reader.__code__.co_varnames[1 : reader.__code__.co_argcount]
+    accepted = reader.__code__.co_varnames[1 : reader.__code__.co_argcount]
     if "min_lr" in numbers:
         numbers["min_lr_rate"] = numbers.pop("min_lr") / bases[0]
-    if not {*numbers} - {"num_training_steps", "num_warmup_steps"} <= {*wanted}:
+    if not {*numbers} - {"num_training_steps", "num_warmup_steps"} <= {*accepted}:
         return None
-    pieces = reader(bases[0], **{key: value for key, value in numbers.items() if key in wanted})
+    pieces = reader(bases[0], **{key: value for key, value in numbers.items() if key in accepted})
     parts = complete(pieces)
     rates = [Factor(base, parts).rate(tree.get("last_epoch", 0)) for base in bases]
     if not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(rates, tree["_last_lr"], strict=True)):
@@ -125,7 +127,7 @@ def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """A folder from which `trainer.train(resume_from_checkpoint=...)` goes on."""
+    """Write a folder that `trainer.train(resume_from_checkpoint=...)` resumes."""
     write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)
@@ -137,12 +139,14 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         write_torch_file(folder / "optimizer.pt", optimizer_state(optimizer))
     for schedule in checkpoint.schedules[:1]:
         write_torch_file(folder / "scheduler.pt", {**schedule.state})
-    if states := {_RANDOM[each.kind]: each.state for each in checkpoint.randomness if each.kind in _RANDOM}:
+    if states := {
+        _RANDOM[generator.kind]: generator.state for generator in checkpoint.randomness if generator.kind in _RANDOM
+    }:
         write_torch_file(folder / "rng_state.pth", states)
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the Trainer reads before it goes on; it counts epochs from the steps."""
+    """Return the state that the Trainer reads to resume; it derives epochs from steps."""
     step = checkpoint.step or 0
     return {
         "epoch": checkpoint.progress.get("epoch", 0),
