@@ -4,6 +4,8 @@ settings."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ from onward.arguments import Range, checked
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats import open_either
-from onward.checkpoint.matching import TRAINER, by_name, with_names, with_own_names
+from onward.checkpoint.matching import TRAINER, pair_names, with_names, with_own_names
 from onward.checkpoint.pytorch.pickling import Object
 from onward.checkpoint.pytorch.states import base_rate
 from onward.errors import UnsupportedError
@@ -91,32 +93,24 @@ def diff(
     """
     first, second = _describe(a), _describe(b)
     rules: list[str] = []
-    names = _pair_names(first, second, rules)
+    names = pair_names(first, second, rules)
     first, second = _name_slots(first, second, names, rules)
-    tensors, slots = [], []
     transposed = _transposed_matrices(first, second, names)
-    compare = _TensorComparer(atol, rtol)
-    for name, other_name in names.items():
-        tensors.append(compare(name, first.tensors[name], other_name, second.tensors[other_name], transposed.get(name)))
+    compare = functools.partial(_compare_tensors, atol, rtol)
+    tensors = [compare(a, first.tensors[a], b, second.tensors[b], transposed.get(a)) for a, b in names.items()]
     is_transposed = {pair.name: pair.is_transposed for pair in tensors}
-    first_slots, second_slots = _slots(first), _slots(second)
-    for (parameter, slot), tensor in first_slots.items():
-        key = (names.get(str(parameter), parameter), slot)
-        if key in second_slots:
-            is_pair_transposed = is_transposed.get(str(parameter), False)
-            slots.append(
-                compare(f"{parameter}/{slot}", tensor, f"{key[0]}/{slot}", second_slots[key], is_pair_transposed)
-            )
+    slots, second_slots = [], _slots(second)
+    for (name, slot), tensor in _slots(first).items():
+        if (key := (names.get(str(name), name), slot)) in second_slots:
+            is_pair_transposed = is_transposed.get(str(name), False)
+            slots.append(compare(f"{name}/{slot}", tensor, f"{key[0]}/{slot}", second_slots[key], is_pair_transposed))
     for name, tensor in first.averages.items():
         if (other_name := names.get(name, name)) in second.averages:
-            is_pair_transposed = is_transposed.get(name, False)
-            tensors.append(
-                compare(_average(name), tensor, _average(other_name), second.averages[other_name], is_pair_transposed)
-            )
+            average, is_pair_transposed = second.averages[other_name], is_transposed.get(name, False)
+            tensors.append(compare(_average(name), tensor, _average(other_name), average, is_pair_transposed))
     only_a, only_b = _only(first, second, [*tensors, *slots])
-    return Comparison(
-        first, second, tuple(tensors), tuple(slots), only_a, only_b, tuple(facts(first, second, names)), tuple(rules)
-    )
+    all_facts = tuple(facts(first, second, names))
+    return Comparison(first, second, tuple(tensors), tuple(slots), only_a, only_b, all_facts, tuple(rules))
 
 
 def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
@@ -130,33 +124,16 @@ def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint
     return dataclasses.replace(checkpoint, path=model.path or checkpoint.path, title=title)
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def _pair_names(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
-    """Return names of the first -> names of the second."""
-    names = by_name(list(a.tensors), set(b.tensors), set(b.tensors), rules)
-    taken = {*names.values()}
-    for alias, name in (*a.tied.items(), *((name, alias) for alias, name in b.tied.items())):
-        if name in a.tensors and name not in names and alias in b.tensors and alias not in taken:
-            names[name] = alias
-            taken.add(alias)
-            rules.append(f"`{name}` is `{alias}` there: they are tied")
-    return {name: names[name] for name in a.tensors if name in names}
-
-
 def _name_slots(
     a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]
 ) -> tuple[Checkpoint, Checkpoint]:
     """Return both with names for their optimizer state, if one of them has names."""
     a, b = _with_own_names(a), _with_own_names(b)
     first_names = {other_name: name for name, other_name in names.items()}
-    if not _has_names(a) and _has_names(b):
-        a = _with_names_of_other(
-            a, [[first_names.get(name, name) for name in group] for group in _parameter_lists(b)], rules
-        )
-    elif not _has_names(b) and _has_names(a):
-        b = _with_names_of_other(b, [[names.get(name, name) for name in group] for group in _parameter_lists(a)], rules)
+    if not a.has_names and b.has_names:
+        a = _with_names_of_other(a, b, first_names, rules)
+    elif not b.has_names and a.has_names:
+        b = _with_names_of_other(b, a, names, rules)
     return a, b
 
 
@@ -167,10 +144,12 @@ def _with_own_names(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _with_names_of_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[str]) -> Checkpoint:
+def _with_names_of_other(
+    checkpoint: Checkpoint, other: Checkpoint, names: Mapping[str, str], rules: list[str]
+) -> Checkpoint:
+    groups = [[names.get(str(name), str(name)) for name in group.parameters] for group in other.stored_groups]
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    order = [name for group in groups for name in group]
-    orders = {"the groups of the other": groups, "the order of the other": [order]}
+    orders = {"the groups of the other": groups, "the order of the other": [[*itertools.chain(*groups)]]}
     try:
         renamed = [
             with_names(optimizer, orders, shapes, in_trainer=checkpoint.format == TRAINER)
@@ -181,16 +160,6 @@ def _with_names_of_other(checkpoint: Checkpoint, groups: list[list[str]], rules:
         return checkpoint
     rules.extend(rule for _, rule in renamed if rule)
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in renamed))
-
-
-def _has_names(checkpoint: Checkpoint) -> bool:
-    return all(optimizer.has_names for optimizer in checkpoint.optimizers)
-
-
-def _parameter_lists(checkpoint: Checkpoint) -> list[list[str]]:
-    return [
-        [str(name) for name in group.parameters] for optimizer in checkpoint.optimizers for group in optimizer.groups
-    ]
 
 
 def _slots(checkpoint: Checkpoint) -> dict[tuple[str | int, str], Tensor]:
@@ -222,9 +191,6 @@ def _only(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> tuple[tuple[str, .
     return tuple(alone(a, seen[0])), tuple(alone(b, seen[1]))
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
 def _transposed_matrices(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> dict[str, bool | None]:
     """Return whether each matrix is transposed in the second; None if only its elements tell."""
     shapes = {name: (a.tensors[name].shape, b.tensors[other_name].shape) for name, other_name in names.items()}
@@ -238,24 +204,19 @@ def _transposed_matrices(a: Checkpoint, b: Checkpoint, names: Mapping[str, str])
     return transposed
 
 
-@dataclasses.dataclass(frozen=True)
-class _TensorComparer:
-    atol: float
-    rtol: float
-
-    def __call__(self, name: str, a: Tensor, other: str, b: Tensor, is_transposed: bool | None) -> Pair:
-        """Compare two tensors. If `is_transposed` is None, take the orientation that is nearer."""
-        b = transpose(b) if is_transposed and len(b.shape) == 2 else b
-        shapes, dtypes = (a.shape, b.shape), (str(a.dtype), str(b.dtype))
-        if a.shape != b.shape:
-            return Pair(name, other, shapes, dtypes, None, bool(is_transposed))
-        array, theirs = a.array(), b.array()
-        distance = compare_elements(array, theirs, self.atol, self.rtol)
+def _compare_tensors(
+    atol: float, rtol: float, name: str, a: Tensor, other: str, b: Tensor, is_transposed: bool | None
+) -> Pair:
+    """Compare two tensors. If `is_transposed` is None, take the orientation that is nearer."""
+    b = transpose(b) if is_transposed and len(b.shape) == 2 else b
+    distance = None
+    if a.shape == b.shape:
+        distance = compare_elements(a.array(), b.array(), atol, rtol)
         if is_transposed is None and distance.differ:
-            transposed_distance = compare_elements(array, theirs.T, self.atol, self.rtol)
+            transposed_distance = compare_elements(a.array(), b.array().T, atol, rtol)
             if transposed_distance.differ < distance.differ:
-                return Pair(name, other, shapes, dtypes, transposed_distance, is_transposed=True)
-        return Pair(name, other, shapes, dtypes, distance, bool(is_transposed))
+                distance, is_transposed = transposed_distance, True
+    return Pair(name, other, (a.shape, b.shape), (str(a.dtype), str(b.dtype)), distance, bool(is_transposed))
 
 
 # ---- facts about the training ----------------------------------------------------------------------------------------
@@ -330,9 +291,6 @@ def _same_arrays(a: Any, b: Any) -> bool:
     return bool(np.array_equal(first, second)) if first.dtype.hasobject else first.tobytes() == second.tobytes()
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------
-
-
 def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[Fact]:
     """Return hyper-parameters, compared for parameters that two groups have in common."""
     other_groups = _by_parameter(b)
@@ -353,9 +311,7 @@ def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[
 
 
 def _by_parameter(checkpoint: Checkpoint) -> dict[Any, ParameterGroup]:
-    return {
-        name: group for optimizer in checkpoint.optimizers for group in optimizer.groups for name in group.parameters
-    }
+    return {name: group for group in checkpoint.stored_groups for name in group.parameters}
 
 
 def _words(group: ParameterGroup) -> dict[str, Any]:
@@ -370,9 +326,6 @@ def _words(group: ParameterGroup) -> dict[str, Any]:
 def _rate(group: ParameterGroup) -> Any:
     rate = group.settings.get("lr") if group.rate is None else group.rate
     return rate.array().item() if isinstance(rate, Tensor) else rate
-
-
-# ---- schedules and random numbers ------------------------------------------------------------------------------------
 
 
 def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:

@@ -176,9 +176,6 @@ def _partitions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-# ---- stage 0 ---------------------------------------------------------------------------------------------------------
-
-
 def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
     """Return the state of stage 0: PyTorch's own, by number, with float32 copies of narrower
     weights."""

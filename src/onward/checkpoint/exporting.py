@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import checked
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
-from onward.checkpoint.matching import Match, by_name, with_own_names
+from onward.checkpoint.matching import Match, pair_names, with_own_names
 from onward.checkpoint.pytorch.states import advance_counter, advance_state, state_of
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.source_checkpoint import source_of
@@ -165,16 +165,6 @@ def _remaining_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in checkpoint.files if name in stored_files)
 
 
-def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
-    """Return averages of parameters, by the names of the checkpoint."""
-    averages: dict[str, Tensor] = {}
-    for state in states(model):
-        if state.role == "ema" and state.parameter and state.value.const_value is not None:
-            name = matched.theirs.get(state.parameter, state.parameter)
-            averages[name] = matched.orient(name, ModelTensor(state.value.const_value))
-    return averages
-
-
 def weights_of(model: Model) -> Checkpoint:
     """Return the weights of a model without training."""
     return Checkpoint(
@@ -196,18 +186,28 @@ def _weights(model: Model) -> dict[str, Tensor]:
     }
 
 
+def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
+    """Return averages of parameters, by the names of the checkpoint."""
+    return {name: tensor for name, _, tensor in _state_tensors(model, matched, "ema")}
+
+
+def _state_tensors(model: Model, matched: Match, *roles: str) -> Iterator[tuple[str, str | None, Tensor]]:
+    """Return parameters by the names of the checkpoint, slots and tensors of the state with these roles."""
+    for state in states(model):
+        if state.role in roles and state.parameter and state.value.const_value is not None:
+            name = matched.theirs.get(state.parameter, state.parameter)
+            yield name, state.slot, matched.orient(name, ModelTensor(state.value.const_value))
+
+
 def _slots(model: Model, step: int, matched: Match) -> dict[str | int, Mapping[str, Any]]:
     """Return optimizer state, by the names of the checkpoint."""
     slots: dict[str | int, dict[str, Any]] = {}
-    for state in states(model):
-        if state.role not in ("optimizer_state", "master") or state.parameter is None or not state.slot:
+    for name, slot, tensor in _state_tensors(model, matched, "optimizer_state", "master"):
+        if not slot:
             continue
-        assert state.value.const_value is not None
-        name = matched.theirs.get(state.parameter, state.parameter)
-        tensor = matched.orient(name, ModelTensor(state.value.const_value))
         if not tensor.shape and tensor.dtype == np.float64:
             tensor = convert_dtype(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
-        slots.setdefault(name, {COUNT: step})[state.slot] = tensor
+        slots.setdefault(name, {COUNT: step})[slot] = tensor
     return dict(slots) if step else {}
 
 
@@ -269,9 +269,6 @@ def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict
     return counters
 
 
-# ---- read back -------------------------------------------------------------------------------------------------------
-
-
 _MOST_TENSORS, _MOST_BYTES = 64, 16 << 20
 """Number of tensors whose elements are compared, and bytes of each; names and shapes of all are."""
 
@@ -286,7 +283,7 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
         reread = format.read(path)
     except Error as error:
         raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
-    names = _paired_names(checkpoint, reread)
+    names = pair_names(checkpoint, reread, [], shared=True)
     _compare(format, "tensor", _tensor_pairs(checkpoint, reread, names))
     if "optimizers" in format.keeps or not format.keeps:
         _compare(format, "optimizer state", _slot_pairs(checkpoint, reread, names))
@@ -315,22 +312,10 @@ def _compare(format: Format, role: str, pairs: Pairs) -> None:
         is_transposed = tensor.shape != other.shape
         if is_transposed and tensor.shape != other.shape[::-1]:
             raise UnsupportedError(f"`{format.name}` would give the {role} `{name}` another shape")
-        if name in sample and not _equal(tensor.array().T if is_transposed else tensor.array(), other.array()):
-            raise UnsupportedError(f"`{format.name}` would change the {role} `{name}`")
-
-
-def _equal(tensor: np.ndarray, other: np.ndarray) -> bool:
-    return tensor.astype(other.dtype, copy=False).tobytes() == other.tobytes()
-
-
-def _paired_names(checkpoint: Checkpoint, again: Checkpoint) -> dict[str, str]:
-    """Return names of tensors -> their names after reading back."""
-    other_names = {*again.tensors}
-    names = by_name([*checkpoint.tensors], other_names, other_names, [])
-    for alias, name in (*checkpoint.tied.items(), *((name, alias) for alias, name in again.tied.items())):
-        if name in checkpoint.tensors and name not in names and alias in other_names:
-            names[name] = alias
-    return names
+        if name in sample:
+            array = tensor.array().T if is_transposed else tensor.array()
+            if array.astype(other.dtype, copy=False).tobytes() != other.array().tobytes():
+                raise UnsupportedError(f"`{format.name}` would change the {role} `{name}`")
 
 
 def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:

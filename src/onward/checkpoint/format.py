@@ -34,11 +34,10 @@ class Checkpoint(RunState):
     @property
     def missing(self) -> tuple[str, ...]:
         """Return what an exact resume needs and the checkpoint does not hold."""
-        unknown = [group for optimizer in self.optimizers for group in optimizer.groups if group.optimizer is None]
         lacks = {
             "optimizer": not self.optimizers,
-            "names of what the optimizer keeps": any(not optimizer.has_names for optimizer in self.optimizers),
-            "class of the optimizer": bool(unknown),
+            "names of what the optimizer keeps": not self.has_names,
+            "class of the optimizer": any(group.optimizer is None for group in self.stored_groups),
             "schedule": not self.schedules,
             "shape of the schedule": any(schedule.words is None for schedule in self.schedules),
             "progress": self.step is None,

@@ -130,6 +130,18 @@ def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[st
     return matches
 
 
+def pair_names(a: Checkpoint, b: Checkpoint, rules: list[str], *, shared: bool = False) -> dict[str, str]:
+    """Return names of tensors of the first -> names of the second, which tied tensors may share."""
+    names = by_name(list(a.tensors), set(b.tensors), set(b.tensors), rules)
+    taken = {*names.values()}
+    for alias, name in (*a.tied.items(), *((name, alias) for alias, name in b.tied.items())):
+        if name in a.tensors and name not in names and alias in b.tensors and (shared or alias not in taken):
+            names[name] = alias
+            taken.add(alias)
+            rules.append(f"`{name}` is `{alias}` there: they are tied")
+    return {name: names[name] for name in a.tensors if name in names}
+
+
 def _unwrap_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
@@ -317,7 +329,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose optimizers have names, if its tensors are in the order of the
     module."""
-    if all(optimizer.has_names for optimizer in checkpoint.optimizers):
+    if checkpoint.has_names:
         return checkpoint
     if not checkpoint.keeps_order:
         raise UnsupportedError(

@@ -266,8 +266,6 @@ def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> 
     return all(each.variant == "torch" for each in checkpoint.optimizers) and variants <= {"torch", "optax"}
 
 
-# ---- a preview -------------------------------------------------------------------------------------------------------
-
 _MOST = 6
 
 

@@ -174,9 +174,6 @@ def missing_package(error: ModuleNotFoundError) -> Exception:
     )
 
 
-# ---- code of the user ------------------------------------------------------------------------------------------------
-
-
 def _import_object(place: str) -> Any:
     """What is at `package.module:Class`, with modules of the working directory, as for `python -m`."""
     package, _, name = place.partition(":")

@@ -34,7 +34,7 @@ def with_optimizer_names(
 
     A note has True if it is on an assumption that changes numbers where it is wrong.
     """
-    if all(optimizer.has_names for optimizer in checkpoint.optimizers):
+    if checkpoint.has_names:
         return checkpoint, {}
     graph, theirs = list(model.graph.initializers), matched.theirs
     learns = {weight.name for weight in describe(model).weights if weight.role not in ("constant", "statistics")}
@@ -134,12 +134,9 @@ def refuse_unmatched(checkpoint: Checkpoint, matched: Match, constants: set[str]
     problems.refuse()
 
 
-# ---- groups of a run -------------------------------------------------------------------------------------------------
-
-
 def tells_optimizers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint says what its optimizers are, and not only what they keep."""
-    return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
+    return any(group.optimizer is not None for group in checkpoint.stored_groups)
 
 
 def run_groups(

@@ -108,9 +108,6 @@ def schedule_by_updates(
     return Scheduled(words, step, groups, notes)
 
 
-# ---- positions -------------------------------------------------------------------------------------------------------
-
-
 def _updates(checkpoint: Checkpoint, schedule: SchedulerState, step: int | None, said: int | None) -> tuple[int, int]:
     """Return the updates made and those for each step of the scheduler, where no others are possible."""
     position = schedule.position or 0
@@ -153,9 +150,6 @@ def _by_updates(spec: Spec, every: int) -> Spec:
         return spec
     end = {"until": spec.options["until"] * every} if "until" in spec.options else {}
     return Spec(spec.name, {**spec.options, "every": every, **end})
-
-
-# ---- rates -----------------------------------------------------------------------------------------------------------
 
 
 class _Rate(NamedTuple):

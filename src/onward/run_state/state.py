@@ -205,3 +205,13 @@ class RunState:
     @property
     def parameters(self) -> list[str]:
         return [name for group in self.groups for name in group.parameters]
+
+    @property
+    def stored_groups(self) -> list[ParameterGroup]:
+        """The groups of all `optimizers`."""
+        return [group for optimizer in self.optimizers for group in optimizer.groups]
+
+    @property
+    def has_names(self) -> bool:
+        """True if the state of all `optimizers` is stored by name."""
+        return all(optimizer.has_names for optimizer in self.optimizers)

@@ -299,9 +299,6 @@ def count_of(value: Any) -> int:
     return int(number)
 
 
-# ---- as initializers -------------------------------------------------------------------------------------------------
-
-
 def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:
     """A tensor for a model, with a name and tags there."""
     described: dict[str, Any] = {

@@ -152,9 +152,6 @@ def _generalized_cross_entropy(op: Builder, p: Expr, labels: Expr, *, q: float) 
     return (1.0 - _of_right_class(op, p, labels) ** q) / q
 
 
-# ---- as a loss of a recipe -------------------------------------------------------------------------------------------
-
-
 def as_function(name: str, formula: Formula, target: ir.Value, *, opset: int, reduction: str, scale: float) -> Any:
     """A function of the prediction and of a target that is called as `target` is."""
 
@@ -170,8 +167,6 @@ def as_function(name: str, formula: Formula, target: ir.Value, *, opset: int, re
     made.inputs[1].name, made.inputs[1].type, made.inputs[1].shape = target.name, target.type, target.shape
     return made
 
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 Options = Mapping[str, Any]
 

@@ -149,7 +149,6 @@ REFUSED_SCHEDULERS = {
 }
 """Classes of torch.optim.lr_scheduler: the problem, and the hint."""
 
-# ---- saved schedulers ------------------------------------------------------------------------------------------------
 
 _COMMON = frozenset({
     "base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr",

@@ -57,8 +57,6 @@ def writable() -> dict[str, Format]:
     return {name: format for format in FORMATS if format.write for name in (format.name, *format.also)}
 
 
-# ---- opening ---------------------------------------------------------------------------------------------------------
-
 _DAMAGED = "copy it again from where it was saved, all of it; or take an earlier one"
 
 

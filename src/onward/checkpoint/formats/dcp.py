@@ -108,8 +108,6 @@ def _with_lists(tree: Any) -> Any:
     return list(children.values()) if children and list(children) == list(range(len(children))) else children
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
 _FILE = "__0_0.distcp"
 _MOST_OTHERS = 20_000
 """Most values that are not tensors: each takes 0.5 ms, as a file of `torch.save`; 100 KB can

@@ -74,9 +74,6 @@ def read(path: Path) -> Checkpoint:
     return _with_trainer(checkpoint) if (path / trainer.STATE).exists() else checkpoint
 
 
-# ---- the files -------------------------------------------------------------------------------------------------------
-
-
 class _Saved(NamedTuple):
     """Files of a checkpoint."""
 
@@ -115,9 +112,6 @@ def _read_saved(folder: Path) -> _Saved:
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
     matches = [match for name in names if (match := pattern.fullmatch(name))]
     return sorted(matches, key=lambda match: (int(match["slice"]), int(match["rank"] or 0)))
-
-
-# ---- what is in them -------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
@@ -225,9 +219,6 @@ def _shapes(groups: Any) -> list[Shapes]:
     if not all(type(size) is int and 0 <= size < 2**40 for size in sizes):
         raise ValueError("a parameter has an invalid shape")
     return [{str(name): tuple(shape) for name, shape in group.items()} for group in shapes]
-
-
-# ---- what it means ---------------------------------------------------------------------------------------------------
 
 
 def _tied_names(model: Mapping[str, Any]) -> Mapping[str, str]:

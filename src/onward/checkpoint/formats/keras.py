@@ -43,9 +43,6 @@ def matches(path: Path) -> bool:
         return False
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path) -> Checkpoint:
     if path.is_dir():
         return _read_backup(path)
@@ -127,9 +124,6 @@ def _code(tree: Any) -> Iterator[str]:
 
 def _is_of_keras(module: Any) -> bool:
     return isinstance(module, str) and module.startswith(("keras", "builtins"))
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:

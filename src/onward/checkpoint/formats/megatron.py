@@ -135,9 +135,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]
     return tensors
 
 
-# ---- what it means ---------------------------------------------------------------------------------------------------
-
-
 def _checkpoint(
     path: Path,
     common: Mapping[str, Any],
@@ -270,9 +267,6 @@ def _is_plain(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """True for a bias or a vector; equal layers may be stacked along a first axis."""
     is_stacked = ".layers." in name and re.search(r"\.layers\.\d", name) is None
     return name.endswith(".bias") or (name in tensors and len(tensors[name].shape) - is_stacked == 1)
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:

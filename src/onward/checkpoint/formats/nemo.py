@@ -91,9 +91,6 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write(checkpoint: Checkpoint, path: Path) -> None:
     """Write the model with the original configuration, by which NeMo selects its class."""
     if checkpoint.format != FORMAT.name or not checkpoint.configuration:

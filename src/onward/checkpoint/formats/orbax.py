@@ -92,8 +92,6 @@ def _items(folder: Path) -> dict[str, Any]:
     return items
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _OF_TREES = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
 _DONE = "commit_success.txt"
@@ -151,13 +149,10 @@ FORMAT = Format(
 )
 
 
-# ---- words of a recipe -----------------------------------------------------------------------------------------------
-
-
 def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the optimizers, schedules, clipping and accumulation of a checkpoint; empty if
     unknown."""
-    groups = [group for optimizer in checkpoint.optimizers for group in optimizer.groups]
+    groups = checkpoint.stored_groups
     if not groups or any(group.optimizer is None for group in groups):
         return {}
     return {

@@ -58,9 +58,6 @@ def checkpoint_file(path: Path) -> Path:
     return candidates[0]
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path) -> Checkpoint:
     location = checkpoint_file(path)
     tree = read_ort(location)
@@ -137,9 +134,6 @@ def graph(path: Path) -> Captured:
     return model_of(location, module.get("requires_grad_params", {}), module.get("frozen_params", {}))
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint with the graphs that it came with."""
     tree = {
@@ -164,7 +158,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
 def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
     """Raise an UnsupportedError if the graph of an optimizer would compute other numbers."""
     rule = optimizer_of(path)
-    groups = [group for optimizer in checkpoint.optimizers for group in optimizer.groups]
+    groups = checkpoint.stored_groups
     if rule is None or rule.spec is None or not groups or groups[0].optimizer is None:
         return
     if _meaning_of(rule.spec) != _meaning_of(groups[0].spec):
@@ -182,7 +176,7 @@ def _meaning_of(spec: Spec) -> Any:
 
 
 def _module(checkpoint: Checkpoint) -> dict[str, Any]:
-    trained = {name for optimizer in checkpoint.optimizers for group in optimizer.groups for name in group.parameters}
+    trained = {name for group in checkpoint.stored_groups for name in group.parameters}
     return {
         "requires_grad_params": {name: t for name, t in checkpoint.tensors.items() if name in trained},
         "frozen_params": {name: t for name, t in checkpoint.tensors.items() if name not in trained},

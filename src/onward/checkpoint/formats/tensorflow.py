@@ -26,9 +26,6 @@ _LONGEST_STATE = 1 << 24
 _VARIABLES = "variables/variables"
 
 
-# ---- where it is -----------------------------------------------------------------------------------------------------
-
-
 def matches(path: Path) -> bool:
     if path.is_dir():
         return (path / f"{_VARIABLES}{INDEX}").is_file() or any(names_in(path))
@@ -63,9 +60,6 @@ def _newest(path: Path) -> str:
             raise ValueError("it is too large")
         match = re.search(r'^model_checkpoint_path: *"((?:[^"\\]|\\.)*)"', path.read_text("utf-8"), re.MULTILINE)
     return match[1].replace("\\\\", "/").rpartition("/")[2] if match else ""
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Checkpoint:
@@ -121,9 +115,6 @@ def _tensor(tree: Tree, key: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise InvalidModelError(f"`{key}` of the checkpoint is not a tensor")
     return tensor
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:

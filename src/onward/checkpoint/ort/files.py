@@ -40,9 +40,6 @@ def data_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.data")
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_ort(path: Path) -> dict[str, Any]:
     """The tree of a checkpoint, by the names of its schema; nothing is optional in it."""
     with blame_file(f"`{path}` is not a whole checkpoint of onnxruntime-training"):

@@ -15,8 +15,6 @@ from typing import Any, BinaryIO
 from onward.errors import UnsupportedError
 from onward.run_state.tensors import Tensor
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
 
 class Buffer:
     """The bytes of a file, and how much of them may still be read. What is wrong is said by a ValueError."""

@@ -127,9 +127,6 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
     return reshape(kept[slot], shape[:axis] + shape[axis + 1 :])
 
 
-# ---- chains ----------------------------------------------------------------------------------------------------------
-
-
 def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
     """Return the names of the transformations in the chain of optax for an optimizer of a recipe."""
     row = row_for(OPTAX_ROWS, configured)
@@ -274,9 +271,6 @@ def of_adamax(optimizer: OptimizerState, parameters: Collection[str]) -> Optimiz
         for name, kept in optimizer.slots.items()
     }
     return dataclasses.replace(optimizer, slots=slots) if optimizer.variant == "optax" else optimizer
-
-
-# ---- what is kept, as a training model has it ------------------------------------------------------------------------
 
 
 def with_sign(tensor: Tensor, sign: int) -> Tensor:

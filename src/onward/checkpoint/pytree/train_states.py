@@ -44,9 +44,6 @@ _DEEPEST = 3
 """How far below the top these are looked for."""
 
 
-# ---- what is where ---------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class TreeMeaning:
     """What the places of a tree are."""
@@ -123,9 +120,6 @@ def number(leaf: Any) -> int | None:
         return int(leaf.array().item())
     is_whole = isinstance(leaf, int | np.integer) and not isinstance(leaf, bool)
     return int(leaf) if is_whole else None
-
-
-# ---- a checkpoint ----------------------------------------------------------------------------------------------------
 
 
 def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: Any) -> Checkpoint:
@@ -291,7 +285,7 @@ def _zeros(old: Any) -> Any:
 def new_tree(checkpoint: Checkpoint, empty: Any) -> dict[str, Any]:
     """What a training in JAX saves, for a checkpoint of another framework: as the `TrainState` of Flax has it."""
     slots = {name: each for of in checkpoint.optimizers for name, each in of.slots.items()}
-    trained = {name for of in checkpoint.optimizers for group in of.groups for name in group.parameters}
+    trained = {name for group in checkpoint.stored_groups for name in group.parameters}
     tensors = {name: slots.get(name, {}).get(MASTER, tensor) for name, tensor in checkpoint.tensors.items()}
     others = {name: tensor for name, tensor in tensors.items() if trained and name not in trained}
     tree = {"step": checkpoint.step or 0, "params": nest_names({k: v for k, v in tensors.items() if k not in others})}

@@ -44,9 +44,6 @@ class _Entry(NamedTuple):
         return ".".join(self.way)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_tree(folder: Path) -> Any:
     """The tree of a folder, with arrays as places."""
     table = read_json(folder / TREE)

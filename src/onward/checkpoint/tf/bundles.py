@@ -60,9 +60,6 @@ class _Entry(NamedTuple):
     """Of a tensor in pieces: where each begins along each axis and how long it is; -1 is all of it."""
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_bundle(prefix: Path) -> dict[str, Any]:
     """What a checkpoint holds by key. `prefix` is its path without an ending."""
     path = prefix.with_name(prefix.name + INDEX)

@@ -30,9 +30,6 @@ from onward.vocabulary.keras_losses import read_named_loss
 from onward.vocabulary.optimizers import KERAS_ROWS
 from onward.vocabulary.rows import ONLY_WITH, KerasRow
 
-# ---- what a compiled model says of its training, and the variables of its optimizer, which have no names -------------
-
-
 ITERATIONS, RATE, GATHERED = "iterations", "learning_rate", "gradient_accumulator"
 _SCALED = "LossScaleOptimizer"
 _LARGEST = 1e300
@@ -169,8 +166,6 @@ def loss_of(compiled: Mapping[str, Any]) -> Any:
         return None
     return read_named_loss(given, config)
 
-
-# ---- facts -----------------------------------------------------------------------------------------------------------
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 
