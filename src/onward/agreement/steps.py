@@ -31,10 +31,10 @@ from onward.errors import MismatchError
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values
-from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers import OPTIMIZERS, FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 
-_FOLLOW_SIGNS = ("lion", "sign", "rprop")
+_FOLLOW_SIGNS = {"sign", "rprop", *(name for name, kind in OPTIMIZERS.items() if kind.follows_signs)}
 """Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 LOSS = "the loss"

@@ -57,9 +57,6 @@ def row_for(rows: Iterable[Row], configured: ConfiguredOptimizer) -> Row | None:
 
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 
-_DECOUPLED_NAMES = ("adamw", "sgdw", "lion", "muon")
-"""Recipe optimizers whose weight decay is always decoupled."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TorchOptimizer(OptimizerRow):
@@ -117,8 +114,8 @@ class TorchOptimizer(OptimizerRow):
     def settings_for(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
         """Return the settings of the class for a configured optimizer of a recipe."""
         options = {**configured.values, **configured.options}
-        is_decoupled = configured.kind.name in _DECOUPLED_NAMES or options["variant"] == "keras"
-        options["decoupled_weight_decay"] = is_decoupled or options.get("decoupled_weight_decay", False)
+        always = options["variant"] == "keras" or (configured.decouples and not self.variant_by_decay)
+        options["decoupled_weight_decay"] = always or options.get("decoupled_weight_decay", False)
         if not options.get("fused"):
             options.pop("fused", None)  # PyTorch chooses, and the numbers are the same
         return {
@@ -254,8 +251,7 @@ class OptaxRow(OptimizerRow):
     def calls(self, configured: ConfiguredOptimizer, **replaced: Any) -> list[OptaxCall]:
         """Return the chain for these settings, some of which may be replaced: the rate by a schedule."""
         settings, calls = configured.settings, []
-        settings.decoupled = settings.variant == "keras" or configured.kind.name == "sgdw"
-        settings.decoupled |= getattr(settings, "decoupled_weight_decay", False)
+        settings.decoupled = configured.decouples
         values = {**vars(settings), **replaced}
         for stage in self.stages:
             if there := stage.when(settings):

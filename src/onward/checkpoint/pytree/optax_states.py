@@ -164,9 +164,12 @@ _STATES[frozenset({"count", "nu"})] = TRANSFORMATIONS["scale_by_rms"].slots
 _ROOT_MEAN_SQUARES = [row.slots for name, row in TRANSFORMATIONS.items() if name in ("scale_by_rms", "scale_by_stddev")]
 
 FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
+    **{frozenset(row.slots): row.optimizers[:1] for row in reversed(OPTAX_ROWS)},
     **OF_PYTORCH,
     frozenset(): ("sgd",),
-    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb", "adamax"),
+    frozenset({"exp_avg", "exp_avg_sq"}): tuple(
+        dict.fromkeys(row.optimizers[0] for row in OPTAX_ROWS if {*row.slots.values()} == {"mu", "nu"})
+    ),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
 }
 """Optimizers by what they keep."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from onward.errors import UnsupportedError
 from onward.frameworks.jax.closures import ScheduledNumber, Transformation, free_variables, origin
+from onward.recipe.optimizers import configure, optimizer
 from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
 from onward.vocabulary.optax import row_of
@@ -138,9 +139,9 @@ def _direction(found: Transformation) -> tuple[str, dict[str, Any]]:
         raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
     if row.name == "rmsprop":
         numbers["centered"] = found.name == "scale_by_stddev"
-    if row.name in _ALWAYS_DECOUPLED:
-        numbers["weight_decay"] = 0.0
-    return row.optimizers[0], {"variant": row.variants[0], **numbers}
+    options = {"variant": row.variants[0], **numbers}
+    always = configure(Spec(row.optimizers[0], options)).decouples
+    return row.optimizers[0], {**options, "weight_decay": 0.0} if always else options
 
 
 def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,24 +161,26 @@ def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 # ---- what is around them ---------------------------------------------------------------------------------------------
 
 _WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
-_ALWAYS_DECOUPLED = ("lion", "lamb")
 
 
 def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
     if coupled and decoupled:
         raise UnsupportedError("there is weight decay both in the gradient and beside it")
-    if coupled and name in _ALWAYS_DECOUPLED:
+    kind, always = optimizer(name), configure(Spec(name, options)).decouples
+    if coupled and always:
         raise UnsupportedError(f"weight decay before {name} has no counterpart in a recipe", hint="put it after")
     if coupled:
         return {"weight_decay": coupled}
     if not decoupled:
         return {}
-    if name in ("amsgrad", "nadam", "radam"):
-        return {"weight_decay": decoupled, "decoupled_weight_decay": True}
-    if name in _WITH_DECAY or name in _ALWAYS_DECOUPLED:
+    if name in _WITH_DECAY or always:
         return {"weight_decay": decoupled}
-    if name in ("adagrad", "rmsprop", "adadelta") and options["variant"] == "optax":  # in Keras all else is the same
-        return {"weight_decay": decoupled, "variant": "keras"}
+    if "decoupled_weight_decay" in kind.options:
+        return {"weight_decay": decoupled, "decoupled_weight_decay": True}
+    if options["variant"] == "optax" and "keras" in kind.variants:  # which decouples, and may be the same else
+        optax, keras = (configure(Spec(name, {**options, "variant": variant})) for variant in ("optax", "keras"))
+        if optax.kind.choose(optax.settings, None).update is keras.kind.choose(keras.settings, None).update:
+            return {"weight_decay": decoupled, "variant": "keras"}
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 
 

@@ -188,6 +188,8 @@ class Optimizer:
     standard: Callable[[Settings], Standard | None] | None = None
     initial: Mapping[str, str | float] = field(default_factory=dict)
     """What slots start as: a number, or the hyper-parameter that says it. All others start as zero."""
+    follows_signs: bool = False
+    """True if its steps have the sign of gradients, so that rounding errors near zero decide them."""
     is_scale_free: bool = True
     """False if its steps are as long as gradients are; others divide that out."""
 
@@ -265,6 +267,12 @@ class ConfiguredOptimizer:
         """The numbers that make a difference."""
         initial = (name for name in self.kind.initial.values() if isinstance(name, str))
         return {*self.kind.choose(self.settings, None).numbers, *initial}
+
+    @property
+    def decouples(self) -> bool:
+        """True if weight decay acts on the weights alone."""
+        call = self.kind.choose(self.settings, None)
+        return call.decay == "decoupled" or "weight_decay" in call.update.plain.inputs
 
     def slots(self, parameter: ir.Value) -> tuple[Slot, ...]:
         """The slots that a parameter needs."""

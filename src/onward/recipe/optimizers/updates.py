@@ -810,6 +810,7 @@ _define(
     {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 1e-3},
     lambda s, shape: UpdateCall(lion),
     variants={"optax": {}, "keras": {"lr": 1e-3, "weight_decay": 0.0}},
+    follows_signs=True,
 )
 
 
