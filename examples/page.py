@@ -32,7 +32,7 @@ def main() -> None:
     )
     where = made.path.relative_to(Path.cwd()) if made.path.is_relative_to(Path.cwd()) else made.path
     print(f"wrote {where}: a browser loads {made.loaded / 1e6:.1f} MB")
-    print(f"to look at it: python -m http.server -d {where}, and open http://localhost:8000")
+    print(f"to open it: python -m http.server -d {where}, then http://localhost:8000")
 
 
 if __name__ == "__main__":

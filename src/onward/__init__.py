@@ -1,4 +1,4 @@
-"""ONNX training, made real.
+"""ONNX training: one .onnx file holds a model and its training.
 
     import onward
 
@@ -6,10 +6,10 @@
     onward.check(model)
     model.save("training.onnx")
 
-Public is what `dir(onward)` lists, and what `dir` lists of its namespaces `backend`, `engines`, `lora`, `pipelines`,
-`rules` and `transform`. All other modules are private: they may change with any release.
+The public names are those of `dir(onward)` and of its namespaces `backend`, `engines`, `lora`,
+`pipelines`, `rules` and `transform`. All other modules are private and may change in any release.
 
-Names are loaded when they are first used, so that `import onward` is quick.
+Names are imported when they are first used, which keeps `import onward` fast.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _NAMES = {
 }
 """Module -> the public names in it."""
 _FORMER = {"pipeline": "make", "run_pipeline": "run", "join_pipeline": "join", "detach_pipeline": "detach"}
-"""Names that are understood until the next release -> those in `onward.pipelines`."""
+"""Former names -> names in `onward.pipelines`. They work until the next release."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
@@ -112,7 +112,7 @@ def __dir__() -> list[str]:
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
-    """What to say of a name that needs a framework which is not there."""
+    """Return the error for a name whose framework is not installed."""
     home = _HOME[name]
     if not home.startswith(("frameworks.", "importing.")) or str(error.name).startswith("onward"):
         return error

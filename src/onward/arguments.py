@@ -1,7 +1,8 @@
-"""What callers hand over: names, types and ranges, checked at the door, before anything is done.
+"""Checks of arguments: names, types and ranges, before a function runs.
 
-A function that is `checked` says all of it in its signature, ranges as `Annotated[int, Range(least=1)]`. Numbers of
-numpy become Python's on the way, and a name where a list of names is wanted becomes a list of one.
+A `checked` function declares them in its signature; a range is `Annotated[int, Range(least=1)]`.
+NumPy scalars become Python numbers, and a string becomes a list of one where a list of strings is
+expected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers within bounds, of which `least` and `most` are allowed themselves; infinity if that is said."""
+    """The numbers within bounds, `least` and `most` included. With `finite=False`, infinity too."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -44,17 +45,17 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
-        words = [f"{word} {bound:,}" for word, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(words).replace("more than 0", "positive") or "finite"
+        clauses = [f"{word} {bound:,}" for word, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(clauses).replace("more than 0", "positive") or "finite"
 
     def check(self, what: str, number: float) -> None:
-        """Refuse a number that is outside; `what` says whose it is."""
+        """Raise RecipeError for a number outside the range. `what` names the argument."""
         if number not in self:
             raise RecipeError(f"{what} is {number:{'g' if isinstance(number, float) else ''}}, but must be {self}")
 
 
 OPENED: set[Any] = set()
-"""Types that are checked where a value is opened."""
+"""Types that are checked where their values are opened."""
 
 Seed = Annotated[int, Range(least=0, most=2**64 - 1)]
 Threads = Annotated[int, Range(least=1, most=1024)]
@@ -64,10 +65,12 @@ Count = Annotated[int, Range(least=1)]
 def checked(
     *, rest: Callable[..., Any] | None = None, types: bool = True, **formerly: str
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Check what a function is called with against its signature; keywords beyond it are those of `rest`.
+    """Check the arguments of each call against the signature of the function.
 
-    Without `types` only names are checked: those of objects of frameworks are there for type checkers alone. `formerly`
-    are other names that arguments have until the next release.
+    Args:
+        rest: function whose arguments are accepted as further keywords.
+        types: False to check names only. Annotations with framework objects are for type checkers.
+        **formerly: former names of arguments -> current ones, until the next release.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -87,31 +90,35 @@ def checked(
 
 
 def coerce(what: str, value: Any, hint: Any) -> Any:
-    """The value as a type wants it, or an error that says what is wanted."""
-    kinds = sorted(kinds_of(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a text stays one
-    for kind, within in kinds:
-        found = _as(value, kind)
-        if found is _MISSING:
+    """Return the value as the type of the hint.
+
+    Raises:
+        ArgumentError: if the value is of none of its types.
+    """
+    kinds = sorted(kinds_of(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a string stays one
+    for kind, bounds in kinds:
+        result = _as(value, kind)
+        if result is _MISSING:
             continue
-        if isinstance(found, int | float) and not isinstance(found, bool) and kind in (int, float):
-            (within or Range()).check(what, found)
-        return found
-    wanted = alternatives([_word(kind, within) for kind, within in kinds if kind is not type(None)])
-    raise ArgumentError(f"{what} is {_show(value)}, but must be {wanted}", hint=_way_out(value, kinds))
+        if isinstance(result, int | float) and not isinstance(result, bool) and kind in (int, float):
+            (bounds or Range()).check(what, result)
+        return result
+    expected = alternatives([_word(kind, bounds) for kind, bounds in kinds if kind is not type(None)])
+    raise ArgumentError(f"{what} is {_show(value)}, but must be {expected}", hint=_hint_for(value, kinds))
 
 
 def is_empty(value: Any) -> bool:
-    """True for what says nothing: None, and texts, lists and mappings without a content."""
+    """True for None and for empty strings, lists and mappings."""
     return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
 
 
 def from_text(text: str, hint: Any) -> Any:
-    """What a text that was typed stands for, where it may be a number: that number; else the text itself."""
-    kinds = [kind for kind, _ in kinds_of(hint)]
-    for kind in (int, float):
+    """Convert typed text to a number if the hint allows one; otherwise return the text."""
+    types = [cls for cls, _ in kinds_of(hint)]
+    for cls in (int, float):
         with contextlib.suppress(ValueError):
-            if kind in kinds:
-                return kind(text)
+            if cls in types:
+                return cls(text)
     return text
 
 
@@ -123,40 +130,47 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def with_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments under the names that they have now."""
-    return {now if (now := renamed.get(name, name)) not in given else name: value for name, value in given.items()}
+def with_new_names(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments under their current names."""
+    names = {old: new if (new := renamed.get(old, old)) not in arguments else old for old in arguments}
+    return {names[old]: value for old, value in arguments.items()}
 
 
 def bind(
     name: str, signature: inspect.Signature, args: Any, kwargs: Any, rest: Callable[..., Any] | None = None
 ) -> inspect.BoundArguments:
-    """The arguments of a call by name, or an error that says which is unknown, missing, or there twice."""
+    """Bind the arguments of a call to the names of a signature.
+
+    Raises:
+        ArgumentError: if an argument is unknown, missing, or given twice.
+    """
     signatures = [signature, *([_signature(rest)] if rest is not None else [])]
-    known = [each for one in signatures for each, p in one.parameters.items() if p.kind is not p.VAR_KEYWORD]
-    unknown = [each for each in kwargs if each not in known]
-    if unknown:
-        hint = suggest(unknown[0], known) or f"it has {', '.join(known)}"
+    parameters = [(name, p) for item in signatures for name, p in item.parameters.items()]
+    names = [name for name, p in parameters if p.kind is not p.VAR_KEYWORD]
+    if unknown := [name for name in kwargs if name not in names]:
+        hint = suggest(unknown[0], names) or f"arguments: {', '.join(names)}"
         raise ArgumentError(f"`{name}` has no argument `{unknown[0]}`", hint=hint)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:
-        raise _misfit(name, signature, args, kwargs) from None
+        raise _binding_error(name, signature, args, kwargs) from None
 
 
-def _misfit(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentError:
-    """What is missing, twice there, or one too many."""
+def _binding_error(
+    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ArgumentError:
+    """Return the error for an argument that is missing, duplicate or superfluous."""
     parameters = list(signature.parameters.values())
     plain = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):
         named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in kwargs]
-        hint = f"give the others by name, such as `{named[0]}=...`" if named else f"it has {', '.join(plain)}"
-        return ArgumentError(f"`{name}` takes {len(plain)} arguments without a name, not {len(args)}", hint=hint)
-    if twice := [given for given in plain[: len(args)] if given in kwargs]:
-        return ArgumentError(f"`{name}` is given `{twice[0]}` twice", hint="give it once")
-    given = {*plain[: len(args)], *kwargs}
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
-    return ArgumentError(f"`{name}` needs `{missing[0]}`", hint=f"`help(onward.{name})` says what that is")
+        hint = f"pass the others by name, such as `{named[0]}=...`" if named else f"arguments: {', '.join(plain)}"
+        return ArgumentError(f"`{name}` takes {len(plain)} positional arguments, not {len(args)}", hint=hint)
+    if twice := [argument for argument in plain[: len(args)] if argument in kwargs]:
+        return ArgumentError(f"`{name}` is given `{twice[0]}` twice", hint="pass it once")
+    bound = {*plain[: len(args)], *kwargs}
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
+    return ArgumentError(f"`{name}` needs `{missing[0]}`", hint=f"see `help(onward.{name})`")
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -167,23 +181,23 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(function, include_extras=True)
 
 
-def kinds_of(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
-    """What a hint allows, one by one, with the range of numbers."""
+def kinds_of(hint: Any, bounds: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
+    """Yield the types that a hint allows, with the range of numbers."""
     if hint in OPENED:
         yield Any, None
         yield from ((kind, None) for kind in get_args(hint) if kind is float)
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
-        yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), within))
+        yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), bounds))
     elif get_origin(hint) in (Union, UnionType):
         for option in get_args(hint):
-            yield from kinds_of(option, within)
+            yield from kinds_of(option, bounds)
     else:
-        yield hint, within
+        yield hint, bounds
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """The value as one of that kind, or `_MISSING` if it is none."""
+    """Return the value as that type, or `_MISSING`."""
     origin = get_origin(kind) or kind
     if kind is Any:
         return value
@@ -205,7 +219,7 @@ def _as(value: Any, kind: Any) -> Any:
         return value if isinstance(value, tuple) and _as_list(value, get_args(kind)[0]) is not _MISSING else _MISSING
     if isinstance(origin, type):
         return value if isinstance(value, origin) else _MISSING
-    return value  # anything, as far as one can say here
+    return value  # no other hint is checked
 
 
 def _as_list(value: Any, item: Any = Any) -> Any:
@@ -214,7 +228,7 @@ def _as_list(value: Any, item: Any = Any) -> Any:
     if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
         return _MISSING
     items = value if isinstance(value, Sequence) else list(value)
-    return _MISSING if any(_fit(each, item) is _MISSING for each in items) else items
+    return _MISSING if any(_fit(element, item) is _MISSING for element in items) else items
 
 
 def _as_mapping(value: Any, key: Any = Any, item: Any = Any) -> Any:
@@ -225,21 +239,21 @@ def _as_mapping(value: Any, key: Any = Any, item: Any = Any) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    return next((found for kind, _ in kinds_of(hint) if (found := _as(value, kind)) is not _MISSING), _MISSING)
+    return next((result for kind, _ in kinds_of(hint) if (result := _as(value, kind)) is not _MISSING), _MISSING)
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _word(kind: Any, within: Range | None) -> str:
+def _word(kind: Any, bounds: Range | None) -> str:
     origin = get_origin(kind) or kind
     if kind in (int, float):
-        return f"{'a whole number' if kind is int else 'a number'}{f', {within}' if within else ''}"
+        return f"{'an integer' if kind is int else 'a number'}{f', {bounds}' if bounds else ''}"
     if origin is Literal:
         return alternatives([f"`{choice}`" for choice in get_args(kind)])
-    words = {str: "a text", bool: "`True` or `False`", os.PathLike: "a path", Mapping: "a mapping", bytes: "bytes"}
+    words = {str: "a string", bool: "`True` or `False`", os.PathLike: "a path", Mapping: "a mapping", bytes: "bytes"}
     if origin in (Sequence, Iterable):
-        return "a list of texts" if get_args(kind) == (str,) else "a list"
+        return "a list of strings" if get_args(kind) == (str,) else "a list"
     return words.get(origin) or f"a `{getattr(origin, '__name__', origin)}`"
 
 
@@ -249,7 +263,7 @@ def _show(value: Any) -> str:
     return f"`{text}`" if simple and len(text) <= _SHOWN else f"a `{type(value).__name__}`"
 
 
-def _way_out(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | None:
+def _hint_for(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | None:
     if value is None:
         return "leave it out"
     if isinstance(value, str):
@@ -258,7 +272,7 @@ def _way_out(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | Non
             if choices and (hint := suggest(value, [str(choice) for choice in choices])):
                 return hint
         if any(kind in (int, float) for kind, _ in kinds):
-            return "give a number, without quotes"
-    if any(callable(each) for each in (value if isinstance(value, list | tuple) else [value])):
-        return "functions are not taken here: give a name"
+            return "pass a number, without quotes"
+    if any(callable(item) for item in (value if isinstance(value, list | tuple) else [value])):
+        return "pass a name, not a function"
     return None

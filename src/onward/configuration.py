@@ -1,4 +1,4 @@
-"""Configuration files: mappings in YAML or TOML, read as data and nothing else."""
+"""Configuration files: mappings in YAML or TOML, read as data only."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from onward.errors import DataError, first_line
 from onward.model.storage.files import reason, regular
 
 _LARGEST, _DEEPEST = 1 << 20, 50
-_LARGEST_KEY, _LONGEST_NUMBER = 1 << 60, 100
-"""From this integer on, several have the same hash; and characters of a number."""
+_LARGEST_KEY = 1 << 60  # larger integers share hashes, which makes a mapping of them slow
+_LONGEST_NUMBER = 100  # characters
 _FORM = "write a line such as `epochs: 5` for each setting (in TOML, `epochs = 5`)"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML without tags that name classes, with numbers such as `1e-3`, and each key once."""
+    """YAML loader without class tags, with numbers such as `1e-3` and unique keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys: set[Any] = set()
-        for part, _ in node.value:
-            key = self.construct_object(part, deep=True)
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable) or (isinstance(key, int) and abs(key) >= _LARGEST_KEY):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key is a list, a mapping or a giant number", node.start_mark
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _read_number(loader: _Loader, node: Any) -> Any:
-    """Return a number. One such as `1:30:00` is multiplied out, in a time that grows with the square of its length."""
+    """Return a number. The time to multiply out `1:30:00` grows with the square of its length."""
     if len(str(node.value)) > _LONGEST_NUMBER:
         raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
     return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
@@ -52,41 +52,45 @@ _Loader.add_implicit_resolver(
 
 
 def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping that a .yaml or .toml file holds: texts, numbers, truth values, lists and mappings of those."""
+    """Return the mapping in a .yaml or .toml file: strings, numbers, booleans, lists and mappings
+    of those.
+    """
     file = Path(path)
     try:
         regular(file)
         with file.open("rb") as stream:
             data = stream.read(_LARGEST + 1)
     except OSError as error:
-        raise DataError(f"`{file}` cannot be read: {reason(error)}", hint="check the path") from error
+        raise DataError(f"cannot read `{file}`: {reason(error)}", hint="check the path") from error
     _refuse_large(data, str(file))
-    found = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
-    _refuse_deep(found, str(file))
-    for key, value in found.items():
+    settings = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
+    _refuse_deep(settings, str(file))
+    for key, value in settings.items():
         if not isinstance(key, str) or not _is_plain(value):
-            raise DataError(f"`{key}` in `{file}` is no text, number or list of such", hint="write texts in quotes")
-    return found
+            raise DataError(f"`{key}` in `{file}` is not a string, number or list", hint="write strings in quotes")
+    return settings
 
 
 def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
-    """A mapping in YAML. References are refused, of which a few lines make an endless tree, and deep nesting."""
+    """Return a mapping in YAML. References are refused, since a few lines of them make an endless
+    tree, as is deep nesting.
+    """
     _refuse_large(data, of)
     depth = 0
     try:
         for event in yaml.parse(data, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-                what = "refers to parts of itself" if depth <= _DEEPEST else "is nested deeper than any configuration"
-                raise DataError(f"`{of}` {what}", hint="write it out")
-        found = yaml.load(data, Loader=_Loader)
+                problem = "uses YAML references" if depth <= _DEEPEST else f"is nested deeper than {_DEEPEST} levels"
+                raise DataError(f"`{of}` {problem}", hint="write it out")
+        tree = yaml.load(data, Loader=_Loader)
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}", hint=_FORM) from error
-    if not isinstance(found, dict):
+        raise DataError(f"`{of}` is not valid YAML: {_problem(error)}", hint=_FORM) from error
+    if not isinstance(tree, dict):
         raise DataError(f"`{of}` holds no mapping", hint=_FORM)
-    return found
+    return tree
 
 
 def write_yaml(tree: Mapping[str, Any], remark: str = "") -> str:
@@ -96,7 +100,7 @@ def write_yaml(tree: Mapping[str, Any], remark: str = "") -> str:
 
 def _refuse_large(data: bytes, of: str) -> None:
     if len(data) > _LARGEST:
-        raise DataError(f"`{of}` is larger than any configuration", hint=_FORM)
+        raise DataError(f"`{of}` is larger than {_LARGEST >> 20} MiB, too large for a configuration", hint=_FORM)
 
 
 def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
@@ -107,18 +111,18 @@ def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
 
 
 def _refuse_deep(tree: dict[str, Any], of: str) -> None:
-    """Refuse deep nesting, level by level: in TOML, dots in a key nest without a bracket."""
+    """Refuse deep nesting, level by level. In TOML, dots in a key nest without brackets."""
     level: list[Any] = [tree]
     for _ in range(_DEEPEST + 1):
-        inner = (list(one.values()) if isinstance(one, dict) else one for one in level)
+        inner = (list(node.values()) if isinstance(node, dict) else node for node in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
         if not level:
             return
-    raise DataError(f"`{of}` is nested deeper than any configuration", hint="write it out")
+    raise DataError(f"`{of}` is nested deeper than {_DEEPEST} levels", hint="write it out")
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong, and in which line."""
+    """Return the problem and its line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     return f"{problem}{f' (line {mark.line + 1})' if mark else ''}" if problem else first_line(error)
 

@@ -1,4 +1,4 @@
-"""Every error that Onward raises on purpose: a sentence that says what is wrong, and a hint that says what to do."""
+"""Errors that Onward raises: each has a message with the fact, and a hint with what to do."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Error(Exception):
-    """Base of all errors a user can cause: `error.message` is the fact, `error.hint` what to do about it.
+    """Base class of all errors that a user can cause. `error.message` is the fact, `error.hint`
+    what to do.
 
-    `str(error)`, and so a traceback, shows both: the message, then `hint: ...` on a line of its own. Both often quote
-    files, and print as text whatever those hold.
+    `str(error)`, and so a traceback, shows the message, then `hint: ...` on its own line.
+    Unprintable characters that they quote from files are escaped.
     """
 
     def __init__(self, message: str, *, hint: str | None = None):
@@ -30,7 +31,7 @@ class Error(Exception):
 
 
 class InvalidModelError(Error, ValueError):
-    """The bytes are not an ONNX model, or the model breaks a rule that reading it depends on."""
+    """The bytes are not an ONNX model, or the model breaks a rule that its reader needs."""
 
 
 class ExternalDataError(Error, OSError):
@@ -38,31 +39,31 @@ class ExternalDataError(Error, OSError):
 
 
 class WriteError(Error, OSError):
-    """A file could not be written. What was there before is still there."""
+    """A file could not be written. The previous file is intact."""
 
 
 class RecipeError(Error, ValueError):
-    """A recipe does not fit the model, or is written wrongly."""
+    """A recipe is invalid or does not fit the model."""
 
 
 class DataError(Error, ValueError):
-    """Data to train on is missing, damaged, changed while it was read, or does not fit the model."""
+    """Training data are missing, damaged, changed while read, or do not fit the model."""
 
 
 class TrainingError(Error, ArithmeticError):
-    """A run that cannot go on: its loss is not finite."""
+    """A run cannot continue, for example because its loss is not finite."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """A step needs more memory than a device has, or there is too little to read or to import something."""
+    """Not enough device memory for a step, or not enough memory to read or import."""
 
 
 class MismatchError(Error, ArithmeticError):
-    """Two sides of a conversion do not compute the same."""
+    """The two sides of a conversion compute different numbers."""
 
 
 class ArgumentError(Error, TypeError):
-    """A function was called with an argument that it does not have, without one that it needs, or of another type."""
+    """An argument of a function is unknown, missing, or of the wrong type."""
 
 
 class UnknownNameError(Error, KeyError):
@@ -70,12 +71,12 @@ class UnknownNameError(Error, KeyError):
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """Something valid that Onward does not do (yet)."""
+    """Valid, but not supported by Onward."""
 
 
 @contextlib.contextmanager
 def default_hint(hint: str) -> Iterator[None]:
-    """What to do about all that goes wrong inside, and has no hint of its own."""
+    """Add a hint to errors raised inside that have none."""
     try:
         yield
     except Error as error:
@@ -84,7 +85,7 @@ def default_hint(hint: str) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Warn of something that can be done, but is hardly meant, at the line that called Onward."""
+    """Warn about a legal but probably unintended call, at the line that called Onward."""
     stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
     ours = [depth for depth, file in enumerate(stack, 2) if file.startswith(_PACKAGE)]
     warnings.warn(message, stacklevel=max(ours, default=1) + 1)
@@ -94,14 +95,17 @@ MEMORY_HINT = "close other programs, or raise the limit (`ulimit -v`, or that of
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if there was not enough memory."""
+    """True if the error means that memory ran out."""
     signs = ("cannot allocate memory", "failed to map segment")
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 @contextlib.contextmanager
 def needing_memory(purpose: str) -> Iterator[None]:
-    """Explain within it what there was not enough memory to do. The loader of libraries raises ImportError for that."""
+    """Raise OutOfMemoryError for `purpose` if memory runs out inside.
+
+    The loader of shared libraries raises ImportError for that.
+    """
     try:
         yield
     except (MemoryError, OSError, ImportError) as error:
@@ -111,30 +115,32 @@ def needing_memory(purpose: str) -> Iterator[None]:
 
 
 def safe(text: str) -> str:
-    """Text from a file or a user, without characters that would move a cursor, change colours or end a line early."""
+    """Return text with unprintable characters escaped, such as those that move a cursor or change
+    colors.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error, without its hint, to quote it in another one."""
+    """Return the message of an error without its hint."""
     return error.message if isinstance(error, Error) else str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error, or its class if it has none."""
+    """Return the first line of an error's message, or its class name if empty."""
     return message_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def list_names(names: Sequence[str], most: int) -> str:
-    """The first names for a sentence, and how many more there are."""
+    """Return the first names for a sentence, and the number of others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
 def alternatives(words: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return words as `a, b or c`."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -164,26 +170,28 @@ _SYNONYMS = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
-"""What other tools call what has another name here."""
+"""Names in other tools -> names in Onward."""
 _CLEAR = 0.8
 
 
-def suggest(name: str, known: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
-    """A hint that names what the user may have meant, or None when nothing is close."""
-    lower = {_plain(other): other for other in known}
+def suggest(name: str, names: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
+    """Return a hint with the names that the user may have meant, or None."""
+    lower = {_plain(other): other for other in names}
     word = _plain(str(name))
     synonym = _SYNONYMS.get(word)
-    found = [difflib.get_close_matches(word, list(lower), most, least) for least in (_CLEAR, likeness)]
-    matches = [synonym] if synonym in lower else found[0] or found[1]  # beside a clear match, others only confuse
+    clear, vague = (difflib.get_close_matches(word, list(lower), most, least) for least in (_CLEAR, likeness))
+    matches = [synonym] if synonym in lower else clear or vague
     return f"did you mean {' or '.join(f'`{lower[match]}`' for match in matches)}?" if matches else None
 
 
 def _plain(name: str) -> str:
-    """A name as it is compared: `--Learning-Rate` is `learning_rate`."""
+    """Return a name in the form that is compared: `learning_rate` for `--Learning-Rate`."""
     return name.lstrip("-").lower().replace("-", "_")
 
 
-def suggest_or_list(name: str, known: Iterable[str], *, most: int = 6) -> str:
-    """A hint that names what the user may have meant, or the first of what there is."""
-    names = list(known)
+def suggest_or_list(name: str, candidates: Iterable[str], *, most: int = 6) -> str:
+    """Return a hint with the names that the user may have meant, or with the first names that
+    exist.
+    """
+    names = list(candidates)
     return suggest(name, names) or (f"there are {list_names(names, most)}" if names else "there are none")

@@ -151,11 +151,11 @@ _page = functools.partial(_option, panel=_PAGE)
 _whole = functools.partial(_option, panel=_WHOLE)
 
 
-def redeclare(kind: type, name: str, *, default: Any = dataclasses.MISSING, **said: str) -> Any:
+def redeclare(kind: type, name: str, *, default: Any = dataclasses.MISSING, **metadata: str) -> Any:
     """Declare an option of another class again, with another default or other metadata."""
     (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
     default = declared.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={**declared.metadata, **said})
+    return dataclasses.field(default=default, metadata={**declared.metadata, **metadata})
 
 
 def options_of(kind: type) -> Iterator[Option]:
@@ -215,10 +215,12 @@ def former_names(kind: type) -> dict[str, str]:
 
 
 def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Give a function the arguments of a dataclass: to people, type checkers and editors. It gets those that are given.
+    """Give a function the fields of a dataclass as arguments, for callers, type checkers and
+    editors.
 
-    They are checked first, names, types and ranges, and its docstring gets a line for each that is an option. What is
-    no option may have other names, too, until the next release: those are given here.
+    Names, types and ranges are checked; the function gets the arguments that were passed. Its
+    docstring gets a line for each option. `formerly` maps former names of arguments that are not
+    options to current ones, until the next release.
     """
 
     def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
@@ -229,8 +231,8 @@ def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given = bind(function.__name__, signature, args, with_new_names(kwargs, renamed)).arguments
-            return function(**{name: coerce(f"`{name}`", value, hints[name]) for name, value in given.items()})
+            arguments = bind(function.__name__, signature, args, with_new_names(kwargs, renamed)).arguments
+            return function(**{name: coerce(f"`{name}`", value, hints[name]) for name, value in arguments.items()})
 
         call.__dict__["is_checked"] = True
         call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
@@ -245,7 +247,7 @@ def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable
 def _sections(options: Iterable[Option]) -> Iterator[str]:
     """Yield the help of options, heading by heading."""
     for panel, group in itertools.groupby(options, lambda option: option.panel):
-        lines = (textwrap.fill(o.line, 116, subsequent_indent="  ", break_on_hyphens=False) for o in group)
+        lines = (textwrap.fill(o.line, 96, subsequent_indent="  ", break_on_hyphens=False) for o in group)
         yield "\n".join([f"{panel}:\n", *lines])
 
 
@@ -595,26 +597,26 @@ class TrainOptions(TrainConfig, RecipeOptions, ModelAndData):
     """All options of a training: the keys of a configuration file."""
 
 
-def _untold(name: str, **said: str) -> Any:
-    return redeclare(TrainOptions, name, panel=MISSING, default=None, **said)
+def _missing_option(name: str, **metadata: str) -> Any:
+    return redeclare(TrainOptions, name, panel=MISSING, default=None, **metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MissingOptions:
     """Options that a checkpoint of another framework may not hold."""
 
-    loss: Loss = _untold("loss")
-    optimizer: Named = _untold("optimizer", also="these numbers override stored ones")
-    schedule: Named = _untold("schedule")
-    updates: Annotated[int, Range(least=0)] | None = _untold("updates")
-    updates_per_epoch: Count | None = _untold("updates_per_epoch")
-    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _untold("clip")
-    accumulate: Count | None = _untold("accumulate")
-    ema: Annotated[float, Range(least=0, below=1)] | None = _untold("ema")
-    loss_scale: Annotated[float, Range(above=0)] | str | None = _untold("loss_scale")
-    trainable: Sequence[str] | str | None = _untold("trainable")
-    freeze: Sequence[str] | str | None = _untold("freeze")
-    names: Mapping[str, str] | Sequence[str] | None = _untold("names")
+    loss: Loss = _missing_option("loss")
+    optimizer: Named = _missing_option("optimizer", also="these numbers override stored ones")
+    schedule: Named = _missing_option("schedule")
+    updates: Annotated[int, Range(least=0)] | None = _missing_option("updates")
+    updates_per_epoch: Count | None = _missing_option("updates_per_epoch")
+    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _missing_option("clip")
+    accumulate: Count | None = _missing_option("accumulate")
+    ema: Annotated[float, Range(least=0, below=1)] | None = _missing_option("ema")
+    loss_scale: Annotated[float, Range(above=0)] | str | None = _missing_option("loss_scale")
+    trainable: Sequence[str] | str | None = _missing_option("trainable")
+    freeze: Sequence[str] | str | None = _missing_option("freeze")
+    names: Mapping[str, str] | Sequence[str] | None = _missing_option("names")
 
 
 # ---- whole runs as ONNX ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Pipelines: models from data as they are to what a model takes. Make one, run it, join it with a model, detach it.
+"""Pipelines: models that convert raw data to model inputs. Make, run, join and detach them.
 
-Pictures and texts become arrays by operators of the standard; `onward.prepare` takes a pipeline as `preprocess`:
+Images and text become arrays by standard operators. `onward.prepare` takes a pipeline as
+`preprocess`:
 
     pictures = onward.pipelines.make("resize:8 scale normalize:0.5,std=0.25", "scans.onnx")
     arrays = onward.pipelines.run(pictures, "scans.npz")
@@ -47,10 +48,10 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_ROWS = 256  # that are computed together
+_ROWS = 256  # per batch
 _JOINED = "/preprocessed"
-_ANY_PICTURE = (None, None, 3)
-"""What a picture is unless it is said: of any size, red, green and blue last."""
+_ANY_IMAGE = (None, None, 3)
+"""Default shape of an image: any size, channels last, RGB."""
 
 
 @checked()
@@ -61,20 +62,20 @@ def make(
     data: Data = None,
     columns: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Model:
-    """What happens to data before a model, as a model of its own.
+    """Make a pipeline: preprocessing as a separate model.
 
         onward.pipelines.make("decode | resize:256 | center_crop:224 | scale | normalize:imagenet | channels_first")
         onward.pipelines.make("tokenize:wordpiece,vocabulary=vocab.txt,length=128", "bert.onnx")
 
-    - `operations`: as in `preprocess` of `onward.prepare`; and `decode`, for the bytes of image files
-    - `model`: what it is for, which says names, types and shapes
-    - `data`, `columns`: texts whose most frequent words are the vocabulary: `tokenize:words,vocabulary=10000`
+    - `operations`: as `preprocess` of `onward.prepare`, and `decode`, for the bytes of image files
+    - `model`: the model that takes the result; it sets names, types and shapes
+    - `data`, `columns`: text to count the words of a vocabulary: `tokenize:words,vocabulary=10000`
 
     `onward.prepare(model, preprocess=pipeline)` and `onward.pipelines.join` put it before a model.
     """
     target = strip(load(model)) if model is not None else None
-    given = by_input(target, operations) if target is not None else {"": operations}
-    pipes = {name: Pipeline.of(one) for name, one in given.items()}
+    named = by_input(target, operations) if target is not None else {"": operations}
+    pipes = {name: Pipeline.of(specs) for name, specs in named.items()}
     if data is not None and any(is_open(pipe) for pipe in pipes.values()):
         opened = open_data(data)
         pipes = {name: with_vocabulary(pipe, opened, columns or {}) for name, pipe in pipes.items()}
@@ -86,29 +87,30 @@ def make(
 def run(
     pipeline: Source, data: Data, *, columns: Mapping[str, str | Sequence[str]] | None = None
 ) -> dict[str, np.ndarray]:
-    """What a pipeline makes of data: arrays by name, as a model takes them.
+    """Run a pipeline on data. Return arrays by input name.
 
         arrays = onward.pipelines.run("pipeline.onnx", "texts.csv")
 
-    - `pipeline`: as `onward.pipelines.make` makes it
-    - `data`: whatever `onward.train` takes; image files, or a folder of them, for one that decodes
-    - `columns`: which column an input takes, where names and shapes do not say it
+    - `pipeline`: a pipeline of `onward.pipelines.make`
+    - `data`: any data of `onward.train`; for a pipeline that decodes, image files or a folder of
+      them
+    - `columns`: data column for an input (default: matched by name and shape)
     """
     model = load(pipeline)
     takes_files = any(node.op_type == "ImageDecoder" for node in model.graph)
     batches = _files(data, model) if takes_files else _rows(data, model, columns or {})
     # ONNX Runtime has no decoder of images; the engine `numpy` has that of `onnx` itself, which is Pillow.
     compute = engines.function(model, engine="numpy" if takes_files else "onnxruntime")
-    made = [compute(batch) for batch in batches]
-    return {name: np.concatenate([part[name] for part in made]) for name in made[0]}
+    results = [compute(batch) for batch in batches]
+    return {name: np.concatenate([result[name] for result in results]) for name in results[0]}
 
 
 @checked()
 def join(pipeline: Source, model: Source) -> Model:
-    """A copy of a model, its training included, that takes data as they are.
+    """Return a copy of a model, training included, that takes raw data.
 
-    - `pipeline`: what happens to them, as `onward.pipelines.make` makes it
-    - `model`: a model that takes what comes out of that
+    - `pipeline`: a pipeline of `onward.pipelines.make`
+    - `model`: a model that takes the pipeline's outputs
     """
     joined = with_preprocessing(load(model), load(pipeline))
     _hold_inputs(joined)
@@ -117,16 +119,16 @@ def join(pipeline: Source, model: Source) -> Model:
 
 @checked()
 def detach(model: Source) -> tuple[Model, Model]:
-    """What happens to data before a model, and the model without it, its training included.
+    """Return the preprocessing of a model and the model without it, training included.
 
-    - `model`: a model with preprocessing: one that `onward.prepare` or `onward.train` made with `preprocess`
+    - `model`: a model that `onward.prepare` or `onward.train` made with `preprocess`
     """
     model = load(model)
     ends = {v.name: v for v in values(model.graph) if v.name and v.name.endswith(_JOINED) and v.producer() is not None}
     if not ends:
         raise RecipeError(
-            "the model has no preprocessing that could be taken out",
-            hint="it has some if it was made with `preprocess` (`--preprocess`)",
+            "the model has no preprocessing to detach",
+            hint="prepare it with some: `preprocess=...` (`--preprocess`)",
         )
     _, read = ancestors(ends.values())
     raw = [value.name or "" for value in model.inputs if value in read]
@@ -135,9 +137,9 @@ def detach(model: Source) -> tuple[Model, Model]:
     first = rename(first, {name: f"{name}{RAW}" for name in raw if name in names.values()})
     others = [value.name or "" for value in model.inputs if value not in read]
     rest = extract(model, [*ends, *others], [value.name or "" for value in model.outputs])
-    if kept := [v.name for step in rest.steps for v in step.algorithm.inputs if v.name in raw]:
+    if augmented := [v.name for step in rest.steps for v in step.algorithm.inputs if v.name in raw]:
         raise RecipeError(
-            f"augmentation changes `{kept[0]}` in the middle of its preprocessing, so that they cannot be taken apart",
+            f"cannot detach preprocessing: augmentation changes `{augmented[0]}` in the middle of it",
             hint="strip the training first (`onward strip`), or prepare it without `augment`",
         )
     rest = rename(rest, names)
@@ -147,56 +149,56 @@ def detach(model: Source) -> tuple[Model, Model]:
 
 
 def _model_of(operations: Any, target: Model | None = None) -> Model:
-    """A model of its own from data as they are to what comes next, which may be a model without training."""
+    """Return a model from raw data to the inputs of `target`, a model without training."""
     if target is None:
         pipe = Pipeline.of(operations)
-        return stamp(text_pipeline(pipe) if pipe.is_text else _pictures(pipe, None))
+        return stamp(text_pipeline(pipe) if pipe.is_text else _image_pipeline(pipe, None))
     named = by_input(target, operations)
     if len(named) == 1:
-        (name, given), *_ = named.items()
-        pipe = Pipeline.of(given)
+        (name, specs), *_ = named.items()
+        pipe = Pipeline.of(specs)
         if not pipe.is_text and pipe.specs and pipe.specs[0].name == FILE:
-            return stamp(_pictures(pipe, next(value for value in target.inputs if value.name == name)))
+            return stamp(_image_pipeline(pipe, next(value for value in target.inputs if value.name == name)))
     return detach(with_preprocessing(target, operations))[0]
 
 
-def _pictures(pipe: Pipeline, target: ir.Value | None) -> Model:
-    """From the bytes of a file, or from pictures of any size, as far as operations alone say it."""
+def _image_pipeline(pipe: Pipeline, target: ir.Value | None) -> Model:
+    """Return a pipeline from the bytes of a file, or from images of any size."""
     is_file = bool(pipe.specs) and pipe.specs[0].name == FILE
-    given = Raw(ir.DataType.UINT8, _ANY_PICTURE) if pipe.raw is None else pipe.raw
-    dims = given.dims or _ANY_PICTURE
+    raw_type = Raw(ir.DataType.UINT8, _ANY_IMAGE) if pipe.raw is None else pipe.raw
+    dims = raw_type.dims or _ANY_IMAGE
     shape = ["bytes"] if is_file else ["N", *(dim or f"image_{axis}" for axis, dim in enumerate(dims, start=1))]
-    raw = ir.Value(name="file" if is_file else f"image{RAW}", type=ir.TensorType(given.dtype), shape=ir.Shape(shape))
+    raw = ir.Value(name="file" if is_file else f"image{RAW}", type=ir.TensorType(raw_type.dtype), shape=ir.Shape(shape))
     graph = ir.Graph([raw], [], nodes=[], name="pipeline", opset_imports={"": COMMON_OPSET})
     op = Builder(graph, opset=COMMON_OPSET)
     op.names.fresh(raw.name or "")
     start = ImageBatch(op(raw), SampleShape((None,), 0)) if is_file else pipe.start(op, raw, dims, SampleShape.of(dims))
-    picture, _ = pipe.through(start)
-    made = fitted(picture, target, str(pipe)) if target is not None else picture.x
-    made = (op.Identity(made) if made.value is raw else made).named((target and target.name) or "image")
-    made.value.shape = ir.Shape([1 if is_file else "N", *picture.form.dims])
-    graph.outputs.append(made.value)
+    image, _ = pipe.through(start)
+    result = fitted(image, target, str(pipe)) if target is not None else image.x
+    result = (op.Identity(result) if result.value is raw else result).named((target and target.name) or "image")
+    result.value.shape = ir.Shape([1 if is_file else "N", *image.form.dims])
+    graph.outputs.append(result.value)
     return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
 def _hold_inputs(model: Model) -> None:
-    """Name in the `zs` of each Gradient the inputs that its `y` depends on, now that these are others."""
+    """Set the `zs` of each Gradient to the new inputs that its `y` depends on."""
     for step in model.steps:
-        known = {value.name: value for graph in (model.graph, step.algorithm) for value in values(graph)}
+        values_by_name = {value.name: value for graph in (model.graph, step.algorithm) for value in values(graph)}
         inputs = [*model.inputs, *step.algorithm.inputs]
         for node in step.gradients():
-            xs, (_, reached) = strings(node, "xs"), ancestors([known[string(node, "y")]])
-            held = [value for value in node.inputs[len(xs) :] if value is not None and value.producer() is None]
-            held += [value for value in inputs if value in reached and value not in node.inputs]
-            wanted = [*node.inputs[: len(xs)], *held]
-            node.resize_inputs(len(wanted))
-            for i, value in enumerate(wanted):
+            xs, (_, reached) = strings(node, "xs"), ancestors([values_by_name[string(node, "y")]])
+            zs = [value for value in node.inputs[len(xs) :] if value is not None and value.producer() is None]
+            zs += [value for value in inputs if value in reached and value not in node.inputs]
+            inputs_of_node = [*node.inputs[: len(xs)], *zs]
+            node.resize_inputs(len(inputs_of_node))
+            for i, value in enumerate(inputs_of_node):
                 node.replace_input_with(i, value)
-            node.attributes["zs"] = ir.AttrStrings("zs", [value.name or "" for value in held])
+            node.attributes["zs"] = ir.AttrStrings("zs", [value.name or "" for value in zs])
 
 
 def _forget(model: Model) -> None:
-    """Leave preprocessing out of what a training model says about itself."""
+    """Remove preprocessing from the recipe recorded in a training model."""
     for step in model.steps:
         recipe = step.fact("train.recipe")
         if isinstance(recipe, dict) and recipe.pop("preprocess", None) is not None:
@@ -207,28 +209,28 @@ def _rows(data: Any, model: Model, columns: Mapping[str, str | Sequence[str]]) -
     inputs = {value.name or "": value for value in model.inputs}
     source = open_data(data, inputs=inputs)
     if isinstance(source, Stream):
-        raise UnsupportedError("a pipeline is not run on a stream", hint="call it with each batch")
+        raise UnsupportedError("cannot run a pipeline on a stream", hint="run it on each batch")
     same = {name: column for name in inputs if (column := name.removesuffix(RAW)) in source.columns}
-    way = match(source.columns, _without_channels(inputs, source.columns, same), {**same, **columns})
-    names = list(dict.fromkeys(column for binding in way.values() for column in binding.columns))
+    bindings = match(source.columns, _without_channels(inputs, source.columns, same), {**same, **columns})
+    names = list(dict.fromkeys(column for binding in bindings.values() for column in binding.columns))
     for start in range(0, len(source), _ROWS):
         rows = source.take(np.arange(start, min(start + _ROWS, len(source))), names)
-        yield {name: _with_channel(binding(rows), inputs[name]) for name, binding in way.items()}
+        yield {name: _with_channel(binding(rows), inputs[name]) for name, binding in bindings.items()}
 
 
 def _without_channels(
     inputs: Mapping[str, ir.Value], columns: Mapping[str, Column], names: Mapping[str, str]
 ) -> dict[str, ir.Value]:
-    """Inputs, of which those for grey pictures have no axis for the only channel where the data have none."""
-    found = dict(inputs)
+    """Return the inputs; drop the channel axis of grayscale image inputs whose data have none."""
+    adapted = dict(inputs)
     for name, value in inputs.items():
         column = columns.get(names.get(name, ""))
         if value.shape is None or len(value.shape) != 4 or column is None or len(column.shape) != 2:
             continue
         if (form := form_of(value)).dims[form.channels] == 1:
             dims = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
-            found[name] = ir.Value(name=name, type=value.type, shape=ir.Shape([None, *dims]))
-    return found
+            adapted[name] = ir.Value(name=name, type=value.type, shape=ir.Shape([None, *dims]))
+    return adapted
 
 
 def _with_channel(array: np.ndarray, value: ir.Value) -> np.ndarray:
@@ -237,17 +239,17 @@ def _with_channel(array: np.ndarray, value: ir.Value) -> np.ndarray:
 
 
 def _files(data: Any, model: Model) -> Iterator[dict[str, np.ndarray]]:
-    """The bytes of image files, in the order of their names where they are in a folder."""
+    """Yield the bytes of image files; files of a folder in the order of their names."""
     (name,) = [value.name or "" for value in model.inputs]
     paths = [data] if isinstance(data, str | os.PathLike) else list(data)
     if not paths or not all(isinstance(path, str | os.PathLike) for path in paths):
-        raise DataError("a pipeline that decodes takes image files", hint="name them, or a folder of them")
+        raise DataError("a pipeline with `decode` needs image files", hint="pass image files or a folder of them")
     folders = [Path(path) for path in paths]
     files = [file for path in folders for file in (files_in(path) if path.is_dir() else [path])]
-    found = [file for file in files if file in folders or file.suffix.lower() in SUFFIXES]
-    if not found:
+    images = [file for file in files if file in folders or file.suffix.lower() in SUFFIXES]
+    if not images:
         raise DataError(f"there are no images in {paths[0]}")
-    for file in found:
+    for file in images:
         try:
             yield {name: np.frombuffer(file.read_bytes(), np.uint8)}
         except OSError as error:

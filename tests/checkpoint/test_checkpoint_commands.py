@@ -120,7 +120,7 @@ def test_the_state_alone(folder: Path) -> None:
     run("convert", "own.onnx", "--to", "torch")  # and of what was never one comes a program
     assert Path("own.py").exists()
     said, hint = failed("convert", "run.onnx", "--to", "jax", "--only-state", code=2)
-    assert "`jax` is no format of checkpoints" in said and "torch" in hint
+    assert "`jax` is not a checkpoint format" in said and "torch" in hint
     run("convert", "run.pt", "--to", "safetensors")
     assert list(onward.open_checkpoint("run.safetensors").tensors) == list(onward.open_checkpoint("run.pt").tensors)
 
@@ -290,19 +290,19 @@ def test_looking_at_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        ("convert run.pt --like digits.onnx --to hf", "`--like` is for the way back", "leave one out"),
-        ("convert run.pt --to hf --loss mse", "`--loss` is for the way back", "leave one out"),
-        ("convert run.pt --only-state", "not said what to write", "--to torch"),
-        ("convert run.pt --program", "not said what to write", "--to torch"),
-        ("convert run.pt --to torch --program", "`run.pt` is none", "--like model.onnx"),
-        ("convert run.pt --to dcp --program", "there are no programs for `dcp`", "torch, keras"),
+        ("convert run.pt --like digits.onnx --to hf", "`--like` has no effect with `--to`", "leave one of them out"),
+        ("convert run.pt --to hf --loss mse", "`--loss` has no effect with `--to`", "leave one of them out"),
+        ("convert run.pt --only-state", "`--only-state` needs `--to`", "--to torch"),
+        ("convert run.pt --program", "`--program` needs `--to`", "--to torch"),
+        ("convert run.pt --to torch --program", "`run.pt` is not a training model", "--like model.onnx"),
+        ("convert run.pt --to dcp --program", "cannot write a program for `dcp`", "torch, keras"),
         ("convert run.pt --to safetensor -o x", "`safetensor` is not one of `torch`", "safetensors"),
-        ("convert run.pt --to lightning -o x", "`x` is no name for a file of lightning", "x.ckpt"),
-        ("convert run.pt --like digits.onnx --names digits.onnx", "`digits.onnx` cannot be read", "name in each line"),
+        ("convert run.pt --to lightning -o x", "a file of lightning needs a suffix", "x.ckpt"),
+        ("convert run.pt --like digits.onnx --names digits.onnx", "cannot read `digits.onnx`", "name per line"),
         (
             "train digits.onnx --data x.npz --checkpoint run.pt --find-lr",
             "`--checkpoint` has no effect",
-            "has its rate",
+            "stores its learning rate",
         ),
     ],
 )
@@ -316,11 +316,11 @@ def test_refusals(folder: Path) -> None:
     assert "holds the state of a run" in said and "--like" in hint
     said, hint = failed("convert", "run.pt", "--like", "digits.onnx", "--names", "names.txt")
     assert "which loss" in said and "--loss" in hint
-    assert failed("convert", "run.pt", "--to", "hf", "-o", "names.txt")[0] == "`names.txt` exists"
-    assert failed("convert", "run.pt", "--to", "lightning", "-o", "run.pt")[0] == "`run.pt` is the model itself"
+    assert failed("convert", "run.pt", "--to", "hf", "-o", "names.txt")[0] == "`names.txt` already exists"
+    assert failed("convert", "run.pt", "--to", "lightning", "-o", "run.pt")[0] == "`run.pt` is the input model"
     Path("new").mkdir()
     run("convert", "run.pt", "--to", "hf", "-o", "new")
-    assert "would be mixed" in failed("convert", "run.pt", "--to", "dcp", "-o", "new", "--force")[0]
+    assert "is not empty" in failed("convert", "run.pt", "--to", "dcp", "-o", "new", "--force")[0]
     said, hint = failed("train", "digits.onnx", "--data", "x.npz", "--loss", "mse", "--names", "names.txt")
     assert "`names` has no effect" in said and "--checkpoint" in hint
     assert "there is no `nothing`" in failed("diff", "run.pt", "nothing")[0]

@@ -64,7 +64,7 @@ def logits(path: str) -> np.ndarray:
 def test_help_lists_all_commands_in_groups() -> None:
     text = run("--help").stdout
     headings = [line for line in text.splitlines() if line.endswith(":")]
-    assert headings == ["Build:", "Check and show:", "Change, without losing the training:", "Options:"]
+    assert headings == ["Train and build:", "Check and show:", "Change a model and keep its training:", "Options:"]
     assert re.findall(r"^  ([\w-]+)  +[A-Z]", text, re.MULTILINE) == COMMANDS
     assert run().stdout == text
     assert max(map(len, text.splitlines())) <= 80
@@ -312,10 +312,10 @@ def test_nothing_is_overwritten_unless_that_is_wanted(folder: Path) -> None:
     command = ["prepare", "digits.onnx", "--loss", "ce"]
     before = Path("training.onnx").read_bytes()
     assert failed(*command, "-o", "training.onnx") == (
-        "`training.onnx` exists",
+        "`training.onnx` already exists",
         "write elsewhere with `-o`, or overwrite it with `--force`",
     )
-    assert failed(*command, "-o", "./digits.onnx")[0] == "`digits.onnx` is the model itself"
+    assert failed(*command, "-o", "./digits.onnx")[0] == "`digits.onnx` is the input model"
     assert Path("training.onnx").read_bytes() == before
     run(*command, "-o", "training.onnx", "--force")
     assert Path("training.onnx").read_bytes() != before

@@ -69,11 +69,11 @@ def test_what_torch_trained_comes_back(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        ("training.onnx", "not said what to make of `training.onnx`", "--to torch"),
+        ("training.onnx", "missing option `--to` for `training.onnx`", "--to torch"),
         ("training.onnx --to caffe", "`caffe` is not one of `torch`", "convert --help"),
-        ("training.onnx --to torch -o run", "`run` is no name for torch", "run.pt"),
-        ("training.onnx --to torch --like digits.onnx", "`--like` is for the way back", "leave one"),
-        ("digits.onnx.txt", "of no framework", "a .pt file"),
+        ("training.onnx --to torch -o run", "ends with .pt, not `run`", "run.pt"),
+        ("training.onnx --to torch --like digits.onnx", "`--like` has no effect with `--to`", "leave one"),
+        ("digits.onnx.txt", "unknown format", "a .pt or .keras file"),
     ],
 )
 def test_misuse(folder: Path, arguments: str, message: str, hint: str) -> None:
@@ -90,7 +90,7 @@ def test_refusals(folder: Path) -> None:
     assert "--help" in failed("convert", "missing/x", "--to", "torch")[1]
     Path("run.py").touch()
     said, hint = failed("convert", "training.onnx", "--to", "torch", "-o", "run.pt")
-    assert said == "`run.py` exists" and "--force" in hint
+    assert said == "`run.py` already exists" and "--force" in hint
     run("convert", "training.onnx", "--to", "torch", "-o", "run.pt", "--force")
     said, hint = failed("convert", "run.pt", "-o", "back.onnx")
     assert "holds the state" in said and "--like" in hint

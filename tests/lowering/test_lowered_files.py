@@ -62,14 +62,14 @@ def test_the_command_takes_a_model_without_training(folder):
 
 def test_the_command_overwrites_nothing(folder):
     (folder / "step.json").write_text("mine")
-    assert failed("lower", "training.onnx", "-o", "step.onnx")[0] == "`step.json` exists"
+    assert failed("lower", "training.onnx", "-o", "step.onnx")[0] == "`step.json` already exists"
     assert not (folder / "step.onnx").exists()
     run("lower", "training.onnx", "-o", "step.onnx", "--force")
-    assert failed("lower", "training.onnx", "-o", "step.onnx")[0] == "`step.onnx` exists"
-    assert failed("lower", "training.onnx", "-o", "training.onnx")[0] == "`training.onnx` is the model itself"
-    assert "place of the .json file" in failed("lower", "training.onnx", "-o", "new.json", code=2)[0]
+    assert failed("lower", "training.onnx", "-o", "step.onnx")[0] == "`step.onnx` already exists"
+    assert failed("lower", "training.onnx", "-o", "training.onnx")[0] == "`training.onnx` is the input model"
+    assert "path of the .json file" in failed("lower", "training.onnx", "-o", "new.json", code=2)[0]
     message, _ = failed("lower", "training.onnx", "--all", "lowered", "-o", "step.onnx", code=2)
-    assert message == "`--all` and `--output` do not go together"
+    assert message == "`--all` and `--output` exclude each other"
     assert "there is no step `1`" in failed("lower", "training.onnx", "--steps", "1")[0]
 
 

@@ -649,7 +649,7 @@ def test_slots() -> None:
         ("sgd", {"nesterov": True}, "needs a momentum", "momentum=0.9"),
         ("sgd", {"dampening": 0.5}, "no use for `dampening`", "leave it out"),
         ("adagrad", {"variant": "keras", "lr_decay": 0.1}, "no use for `lr_decay`", "variant"),
-        ("muon", {"ns_steps": 0}, "`ns_steps` .* is `0`, but must be a whole number", ""),
+        ("muon", {"ns_steps": 0}, "`ns_steps` .* is `0`, but must be an integer", ""),
     ],
     ids=lambda value: case_id(value) if isinstance(value, dict) else None,
 )

@@ -276,7 +276,7 @@ def test_the_file_names_the_schedule_and_its_numbers(name: str) -> None:
         ("one_cycle", {"steps": 3, "pct_start": 1.0}, "positive and less than 1", None),
         ("inverse_sqrt", {}, "needs the option `timescale`", None),
         ("step", {"size": 3, "every": 0.5}, "`every` .* at least 1", None),
-        ("step", {"size": 3, "every": 1.5}, "`every` .* a whole number", None),
+        ("step", {"size": 3, "every": 1.5}, "`every` .* an integer", None),
     ],
 )
 def test_what_is_wrong_is_said(name: str, options: dict[str, Any], message: str, hint: str | None) -> None:

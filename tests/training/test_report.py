@@ -218,7 +218,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     found = page(folder)
     found.has("training.onnx cannot be read", "adamw:lr=3e-3", "cross_entropy")  # as the log has it
     (folder / "config.yaml").write_text("{")
-    page(folder).has("is not a configuration in YAML")
+    page(folder).has("is not valid YAML")
     with pytest.raises(onward.Error, match="holds no run"):
         onward.report(folder / "nowhere")
 

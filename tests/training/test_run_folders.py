@@ -50,7 +50,7 @@ def said(*arguments: str) -> tuple[int, str]:
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"epochs": -1}, "`epochs` is -1, but must be at least 0"),
-    ({"epochs": 1.5}, "`epochs` is `1.5`, but must be a whole number"),
+    ({"epochs": 1.5}, "`epochs` is `1.5`, but must be an integer"),
     ({"epochs": True}, "`epochs` is"),
     ({"batch_size": 0}, "`batch_size` is 0, but must be at least 1"),
     ({"batch_size": 10**30}, "`batch_size` is 1000"),
@@ -58,7 +58,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"columns": ["x"]}, "`columns` is"),
     ({"last": "some"}, "`last` is `'some'`, but must be `keep`, `drop` or `pad`"),
     ({"seed": -3}, "`seed` is -3"),
-    ({"metrics": [1]}, "`metrics` is `[1]`, but must be a text or a list of texts"),
+    ({"metrics": [1]}, "`metrics` is `[1]`, but must be a string or a list of strings"),
     ({"save_every": float("nan")}, "`save_every` is nan"),
     ({"threads": 10**20}, "`threads` is 1000"),
     ({"validation": 2.0}, "`validation` is 2"),

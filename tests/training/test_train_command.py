@@ -75,7 +75,7 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        ("--data digits.npz", 2, "error: missing argument `MODEL`\nhint:  see `onward train --help`; to go on"),
+        ("--data digits.npz", 2, "error: missing argument `MODEL`\nhint:  see `onward train --help`; to resume"),
         ("digits.onnx", 2, "error: missing option `--data`\n"),
         ("digits.onnx --data digits.npz", 1, "error: to train a model one must know its loss\nhint:  for example"),
         ("digits.onnx --data no.npz --loss ce", 1, "error: there is no no.npz\nhint: "),
@@ -84,8 +84,8 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
             1,
             "error: `validation=3` is no share of the data\n",
         ),
-        ("digits.onnx --data digits.npz --loss ce --column image", 2, "error: `--column image` has not the form of"),
-        ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the model itself\n"),
+        ("digits.onnx --data digits.npz --loss ce --column image", 2, "error: `--column image` does not have the form"),
+        ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the input model\n"),
         ("--resume no", 1, "error: `no` holds no run: there is no training.onnx\n"),
         ("--resume no --seed 3", 2, "error: `--seed` has no effect with --resume\n"),
         (
@@ -106,18 +106,18 @@ def test_command_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPat
     interrupted_after(2, monkeypatch)
     _, err = command(*TRAIN, "-o", "trained.onnx", code=130)
     assert "finishing the step, then saving; Ctrl-C again to stop at once" in err
-    assert "interrupted after 2 steps: run\nto go on: onward train --resume run\n" in err
+    assert "interrupted after 2 steps: run\nto resume: onward train --resume run\n" in err
     assert not Path("trained.onnx").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--launch", "ray"], "do not fit together"),
-        (["--workers", "2"], "do not fit together"),
-        (["--launch", "slurm", "--workers", "2"], "do not fit together"),
-        (["--launch", "ray", "--workers", "2", "--nproc", "2"], "do not fit together"),
-        (["--launch", "ray", "--workers", "2", "--engine", "jax"], "JAX connects its own"),
+        (["--launch", "ray"], "use either"),
+        (["--workers", "2"], "use either"),
+        (["--launch", "slurm", "--workers", "2"], "use either"),
+        (["--launch", "ray", "--workers", "2", "--nproc", "2"], "use either"),
+        (["--launch", "ray", "--workers", "2", "--engine", "jax"], "JAX connects processes itself"),
     ],
 )
 def test_what_starts_processes_is_one(folder: Path, arguments: list[str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""The application that commands enter themselves into, and what becomes of their errors."""
+"""The application that commands register with, and its error handling."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from onward.cli import INTERRUPTED, console, say_interrupted
 from onward.cli.console import USAGE, ClosedPipe, help_text, print_error, usage_of
 from onward.errors import MEMORY_HINT, Error, lacks_memory, suggest
 
-BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
+BUILD, LOOK, CHANGE = "Train and build", "Check and show", "Change a model and keep its training"
+
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
-logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # its remarks about oddities are `check`'s business
+logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # `onward check` reports what it would log
 
 
 def _say_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
-    """Warnings are said as errors are; those of other libraries are for their developers."""
+    """Print a warning for users, in the form of an error. Drop those for developers of libraries."""
     if category is UserWarning:
         console.print_warning(str(message))
 
 
 _FORMER_COMMANDS = {"show": "describe", "grad": "gradient"}
-"""Commands that are understood until the next release, and those that they stand for."""
+"""Former names of commands -> current names. They work until the next release."""
 
 
 class Commands(TyperGroup):
-    """All commands. Whatever happens in one ends in an exit code and, if it failed, in `error:` and `hint:`."""
+    """All commands. A failure ends with an exit code and the lines `error:` and `hint:`."""
 
     def get_help(self, ctx: Any) -> str:
         return help_text(self, ctx)
@@ -53,13 +54,13 @@ class Commands(TyperGroup):
         debug = "--debug" in arguments or os.environ.get("ONWARD_DEBUG", "") not in ("", "0")
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")  # a name may hold what a terminal cannot show
-        options["standalone_mode"] = False  # errors come here
+                stream.reconfigure(errors="backslashreplace")  # names may hold what a terminal cannot show
+        options["standalone_mode"] = False  # so that exceptions reach `report`
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _say_warning
                 code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
-            if code == INTERRUPTED:  # what the parser makes of a Ctrl-C, silently
+            if code == INTERRUPTED:  # the parser returns it on Ctrl-C and prints nothing
                 say_interrupted()
             sys.stdout.flush()
         except BaseException as error:
@@ -69,17 +70,17 @@ class Commands(TyperGroup):
 
 class Command(TyperCommand):
     more: Callable[[], str] | None = None
-    """A further paragraph of its help, made when somebody reads it."""
+    """Last paragraph of the help, made when the help is printed."""
     formerly: Mapping[str, str] = {}
-    """Flags that are understood until the next release, and those that they stand for."""
+    """Former flags -> current flags. They work until the next release."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = [argument.partition("=") for argument in args]
         try:
             return super().parse_args(
-                ctx, [f"{self.formerly.get(flag, flag)}{is_}{value}" for flag, is_, value in flags]
+                ctx, [f"{self.formerly.get(flag, flag)}{equals}{value}" for flag, equals, value in flags]
             )
-        except typer.TyperException as error:  # not all say which command it was
+        except typer.TyperException as error:  # not every error has its context
             error.__dict__["ctx"] = getattr(error, "ctx", None) or ctx
             raise
 
@@ -105,52 +106,51 @@ def command(
     parameters: Iterable[inspect.Parameter] = (),
     formerly: Mapping[str, str] = {},
 ) -> Callable[[_Function], _Function]:
-    """Enter a function as a command, with examples below its help; `usage` where its signature does not tell.
+    """Register a function as a command, with examples below its help.
 
-    Further `parameters` are what a function takes as keywords (`**`); they come before those that only have a name.
-    `formerly` are flags that stand for others until the next release.
+    `usage` replaces the usage line made from the signature. `parameters` stand for keywords of the
+    function (`**`) and come before its keyword-only parameters. `formerly` maps former flags to
+    current ones, until the next release.
     """
     epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
-    kind = type("Command", (Command,), {"more": staticmethod(about) if about else None, "formerly": formerly})
+    cls = type("Command", (Command,), {"more": staticmethod(about) if about else None, "formerly": formerly})
 
     def enter(function: _Function) -> _Function:
-        more = list(parameters)
-        own = [p for p in parameters_of(function) if p.name not in {each.name for each in more}]
+        shared = list(parameters)
+        own = [p for p in parameters_of(function) if p.name not in {parameter.name for parameter in shared}]
         last = [p for p in own if p.kind is p.KEYWORD_ONLY]
-        every = [p for p in own if p not in last] + more + last
-        function.__dict__["__signature__"] = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in every])
-        return app.command(name, cls=kind, rich_help_panel=panel, epilog=epilog, options_metavar=usage)(function)
+        ordered = [p for p in own if p not in last] + shared + last
+        function.__dict__["__signature__"] = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in ordered])
+        return app.command(name, cls=cls, rich_help_panel=panel, epilog=epilog, options_metavar=usage)(function)
 
     return enter
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function takes by name, with types and not their names."""
-    taken = inspect.signature(function, eval_str=True).parameters.values()
-    return [parameter for parameter in taken if parameter.kind is not parameter.VAR_KEYWORD]
+    """Return the named parameters of a function, with evaluated annotations."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_set: bool) -> None:
+    if is_set:
         from importlib.metadata import version
 
         console.say(f"onward {version('onward')}")
         raise typer.Exit
 
 
-@app.callback(
-    invoke_without_command=True, epilog="Each command explains itself, with examples: `onward prepare --help`."
-)
+@app.callback(invoke_without_command=True, epilog="Run `onward COMMAND --help` for options and examples of a command.")
 def onward(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and exit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show where in the code an error arose. So does ONWARD_DEBUG=1.")
+        bool, typer.Option("--debug", help="Print the traceback of an error, as ONWARD_DEBUG=1 does.")
     ] = False,
 ) -> None:
-    """ONNX training made real: one .onnx file that holds a model and its training."""
+    """Train ONNX models: one .onnx file holds a model and its training."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -160,13 +160,13 @@ def onward(
 
 FAILED, MISUSED = 1, 2
 CLOSED_PIPE = 141
-"""128 and the number of the signal, as shells count."""
+"""Exit code after a closed pipe: 128 plus the number of the signal, as in a shell."""
 
-BUG = "this is a bug in Onward; run it again with `--debug`, and report what that shows"
+BUG = "this is a bug in Onward; run it again with `--debug` and report the traceback"
 
 
 class Misuse(typer.TyperException):
-    """Arguments that are well-formed, but do not go together."""
+    """Valid arguments that cannot be combined."""
 
     def __init__(self, message: str, hint: str):
         super().__init__(message)
@@ -174,7 +174,7 @@ class Misuse(typer.TyperException):
 
 
 _PLAIN = {
-    "Input should be a valid integer.*": "it must be a whole number",
+    "Input should be a valid integer.*": "it must be an integer",
     "Input should be a valid number.*": "it must be a number",
     "Input should be greater than or equal to": "it must be at least",
     "Input should be less than or equal to": "it must be at most",
@@ -182,7 +182,7 @@ _PLAIN = {
     r"^Got unexpected extra argument(?:\(s\)|s)? \((.+)\)": r"unexpected argument `\1`",
     "Value error, ": "",
 }
-"""How the parser says things, and how we do."""
+"""Messages of the parser -> messages of Onward."""
 
 
 _PATIENCE = 2.0
@@ -190,19 +190,19 @@ _PATIENCE = 2.0
 
 
 def report(error: BaseException, debug: bool) -> int:
-    """Say what went wrong, with the traceback if that is wanted; the exit code."""
+    """Print an error, with `debug` also its traceback, and return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED if error.code else 0
-    if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):  # a file that ends too soon
+    if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):  # a truncated file, not a Ctrl-C
         error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return say_interrupted()
     if isinstance(error, ClosedPipe | BrokenPipeError):
         _leave_pipe()
         return CLOSED_PIPE
-    with suppress(ClosedPipe, BrokenPipeError):  # where nobody hears it, the exit code must do
-        if int(os.environ.get("RANK", "0")):  # of several processes, what the first says need not be said by all:
-            time.sleep(_PATIENCE)  # by then they have been stopped
+    with suppress(ClosedPipe, BrokenPipeError):
+        if int(os.environ.get("RANK", "0")):  # the first process prints the error for all
+            time.sleep(_PATIENCE)  # torchrun stops this one meanwhile
         if debug:
             traceback.print_exception(error)
         print_error(*_explain(error))
@@ -222,7 +222,7 @@ def _explain(error: BaseException) -> tuple[str, str | None]:
 
 
 def _usage(error: typer.TyperException) -> tuple[str, str]:
-    """The parser's message in the form of ours, and what was meant or where to look."""
+    """Return the parser's message in the form of Onward's, and a hint."""
     text, *_ = re.split(r" Did you mean | \(Possible options", error.format_message())
     text = re.sub(r"'([^']+)'", r"`\1`", text).strip().rstrip(".")
     for pattern, plain in _PLAIN.items():
@@ -234,7 +234,7 @@ def _usage(error: typer.TyperException) -> tuple[str, str]:
 
 
 def _guess(text: str, context: typer.Context | None) -> str | None:
-    """What was meant by a word that is not known."""
+    """Return a hint for an unknown word, or None."""
     if choice := re.search(r"`([^`]+)` is not one of (.+)", text):
         return suggest(choice[1], re.findall(r"`([^`]+)`", choice[2]))
     unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
@@ -247,6 +247,6 @@ def _guess(text: str, context: typer.Context | None) -> str | None:
 
 
 def _leave_pipe() -> None:
-    """Nobody reads any more. Python would complain when it flushes at exit, unless there is somewhere to flush to."""
+    """Redirect stdout to nowhere: Python complains at exit if it cannot flush."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

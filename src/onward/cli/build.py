@@ -1,4 +1,4 @@
-"""`onward prepare`, `gradient` and `lower`: training models, derivatives and plain ONNX; and what recipes can name."""
+"""`onward prepare`, `gradient` and `lower`: training models, derivatives and plain ONNX."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ Catalogue = Literal["losses", "optimizers", "schedules", "initializers", "prepro
 class Entry:
     summary: str
     options: Mapping[str, Any]
-    """Every option with its default."""
+    """Options with their defaults."""
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """What those options can be that are one of a few words."""
+    """Options with a fixed set of values."""
     required: tuple[str, ...] = ()
     short_names: tuple[str, ...] = ()
 
 
 def entries(catalogue: Catalogue) -> dict[str, Entry]:
-    """Return what a recipe can name, with options and defaults."""
+    """Return the entries of a catalogue: names that a recipe can use, with options and defaults."""
     from onward.recipe import initialize, losses, optimizers, schedules
     from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
     from onward.recipe.preprocessing.operations import OPERATIONS
     from onward.recipe.spec import options_of
 
-    found: dict[str, Entry] = {}
+    listed: dict[str, Entry] = {}
     if catalogue == "losses":
         for loss in losses.LOSSES.values():
             short = tuple(name for name, other in losses.LOSSES.items() if other is loss and name != loss.name)
-            found[loss.name] = Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
+            listed[loss.name] = Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
     elif catalogue == "optimizers":
         for name, optimizer in optimizers.OPTIMIZERS.items():
             choices = {key: value for key, value in optimizer.choices.items() if isinstance(value, tuple)}
             usual = {key: value[0] if isinstance(value, tuple) else value for key, value in optimizer.choices.items()}
-            found[name] = Entry(optimizer.summary, {**optimizer.hyper, **usual}, choices)
+            listed[name] = Entry(optimizer.summary, {**optimizer.hyper, **usual}, choices)
     elif catalogue == "schedules":
         for name, schedule in schedules.SCHEDULES.items():
             required = tuple(key for key, value in schedule.options.items() if value is None and key != "timescale")
-            found[name] = Entry(schedule.summary, schedule.options, schedule.choices, required)
+            listed[name] = Entry(schedule.summary, schedule.options, schedule.choices, required)
     elif catalogue == "initializers":
-        found["file"] = Entry("the value in the file", {})
+        listed["file"] = Entry("the value in the file", {})
         for name, initializer in initialize.INITIALIZERS.items():
-            found[name] = Entry(initializer.summary, initializer.options, initializer.choices)
+            listed[name] = Entry(initializer.summary, initializer.options, initializer.choices)
     else:
         operations = {name: operation.build for name, operation in OPERATIONS.items()}
         for name, function in (operations if catalogue == "preprocessing" else AUGMENTATIONS).items():
             options, required = options_of(function)
-            found[name] = Entry((function.__doc__ or "").splitlines()[0], options, required=required)
-    return found
+            listed[name] = Entry((function.__doc__ or "").splitlines()[0], options, required=required)
+    return listed
 
 
 def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:
-    found = entries(catalogue)
+    catalogue_entries = entries(catalogue)
     if as_json:
-        print_json({name: asdict(entry) for name, entry in found.items()})
+        print_json({name: asdict(entry) for name, entry in catalogue_entries.items()})
         return
-    for name, entry in found.items():
+    for name, entry in catalogue_entries.items():
         say(" or ".join([name, *entry.short_names]), style="bold")
         print_rows([["  ", entry.summary]])
         if entry.options:
@@ -89,7 +89,7 @@ def _option(name: str, default: Any, entry: Entry) -> str:
 Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference", "run"]
 
 _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
-"""What `onward describe` tells about a step, and what is said otherwise here or goes without saying."""
+"""Rows of `onward describe` that `prepare` does not print."""
 
 
 @command(
@@ -113,30 +113,30 @@ def prepare(
             "--list",
             "WHAT",
             "List `losses`, `optimizers`, `schedules`, `initializers`, `preprocessing` or `augmentations` with "
-            "options and defaults, and exit.",
+            "options and defaults and exit.",
         ),
     ] = None,
     config: Annotated[
-        Path | None, option("--config", "FILE", "The recipe of a configuration file, as `train` has them.")
+        Path | None, option("--config", "FILE", "Configuration file with a recipe, as for `train`.")
     ] = None,
     output: options.Output = None,
     data: options.Data = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
-    **given: Any,
+    **typed: Any,
 ) -> None:
     """Turn a model into a training model.
 
-    The inference graph stays as it is. Beside it the file gets a training step: loss, gradients, optimizer and its
-    state, schedule, and initial values for all of it.
+    The inference graph is unchanged. The file gets a training step: loss, gradients, optimizer and
+    its state, schedule, and initial values.
 
-    A SPEC is a name, with options where needed: adamw:lr=1e-3,weight_decay=0.01. In a PATTERN, * and ? stand for any
+    A SPEC is a name with options: adamw:lr=1e-3,weight_decay=0.01. In a PATTERN, * and ? match any
     characters.
     """
     if listed is not None:
         print_catalogue(listed, as_json)
         return
-    recipe = select_given(StepOptions, given)
+    recipe = select_given(StepOptions, typed)
     if config is not None:
         from onward.training.config import read_settings, select_recipe
 
@@ -144,20 +144,20 @@ def prepare(
     if model is None or not recipe.keys() & {"loss", "teacher"}:
         missing = "argument `MODEL`" if model is None else "option `--loss`"
         raise Misuse(f"missing {missing}", "see `onward prepare --help`, or `onward prepare --list losses`")
-    place = target(model, output, "training", data=data, force=force)
+    destination = target(model, output, "training", data=data, force=force)
     import onward
 
     with working(f"preparing {model}", model):
-        made = onward.prepare(str(model), **recipe)
-    place.save(made)
-    summary = onward.describe(made)
+        training = onward.prepare(str(model), **recipe)
+    destination.save(training)
+    summary = onward.describe(training)
     if as_json:
-        print_json({"output": str(place.path), "model": summary.to_json()})
+        print_json({"output": str(destination.path), "model": summary.to_json()})
     else:
-        _print_prepared(summary, place)
+        _print_prepared(summary, destination)
 
 
-def _print_prepared(summary: Summary, place: Target) -> None:
+def _print_prepared(summary: Summary, output: Target) -> None:
     from onward.inspect.formatting import amount, quantity, shape
     from onward.inspect.render import step_rows
 
@@ -169,9 +169,9 @@ def _print_prepared(summary: Summary, place: Target) -> None:
         *((label, text if isinstance(text, str) else ", ".join(text)) for label, text in recipe),
         ("feed", ", ".join(fed)),
         *(("note", text) for text in summary.remarks),
-        ("wrote", place.describe()),
-        ("next", f"onward describe {place.path}"),
-        ("", f"onward check {place.path}"),
+        ("wrote", output.describe()),
+        ("next", f"onward describe {output.path}"),
+        ("", f"onward check {output.path}"),
     ]
     print_rows([[label, line] for label, text in rows for line in text.splitlines()], styles=("bold",))
 
@@ -186,28 +186,29 @@ def _print_prepared(summary: Summary, place: Target) -> None:
 )
 def gradient(
     model: options.Model,
-    of: Annotated[str, option("--of", "NAME", "The value to differentiate; the sum of its elements.")],
+    of: Annotated[str, option("--of", "NAME", "Value to differentiate: the sum of its elements.")],
     wrt: Annotated[
-        list[str], option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated.")
+        list[str],
+        option("--wrt", "PATTERN", "Inputs, weights or values to differentiate with respect to. May be repeated."),
     ],
     recompute: options.Recompute = None,
     keep_functions: Annotated[
-        bool, option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients.")
+        bool, option("--keep-functions", None, "Keep functions of the model, and add functions for their gradients.")
     ] = False,
     output: options.Output = None,
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
     """Add the gradient of a value to a model, as outputs."""
-    place = target(model, output, "gradient", data=data, force=force)
+    destination = target(model, output, "gradient", data=data, force=force)
     import onward
     from onward.inspect.formatting import quantity
 
     with working(f"differentiating {model}", model):
         source = onward.load(str(model))
         names = floats_matching(source, wrt)
-        made = onward.gradient(source, of, names, recompute=recomputation(recompute), keep_functions=keep_functions)
-    place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")
+        result = onward.gradient(source, of, names, recompute=recomputation(recompute), keep_functions=keep_functions)
+    destination.write(result, f"{quantity(len(names), 'gradient')}, {quantity(len(result.graph), 'node')}")
 
 
 @command(
@@ -227,20 +228,20 @@ def lower(
         option(
             "--part",
             "PART",
-            "`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state`, `inference` or `run`; unless given "
-            "`step`, or `inference` of a model without training.",
+            "`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state`, `inference` or `run` "
+            "(default: `step`; for a model without training, `inference`).",
         ),
     ] = None,
     everything: Annotated[
-        Path | None, option("--all", "FOLDER", "Write all parts but `run` into a folder, as `step.onnx` etc.")
+        Path | None, option("--all", "FOLDER", "Write all parts except `run` to a folder, as `step.onnx` etc.")
     ] = None,
     steps: Annotated[
         str | None,
         option(
             "--steps",
             "STEPS",
-            "Of a model with several: a number or a name, or how often each runs: `discriminator:2,generator`; "
-            "unless given, all, as often as the file says.",
+            "Steps of a model with several: an index, a name, or repeats per round such as "
+            "`discriminator:2,generator` (default: all steps, with the repeats in the file).",
         ),
     ] = None,
     recompute: options.Recompute = None,
@@ -248,20 +249,22 @@ def lower(
     data: options.Data = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
-    **given: Any,
+    **typed: Any,
 ) -> None:
-    """Turn a training model into plain ONNX, which any runtime executes.
+    """Turn a training model into plain ONNX that any runtime executes.
 
-    A step takes a batch and the state, and gives metrics and the new state. Which output replaces which input says the
-    metadata `train.lowered`, and the .json file beside the model for runtimes that do not show metadata. The part
-    `inference` is the model itself, with Gradient and optimizer operators of its main graph written out.
+    A step takes a batch and the state, and returns metrics and the new state. The metadata
+    `train.lowered` says which output replaces which input. A .json file beside the model says the
+    same, for runtimes that do not show metadata. The part `inference` is the model itself, with the
+    Gradient and optimizer operators of its main graph expanded.
 
-    The part `run` is entire training: it takes whole data, a number of epochs, a seed and the state, and gives the new
-    state, the best one and the metrics of all steps and epochs, as `onward train` computes them.
+    The part `run` is an entire training. It takes the data, a number of epochs, a seed and the
+    state. It returns the new state, the best state, and the metrics of all steps and epochs, as
+    `onward train` computes them.
     """
     if everything is not None and (part or output):
-        raise Misuse(f"`--all` and `{'--part' if part else '--output'}` do not go together", "leave one of them out")
-    settled = select_given(WholeRunOptions, given)
+        raise Misuse(f"`--all` and `{'--part' if part else '--output'}` exclude each other", "leave one of them out")
+    settings = select_given(WholeRunOptions, typed)
     import onward
     from onward.lowering.step import default_part
 
@@ -273,22 +276,24 @@ def lower(
         places = {name: target(model, output, name, data=data, force=force) for name in parts}
     else:
         if everything.exists() and not everything.is_dir():
-            raise Misuse(f"`{everything}` is a file, and `--all` writes into a folder", "name a folder")
+            raise Misuse(f"`--all` needs a folder, and `{everything}` is a file", "onward lower MODEL --all FOLDER")
         everything.mkdir(parents=True, exist_ok=True)
         places = {name: target(model, everything / f"{name}.onnx", name, data=data, force=force) for name in parts}
-    for place in places.values():
-        _settle_contract(place, force)
+    for output_file in places.values():
+        _check_contract(output_file, force)
     written = []
-    for name, place in places.items():
+    for name, output_file in places.items():
         with working(f"lowering {model}", model):
-            made = onward.lower(source, steps, part=name, recompute=recomputation(recompute), **settled)
-        written.append(_write(made, place))
+            lowered = onward.lower(source, steps, part=name, recompute=recomputation(recompute), **settings)
+        written.append(_write(lowered, output_file))
     if as_json:
         print_json(written if everything is not None else written[0])
 
 
 def _parts(model: Model, steps: str | None) -> list[str]:
-    """All that a model has: without steps only inference; a round of several has no `apply`."""
+    """Return the parts of a model. One without steps has `inference` only; a round of several has
+    no `apply`.
+    """
     from onward.lowering.rounds import runs_per_step
     from onward.lowering.step import PARTS
 
@@ -301,23 +306,23 @@ def _parts(model: Model, steps: str | None) -> list[str]:
     return [name for name in PARTS if name not in missing]
 
 
-def _settle_contract(place: Target, force: bool) -> None:
-    """Refuse to lose a file to the .json file that goes beside the model."""
-    beside = place.path.with_suffix(".json")
-    if beside == place.path:
-        raise Misuse(f"`{place.path}` is the place of the .json file", "write the model to an .onnx file")
+def _check_contract(output: Target, force: bool) -> None:
+    """Refuse to overwrite a file with the .json file beside the model."""
+    sidecar = output.path.with_suffix(".json")
+    if sidecar == output.path:
+        raise Misuse(f"`{output.path}` is the path of the .json file", "write the model to an .onnx file")
     if not force:
-        refuse_to_overwrite(beside)
+        refuse_to_overwrite(sidecar)
 
 
-def _write(made: Model, place: Target) -> dict[str, Any]:
+def _write(lowered: Model, output: Target) -> dict[str, Any]:
     from onward.inspect.formatting import quantity
     from onward.lowering.contract import contract_of
     from onward.model.storage import write_file
 
-    contract = contract_of(made).to_json()
-    place.save(made)
-    beside = place.path.with_suffix(".json")
-    write_file(beside, json.dumps(contract, indent=2) + "\n")
-    remark(f"wrote {place.describe(beside)}: {contract['part']}, {quantity(len(made.graph), 'node')}")
-    return {"output": str(place.path), "contract": contract}
+    contract = contract_of(lowered).to_json()
+    output.save(lowered)
+    sidecar = output.path.with_suffix(".json")
+    write_file(sidecar, json.dumps(contract, indent=2) + "\n")
+    remark(f"wrote {output.describe(sidecar)}: {contract['part']}, {quantity(len(lowered.graph), 'node')}")
+    return {"output": str(output.path), "contract": contract}

@@ -1,4 +1,4 @@
-"""Commands that make one model of another, without losing the training."""
+"""Commands that change a model and keep its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onward import Model
 
 _MOST = 64
-"""Tensors with more elements than this are weights, not settings."""
+"""Largest number of elements of a setting; a larger tensor is a weight."""
 
 
 @command(
@@ -41,51 +41,50 @@ def set_(
         option(
             "--shape",
             "INPUT=SIZES",
-            "Say which shape an input has, such as image=N,3,224,224, if the file does not. May be repeated.",
+            "Shape of an input that the file does not declare, such as image=N,3,224,224. May be repeated.",
         ),
     ] = None,
-    listed: Annotated[bool, option("--list", None, "List what can be set, and exit.")] = False,
+    listed: Annotated[bool, option("--list", None, "List the settings and exit.")] = False,
     step: options.Step = 0,
-    output: Annotated[Path | None, option("--output -o", "FILE", "Where to write; in place unless given.")] = None,
+    output: Annotated[Path | None, option("--output -o", "FILE", "Output file (default: change in place).")] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Change learning rates, counters and other settings in a file, or say which shapes its inputs have.
+    """Change learning rates, counters and other settings of a file, or declare input shapes.
 
-    Hyper-parameters and counters are small tensors of the training step, so no node changes. All are set, or none is.
+    Hyper-parameters and counters are small tensors of the training step, so no node changes. If one
+    setting fails, none is written.
     """
     if model is None or not (settings or listed or shape):
-        missing = "argument `MODEL`" if model is None else "what to set"
-        raise Misuse(
-            f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
-        )
-    wanted = pairs(settings or [], "group0/lr=3e-4", NUMBERS)
+        missing = "argument `MODEL`" if model is None else "a setting"
+        raise Misuse(f"missing {missing}", "for example `onward set training.onnx group0/lr=3e-4`, or use `--list`")
+    texts = pairs(settings or [], "group0/lr=3e-4", NUMBERS)
     shapes = {name: _sizes(text) for name, text in pairs(shape or [], "--shape image=N,3,224,224", NUMBERS).items()}
-    if listed and (wanted or shapes):
+    if listed and (texts or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
-    place = Target(model, model) if output is None else target(model, output, "changed", force=force)
+    destination = Target(model, model) if output is None else target(model, output, "changed", force=force)
     from onward.model import load
     from onward.transform import declare
 
     with working(f"reading {model}", model):
         source = load(model)
-        found = _settable(source, step) if listed else []
-        changes = [_change(source, name, text, step) for name, text in wanted.items()]
+        rows = _settings(source, step) if listed else []
+        changes = [_change(source, name, text, step) for name, text in texts.items()]
         if shapes:
             source = declare(source, shapes)
             changes += [{"name": name, "old": None, "new": ",".join(map(str, s))} for name, s in shapes.items()]
     if listed and as_json:
-        print_json(found)
+        print_json(rows)
     elif listed:
-        print_rows([[f["name"], word(f["value"]), f["role"]] for f in found], styles=("", "bold", "dim"))
+        print_rows([[row["name"], word(row["value"]), row["role"]] for row in rows], styles=("", "bold", "dim"))
     if listed:
         return
-    place.save(source)
+    destination.save(source)
     if as_json:
-        print_json({"output": str(place.path), "changes": changes})
+        print_json({"output": str(destination.path), "changes": changes})
         return
     print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
-    remark(f"wrote {place.describe()}")
+    remark(f"wrote {destination.describe()}")
 
 
 def _sizes(text: str) -> list[int | str]:
@@ -93,14 +92,14 @@ def _sizes(text: str) -> list[int | str]:
 
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
-    """Set one tensor, in memory; what it was and is."""
+    """Set a tensor in memory. Return its old and new value."""
     from onward.recipe.spec import check_setting
 
     tensor = _initializer(source, name, step)
     if tensor.size > _MOST:
         raise InvalidModelError(
-            f"`{name}` has {tensor.size:,} elements: a weight, not a setting",
-            hint="change weights in Python, with `Model.set`",
+            f"`{name}` is a weight with {tensor.size:,} elements, not a setting",
+            hint=f"set weights in Python: `model.set({name!r}, array)`",
         )
     array = _array(name, text, tensor.dtype)
     check_setting(source, name, array.tolist(), step)
@@ -109,54 +108,54 @@ def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
 
 
 def _initializer(source: Model, name: str, step: int) -> ir.TensorProtocol:
-    """The tensor of that name; who types `lr` is told of `group0/lr`."""
+    """Return the tensor of that name. For `lr`, the error suggests `group0/lr`."""
     from onward.model.state import hyperparameters
 
     try:
         tensor = source.initializer(name, step).const_value
     except UnknownNameError as error:
-        meant = [f"`{known}`" for known in hyperparameters(source, step) if known.endswith(f"/{name}")]
-        hint = f"did you mean {' or '.join(meant)}?" if meant else error.hint or "`--list` shows what can be set"
+        matches = [f"`{setting}`" for setting in hyperparameters(source, step) if setting.endswith(f"/{name}")]
+        hint = f"did you mean {' or '.join(matches)}?" if matches else error.hint or "`--list` shows all settings"
         raise UnknownNameError(error.message, hint=hint) from error
     assert tensor is not None
     return tensor
 
 
 def _array(name: str, text: str, dtype: ir.DataType) -> Any:
-    """What was typed as an array of the tensor's type, if that can hold it."""
+    """Parse a typed value as an array of the tensor's type."""
     import numpy as np
 
-    kind = dtype.name.lower()
+    type_name = dtype.name.lower()
     try:
-        given = np.asarray(number(text))
-        if given.dtype.kind not in "biuf" or (given.dtype.kind == "b") != (kind == "bool"):
+        typed = np.asarray(number(text))
+        if typed.dtype.kind not in "biuf" or (typed.dtype.kind == "b") != (type_name == "bool"):
             raise ValueError
         with np.errstate(all="ignore"):
-            array = given.astype(dtype.numpy())
+            array = typed.astype(dtype.numpy())
     except (ValueError, TypeError, OverflowError):
-        raise InvalidModelError(f"`{name}` is {kind}, and `{text}` is not", hint=_example(kind)) from None
-    exact = not dtype.is_integer() or (array == given).all()
-    if not exact or np.isfinite(array.astype(np.float64)).sum() != np.isfinite(given.astype(np.float64)).sum():
-        raise InvalidModelError(f"`{name}` is {kind}, which cannot hold `{text}`", hint=_example(kind))
+        raise InvalidModelError(f"`{name}` is {type_name}, and `{text}` is not", hint=_example(type_name)) from None
+    exact = not dtype.is_integer() or (array == typed).all()
+    if not exact or np.isfinite(array.astype(np.float64)).sum() != np.isfinite(typed.astype(np.float64)).sum():
+        raise InvalidModelError(f"`{name}` is {type_name}, which cannot hold `{text}`", hint=_example(type_name))
     return array
 
 
-def _example(kind: str) -> str:
-    if kind == "bool":
+def _example(type_name: str) -> str:
+    if type_name == "bool":
         return "write `true` or `false`"
-    return "write a whole number" if "int" in kind else "write a number such as 1e-3, or a list such as [30,60]"
+    return "write an integer" if "int" in type_name else "write a number such as 1e-3, or a list such as [30,60]"
 
 
-def _settable(source: Model, step: int) -> list[dict[str, Any]]:
-    """Hyper-parameters, and the counters among the state."""
+def _settings(source: Model, step: int) -> list[dict[str, Any]]:
+    """Return the hyper-parameters and counters of a step."""
     from onward.model.state import hyperparameters, states
 
-    found = [{"name": n, "role": "hyper", "value": value} for n, value in hyperparameters(source, step).items()]
+    rows = [{"name": n, "role": "hyper", "value": value} for n, value in hyperparameters(source, step).items()]
     for state in states(source, step):
         tensor = state.value.const_value
         if tensor is not None and tensor.size == 1 and state.role not in ("parameter", "optimizer_state"):
-            found.append({"name": state.name, "role": state.role, "value": _plain(tensor)})
-    return found
+            rows.append({"name": state.name, "role": state.role, "value": _plain(tensor)})
+    return rows
 
 
 def _plain(tensor: ir.TensorProtocol) -> Any:
@@ -166,26 +165,26 @@ def _plain(tensor: ir.TensorProtocol) -> Any:
 
 
 _Texts = list[str] | None
-_Made = tuple[Any, str]
-"""A model, and what to say about it."""
+_Changed = tuple[Any, str]
+"""A model, and a note to print."""
 
 
 def _output_parameters(
     output: options.Output = None, data: options.Data = "auto", force: options.Force = False
 ) -> None:
-    """The parameters that all of them have."""
+    """Declare the parameters that all these commands share."""
 
 
-def changing(ending: str, *examples: str) -> Callable[[Callable[..., _Made]], Callable[..., None]]:
-    """Enter a function as a command that writes the model which it makes: `model-ending.onnx` unless given."""
+def changing(ending: str, *examples: str) -> Callable[[Callable[..., _Changed]], Callable[..., None]]:
+    """Register a function as a command that writes its model, to `model-ending.onnx` by default."""
 
-    def decorate(function: Callable[..., _Made]) -> Callable[..., None]:
-        def run(*, output: Path | None, data: Where, force: bool, **given: Any) -> None:
-            files = [file for file in given.values() if isinstance(file, Path)]
-            place = target(files[0], output, ending.format(**given), data=data, force=force)
+    def decorate(function: Callable[..., _Changed]) -> Callable[..., None]:
+        def run(*, output: Path | None, data: Where, force: bool, **typed: Any) -> None:
+            files = [file for file in typed.values() if isinstance(file, Path)]
+            destination = target(files[0], output, ending.format(**typed), data=data, force=force)
             with working(f"changing {files[0]}", *files):
-                made, note = function(**given)
-            place.write(made, note)
+                changed, note = function(**typed)
+            destination.write(changed, note)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         return command(CHANGE, *examples, parameters=[*parameters_of(function), *parameters_of(_output_parameters)])(
@@ -200,26 +199,26 @@ def changing(ending: str, *examples: str) -> Callable[[Callable[..., _Made]], Ca
     "onward rename training.onnx fc1.weight=encoder.weight fc1.bias=encoder.bias",
     "onward rename training.onnx logits=scores -o renamed.onnx",
 )
-def rename(model: options.Model, names: Annotated[list[str], argument("OLD=NEW...", "Values to rename.")]) -> _Made:
+def rename(model: options.Model, names: Annotated[list[str], argument("OLD=NEW...", "Values to rename.")]) -> _Changed:
     """Rename inputs, outputs, weights and other values.
 
-    They are renamed wherever the name stands: in all graphs, in Gradients, in bindings, in what the file records. The
-    optimizer state of a parameter is renamed along with it.
+    A value is renamed in all graphs, gradients, bindings and recorded settings. The optimizer state
+    of a parameter is renamed with it.
     """
     import onward
     from onward.inspect.formatting import quantity
 
-    wanted = pairs(names, "fc1.weight=encoder.weight")
-    return onward.transform.rename(str(model), wanted), f"renamed {quantity(len(wanted), 'value')}"
+    mapping = pairs(names, "fc1.weight=encoder.weight")
+    return onward.transform.rename(str(model), mapping), f"renamed {quantity(len(mapping), 'value')}"
 
 
 @changing("prefixed", "onward prefix encoder.onnx encoder/", "onward prefix encoder.onnx encoder. -o named.onnx")
-def prefix(model: options.Model, text: Annotated[str, argument("PREFIX", "What to put before names.")]) -> _Made:
-    """Put a prefix before the names of all values and nodes."""
+def prefix(model: options.Model, text: Annotated[str, argument("PREFIX", "Prefix of all names.")]) -> _Changed:
+    """Add a prefix to the names of all values and nodes."""
     import onward
 
     if not text:
-        raise Misuse("the prefix is empty", "write for example `onward prefix encoder.onnx encoder/`")
+        raise Misuse("the prefix is empty", "for example `onward prefix encoder.onnx encoder/`")
     return onward.transform.add_prefix(str(model), text), ""
 
 
@@ -229,25 +228,25 @@ def prefix(model: options.Model, text: Annotated[str, argument("PREFIX", "What t
     "onward merge encoder.onnx head.onnx --connect features=input --prefix head/",
 )
 def merge(
-    first: Annotated[Path, argument("FIRST", "The model that runs first.")],
-    second: Annotated[Path, argument("SECOND", "The model after it.")],
+    first: Annotated[Path, argument("FIRST", "Model that runs first.")],
+    second: Annotated[Path, argument("SECOND", "Model that runs second.")],
     connect: Annotated[
         _Texts,
         option(
             "--connect",
             "OUTPUT=INPUT",
-            "Which output of the first is which input of the second; in order unless given. May be repeated.",
+            "Output of the first model and input of the second that it feeds (default: in order). May be repeated.",
         ),
     ] = None,
-    prefix: Annotated[str, option("--prefix", "TEXT", "Put this before all names of the second model.")] = "",
-) -> _Made:
-    """Join two models into one that runs both, and trains both."""
+    prefix: Annotated[str, option("--prefix", "TEXT", "Prefix of all names of the second model.")] = "",
+) -> _Changed:
+    """Join two models into one that runs and trains both."""
     import onward
     from onward.inspect.formatting import quantity
 
     joins = pairs(connect, "features=input") if connect else None
-    made = onward.transform.merge(str(first), str(second), joins, prefix=prefix)
-    return made, quantity(len(made.steps), "training step")
+    merged = onward.transform.merge(str(first), str(second), joins, prefix=prefix)
+    return merged, quantity(len(merged.steps), "training step")
 
 
 @changing(
@@ -258,16 +257,16 @@ def merge(
 def extract(
     model: options.Model,
     inputs: Annotated[
-        _Texts, option("--from", "NAME", "An input of the part; those of the model unless given. May be repeated.")
+        _Texts, option("--from", "NAME", "Input of the part (default: the model's inputs). May be repeated.")
     ] = None,
     outputs: Annotated[
-        _Texts, option("--to", "NAME", "An output of the part; those of the model unless given. May be repeated.")
+        _Texts, option("--to", "NAME", "Output of the part (default: the model's outputs). May be repeated.")
     ] = None,
-) -> _Made:
-    """Cut a part out of a model.
+) -> _Changed:
+    """Extract a part of a model.
 
-    The part keeps as much of the training as it can carry: what lies behind the new outputs and is needed for the loss
-    moves into the training step, and the state of parameters before the new inputs goes.
+    The part keeps as much of the training as possible. Nodes behind the new outputs that the loss
+    needs move into the training step. The state of parameters before the new inputs is dropped.
     """
     import onward
     from onward.inspect.formatting import quantity
@@ -275,37 +274,37 @@ def extract(
     whole = onward.load(str(model))
     inputs = inputs or [value.name or "" for value in whole.inputs]
     outputs = outputs or [value.name or "" for value in whole.outputs]
-    made = onward.transform.extract(whole, inputs, outputs)
-    return made, f"{len(made.graph)} of {quantity(len(whole.graph), 'node')}"
+    extracted = onward.transform.extract(whole, inputs, outputs)
+    return extracted, f"{len(extracted.graph)} of {quantity(len(whole.graph), 'node')}"
 
 
 @changing("inlined", "onward inline training.onnx", "onward inline training.onnx --function 'onward.*' -o plain.onnx")
 def inline(
     model: options.Model,
     functions: Annotated[
-        _Texts, option("--function", "PATTERN", "Which functions, as domain.Name; all unless given. May be repeated.")
+        _Texts, option("--function", "PATTERN", "Functions to inline, as domain.Name (default: all). May be repeated.")
     ] = None,
-) -> _Made:
-    """Replace calls of functions by what the functions compute."""
+) -> _Changed:
+    """Replace function calls by the nodes of the function."""
     import onward
     from onward.inspect.formatting import quantity
 
     before = onward.load(str(model))
-    made = onward.transform.inline(before, functions or ["*"])
-    gone = len(before.functions) - len(made.functions)
-    return made, f"inlined {gone} of {quantity(len(before.functions), 'function')}"
+    after = onward.transform.inline(before, functions or ["*"])
+    count = len(before.functions) - len(after.functions)
+    return after, f"inlined {count} of {quantity(len(before.functions), 'function')}"
 
 
 @changing("opset{version}", "onward opset model.onnx 21", "onward opset training.onnx 18 -o older.onnx")
 def opset(
-    model: options.Model, version: Annotated[int, argument("VERSION", "A version of the standard operator set.", min=1)]
-) -> _Made:
-    """Convert a model, training included, to another operator set."""
+    model: options.Model, version: Annotated[int, argument("VERSION", "Version of the standard operator set.", min=1)]
+) -> _Changed:
+    """Convert a model and its training to another operator set."""
     import onward
 
     before = onward.load(str(model))
-    made = onward.transform.convert_opset(before, version)
-    return made, f"operator set {before.opset} to {made.opset}"
+    after = onward.transform.convert_opset(before, version)
+    return after, f"operator set {before.opset} to {after.opset}"
 
 
 @command(
@@ -315,46 +314,47 @@ def data(
     model: options.Model,
     to: Annotated[
         Literal["none", "data", "safetensors"],
-        option("--to", "WHERE", "`none` (into the file), or `data` or `safetensors` (into a file beside it)."),
+        option("--to", "WHERE", "`none` (in the model file), or `data` or `safetensors` (in a file beside it)."),
     ],
     output: options.Output = None,
     force: options.Force = False,
 ) -> None:
     """Move tensors in and out of the file.
 
-    A .safetensors file is read by ONNX Runtime, and by everything else that knows the format.
+    ONNX Runtime reads .safetensors files, as does every other reader of the format.
     """
-    place = target(model, output, "single" if to == "none" else "external", data=to, force=force)
+    destination = target(model, output, "single" if to == "none" else "external", data=to, force=force)
     import onward
 
     with working(f"reading {model}", model):
-        made = onward.load(str(model))
-    place.write(made)
+        source = onward.load(str(model))
+    destination.write(source)
 
 
 @changing("reset", "onward reset training.onnx", "onward reset trained.onnx --seed 7 -o fresh.onnx")
 def reset(
     model: options.Model,
     seed: Annotated[
-        int | None, option("--seed", "N", "Draw other random numbers; those of the file unless given.")
+        int | None, option("--seed", "N", "Random seed of new initial values (default: the seed in the file).")
     ] = None,
-) -> _Made:
-    """Start over: weights, moments and counters as the initialization of the file makes them.
+) -> _Changed:
+    """Reset weights, optimizer state and counters to the initialization in the file.
 
-    What `onward prepare` writes as initialization are the weights that the model had, unless `--init` said otherwise,
-    and zeros for what optimizers keep. State without an initialization stays as it is stored, and is named.
+    `onward prepare` writes as initialization the weights of the model, unless `--init` sets others,
+    and zeros for the optimizer state. State without an initialization stays as stored, and is
+    listed.
     """
     import onward
     from onward.engines.initialization import state_left_as_stored
 
-    made = onward.reset(str(model), seed=seed)
-    stored = state_left_as_stored(made)
-    return made, f"kept as stored: {list_names(stored, 10)}" if stored else "all state is as initialised"
+    fresh = onward.reset(str(model), seed=seed)
+    stored = state_left_as_stored(fresh)
+    return fresh, f"kept as stored: {list_names(stored, 10)}" if stored else "all state is initialized"
 
 
 @changing("inference", "onward strip training.onnx", "onward strip training.onnx -o trained.onnx")
-def strip(model: options.Model) -> _Made:
-    """Take the training off, and keep the weights as they are."""
+def strip(model: options.Model) -> _Changed:
+    """Remove the training and keep the weights."""
     import onward
     from onward.inspect.formatting import quantity
 
@@ -368,16 +368,16 @@ def strip(model: options.Model) -> _Made:
     "onward refresh optimized.onnx --training training.onnx -o training.onnx --force",
 )
 def refresh(
-    model: Annotated[Path, argument("CHANGED", "The model as another tool has left it.")],
-    training: Annotated[Path, option("--training", "FILE", "The training model from before.")],
-) -> _Made:
-    """Put training back that another tool has dropped.
+    model: Annotated[Path, argument("CHANGED", "Model that another tool has written.")],
+    training: Annotated[Path, option("--training", "FILE", "Training model before that.")],
+) -> _Changed:
+    """Restore the training that another tool has dropped.
 
-    Tools that change the inference graph lose what the file says about training. Where the two no longer match, nothing
-    is guessed: all such places are named, and nothing is written.
+    Tools that change the inference graph lose the training information. Where the two models no
+    longer match, nothing is guessed: every mismatch is listed, and nothing is written.
     """
     import onward
     from onward.inspect.formatting import quantity
 
-    made = onward.transform.refresh(str(model), str(training))
-    return made, quantity(len(made.steps), "training step")
+    restored = onward.transform.refresh(str(model), str(training))
+    return restored, quantity(len(restored.steps), "training step")

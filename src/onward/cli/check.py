@@ -1,4 +1,4 @@
-"""`onward check`, `check-gradients`, `verify` and `engines`: whether a model is right, and what can run it."""
+"""`onward check`, `check-gradients`, `verify` and `engines`: validate models, and list engines."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yell
 )
 def check(
     model: options.OptionalModel = None,
-    strict: Annotated[bool, option("--strict", None, "Fail on warnings, too.")] = False,
-    runtime: Annotated[str | None, option("--for", "RUNTIME", "Check also that this runtime loads the model.")] = None,
-    codes: Annotated[bool, option("--codes", None, "List all codes of findings, and exit.")] = False,
+    strict: Annotated[bool, option("--strict", None, "Fail on warnings too.")] = False,
+    runtime: Annotated[str | None, option("--for", "RUNTIME", "Also check that this runtime loads the model.")] = None,
+    codes: Annotated[bool, option("--codes", None, "List all codes of findings and exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Find what is wrong with a file, or with the folder of a run.
+    """Check a model file or a run folder.
 
-    It knows every rule about training models, and all that onnx.checker knows. It looks at the file as it is, so it can
-    say what is wrong with one that nothing can read. Of a run, it checks all models with their checksums, the progress,
-    the configuration and the log. Exits with 0 if there are no errors (with --strict, no warnings
-    either), else with 1.
+    Checks every rule about training models and everything that onnx.checker checks. It reads the
+    file itself, so it explains files that nothing can load. Of a run, it checks all models and
+    their checksums, the progress, the configuration and the log. The exit code is 0 without errors
+    (with --strict, without errors and warnings), else 1.
     """
     if codes:
         _print_codes(as_json)
@@ -88,11 +88,11 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:
     from onward.inspect.formatting import quantity
 
-    parts = [
+    counted = [
         quantity(number, noun) for noun, number in zip(("error", "warning", "remark"), counts.values(), strict=True)
     ]
-    found = ", ".join(part for part, number in zip(parts, counts.values(), strict=True) if number)
-    say(f"{model}: {found or 'no findings'}", style="bold green" if passed else "bold red")
+    findings = ", ".join(text for text, number in zip(counted, counts.values(), strict=True) if number)
+    say(f"{model}: {findings or 'no findings'}", style="bold green" if passed else "bold red")
 
 
 def _print_codes(as_json: bool) -> None:
@@ -118,33 +118,34 @@ def _print_codes(as_json: bool) -> None:
 def check_gradients(
     model: options.Model,
     of: Annotated[
-        str | None, option("--of", "NAME", "The value that is differentiated; the loss, or the first output.")
+        str | None, option("--of", "NAME", "Value to differentiate (default: the loss, or the first output).")
     ] = None,
     wrt: Annotated[
         list[str] | None,
         option(
             "--wrt",
             "PATTERN",
-            "Inputs, weights or values by which to differentiate; all parameters and inputs unless given. "
+            "Differentiate with respect to inputs, weights or values (default: all parameters and inputs). "
             "May be repeated.",
         ),
     ] = None,
     inputs: Annotated[
-        Path | None, option("--inputs", "FILE", "An .npz file with inputs; made up unless given.")
+        Path | None, option("--inputs", "FILE", "An .npz file of inputs (default: random inputs).")
     ] = None,
-    directions: Annotated[int, option("--directions", "N", "How many random directions to try for each.", min=1)] = 1,
-    order: Annotated[int, option("--order", "N", "2: check the gradient of the gradient, too.", min=1, max=2)] = 1,
+    directions: Annotated[int, option("--directions", "N", "Number of random directions per tensor.", min=1)] = 1,
+    order: Annotated[int, option("--order", "N", "2: also check the gradient of the gradient.", min=1, max=2)] = 1,
     tolerance: Annotated[
-        float | None, option("--tolerance", "X", "How far off a gradient may be, relative to its size.", min=0)
+        float | None, option("--tolerance", "X", "Largest error of a gradient, relative to its size.", min=0)
     ] = None,
-    seed: Annotated[int, option("--seed", "N", "For directions and made-up inputs.", min=0)] = 0,
+    seed: Annotated[int, option("--seed", "N", "Random seed of directions and inputs.", min=0)] = 0,
     step: options.Step = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Compare gradients with differences, along random directions.
+    """Compare gradients with finite differences along random directions.
 
-    The gradient is ours; the differences need nothing but the model itself, which is computed in float64 wherever ONNX
-    Runtime can. Where a gradient is wrong, the operator to blame is named. Exits with 1 if one is wrong or not finite.
+    The gradient is Onward's. The differences need only the model, computed in float64 wherever ONNX
+    Runtime can. For a wrong gradient, the operator that causes it is named. The exit code is 1 if a
+    gradient is wrong or not finite.
     """
     import onward
 
@@ -179,24 +180,26 @@ def check_gradients(
 def verify(
     model: options.Model,
     engine: Annotated[
-        list[str] | None, option("--engine", "NAME", "An engine; all that are installed unless given. May be repeated.")
+        list[str] | None, option("--engine", "NAME", "Engine to run (default: all installed). May be repeated.")
     ] = None,
-    updates: Annotated[int, option("--updates", "N", "How many steps to run.", min=1)] = 5,
+    updates: Annotated[int, option("--updates", "N", "Number of steps to run.", min=1)] = 5,
     inputs: Annotated[
-        Path | None, option("--inputs", "FILE", "An .npz file with a batch; made up unless given.")
+        Path | None, option("--inputs", "FILE", "An .npz file of a batch (default: random inputs).")
     ] = None,
     tolerance: Annotated[
-        float | None, option("--tolerance", "X", "How far apart engines may be, relative to a tensor's size.", min=0)
+        float | None,
+        option("--tolerance", "X", "Largest difference between engines, relative to a tensor's size.", min=0),
     ] = None,
-    seed: Annotated[int, option("--seed", "N", "For made-up inputs.", min=0)] = 0,
-    compiled: Annotated[bool, option("--compile", None, "Compile the step where an engine can.")] = False,
+    seed: Annotated[int, option("--seed", "N", "Random seed of inputs.", min=0)] = 0,
+    compiled: Annotated[bool, option("--compile", None, "Compile the step if the engine can.")] = False,
     step: options.Step = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Run a few steps on every installed engine, and show where they agree and where not.
+    """Run a few steps on every installed engine and compare the results.
 
-    PyTorch, JAX and TensorFlow take part twice, with their own derivative and with Onward's. Where an engine differs,
-    the first value that does is named. Exits with 1 if one differs.
+    PyTorch, JAX and TensorFlow run twice: with their own autodiff and with Onward's gradients.
+    Where an engine differs, the first value that differs is named. The exit code is 1 if an engine
+    differs.
     """
     import onward
 
@@ -239,20 +242,20 @@ def engines(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List engines: versions, devices, and how many operators of the standard each has.
+    """List engines: versions, devices, and the number of standard operators of each.
 
-    What only a framework itself can tell takes a while to load: `--devices` asks for it.
+    `--devices` loads the frameworks, which takes a while, to list their devices and operators.
     """
     from onward.engines import availability
 
     with working("loading the engines") if devices else nullcontext():
-        found = availability.engines(load=devices)
+        infos = availability.engines(load=devices)
     if as_json:
-        print_json([asdict(info) | {"install": info.install} for info in found])
+        print_json([asdict(info) | {"install": info.install} for info in infos])
         return
     total = len(availability.standard_operators())
     rows = [["engine", "version", "devices", "operators"]]
-    for info in found:
+    for info in infos:
         if info.version is None:
             rows.append([info.name, "not installed", "", info.install])
         else:

@@ -1,4 +1,4 @@
-"""All commands, in the order in which `onward --help` lists them."""
+"""All commands, in the order of `onward --help`."""
 
 # ruff: noqa: I001
 from onward.cli.app import app

@@ -1,4 +1,4 @@
-"""What is printed, and where: results on stdout, all else on stderr, plain text that no file can disturb; and help."""
+"""Printing: results to stdout, everything else to stderr, as plain text; and the layout of help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDEST, _COLUMN = 100, 26
 
 
 def help_text(command: Any, context: Any) -> str:
-    """The help of a command, or of the group of all commands."""
+    """Return the help of a command or of the whole application."""
     return "\n".join(line.rstrip() for line in _lines(command, context))
 
 
@@ -50,7 +50,7 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
 
 
 def usage_of(command: Any, parameters: list[Any]) -> str:
-    """What must be given, and that more may be."""
+    """Return the usage line: required arguments and `[OPTIONS]`."""
     if command.options_metavar != USAGE:
         return str(command.options_metavar)
     required = [
@@ -61,29 +61,29 @@ def usage_of(command: Any, parameters: list[Any]) -> str:
 
 def _flags(option: Any) -> str:
     names = sorted(option.opts, key=len)
-    if option.secondary_opts:  # of a switch that is off, the metavar is all that is of interest
+    if option.secondary_opts:  # for a switch that is off, the metavar is the flag that turns it on
         names = [option.metavar or "/".join((*names, *option.secondary_opts))]
     flags = ", ".join(names) if len(names[0]) == 2 else f"    {', '.join(names)}"
     return flags if option.is_flag or not option.metavar else f"{flags} {option.metavar}"
 
 
 def _by_panel(items: Iterable[Any], otherwise: str) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    panels: dict[str, list[Any]] = {}
     for item in items:
-        found.setdefault(getattr(item, "rich_help_panel", None) or otherwise, []).append(item)
-    return found
+        panels.setdefault(getattr(item, "rich_help_panel", None) or otherwise, []).append(item)
+    return panels
 
 
 def _section(heading: str, rows: list[tuple[str, str]]) -> Iterator[str]:
-    """Names on the left, what they are on the right; below, where a name is too long for that."""
+    """Yield a heading and its rows: the name, and the text beside it, or below a long name."""
     if not rows:
         return
     yield from ("", _heading(f"{heading}:"))
     column = min(max(len(name) for name, _ in rows), _COLUMN)
     for name, text in rows:
         lines = _wrap(text or "", column + 4)
-        beside = len(name) <= column
-        yield f"  {_name(name)}{' ' * (column - len(name))}  {lines.pop(0)}" if beside else f"  {_name(name)}"
+        fits = len(name) <= column
+        yield f"  {_name(name)}{' ' * (column - len(name))}  {lines.pop(0)}" if fits else f"  {_name(name)}"
         yield from (" " * (column + 4) + line for line in lines)
 
 
@@ -101,16 +101,16 @@ def _name(text: str) -> str:
 
 
 class ClosedPipe(Exception):
-    """Nobody reads what is printed."""
+    """The reader of stdout has gone away."""
 
 
 def out() -> Console:
-    """Where results go."""
+    """Return the console for results: stdout."""
     return _console(stderr=False)
 
 
 def err() -> Console:
-    """Where errors, progress and remarks go."""
+    """Return the console for errors, progress and remarks: stderr."""
     return _console(stderr=True)
 
 
@@ -126,17 +126,17 @@ def _console(stderr: bool) -> Console:
 
 
 def say(text: str = "", style: str | None = None) -> None:
-    """One line of a result. It is never wrapped: terminals do that, and programs do not want it."""
+    """Print a line of a result, unwrapped: terminals wrap it, programs need it whole."""
     out().print(safe(text), style=style, soft_wrap=True)
 
 
 def remark(text: str) -> None:
-    """A line for the person at the terminal, which is no result."""
+    """Print a line for people, which is not part of the result."""
     err().print(safe(text), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """A result for programs."""
+    """Print a result for programs."""
     try:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
         sys.stdout.flush()
@@ -145,7 +145,7 @@ def print_json(value: Any) -> None:
 
 
 def print_error(message: str, hint: str | None) -> None:
-    """`error:` and `hint:`, further lines aligned."""
+    """Print `error:` and `hint:`, with further lines aligned."""
     _print_labelled("error:", "bold red", message)
     if hint:
         _print_labelled("hint: ", "bold cyan", hint)
@@ -163,7 +163,7 @@ def _print_labelled(label: str, style: str, message: str) -> None:
 
 
 def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """Columns without lines around them. The last one is wrapped where a person reads it, and left alone elsewhere."""
+    """Print columns without borders. The last column is wrapped on a terminal only."""
     from rich.text import Text
 
     console = out()
@@ -180,14 +180,14 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Non
 
 
 def print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:
-    """A line for each, its label before it."""
+    """Print a line per field, its label first."""
     width = max((len(label) for label, _ in fields), default=0) + 2
     for label, text in fields:
         say(f"{indent}{label:<{width}}{text}")
 
 
 def word(value: Any) -> str:
-    """A value as one would type it: `true`, `none`, `0.001`, `[30,60]`."""
+    """Return a value as it is typed: `true`, `none`, `0.001`, `[30,60]`."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, list | tuple):

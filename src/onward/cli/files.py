@@ -1,4 +1,4 @@
-"""What commands do with files: show that it goes on, blame the right one if it fails, never write over one unasked."""
+"""Files of commands: progress display, blame for failures, and refusal to overwrite."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from onward import Model
 
 Where = Literal["auto", "overlay", "none", "data", "safetensors"]
-"""Where tensors go, as `Model.save` has it."""
+"""Destination of tensors: the `data` argument of `Model.save`."""
 
 _OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tflite"}
-"""Endings that say that a file is something else."""
+"""Suffixes of files that are not ONNX models."""
 
 
 # ---- writing a model -------------------------------------------------------------------------------------------------
@@ -31,13 +31,13 @@ _OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tf
 
 @dataclass
 class Target:
-    """Where a result goes, settled before the work that makes it."""
+    """An output file, checked before the work begins."""
 
     source: Path
     path: Path
     data: Where = "auto"
     _before: frozenset[str] = frozenset()
-    """What was in the folder when it was written."""
+    """Names in the folder before it was written."""
 
     def save(self, model: Model) -> None:
         from onward.model.storage.files import listing
@@ -47,14 +47,15 @@ class Target:
             model.save(self.path, data=self.data)
 
     def write(self, model: Model, note: str = "") -> None:
-        """Save, and say so."""
+        """Save, and print `wrote ...`."""
         self.save(model)
         remark(f"wrote {self.describe()}{f': {note}' if note else ''}")
 
     def describe(self, *others: Path) -> str:
-        """The file and new ones beside it that hold its tensors, how large they are; and where other tensors stay.
+        """Return the file and the new data files beside it, with sizes, and the files that keep
+        tensors.
 
-        `others` were written, too.
+        `others` are further files that were written.
         """
         from onward.model.storage import data_files_of
 
@@ -67,7 +68,7 @@ class Target:
 
 
 def _size(file: Path) -> str:
-    """As large as a file is; and what it takes on the disk, where zeros in it take no room."""
+    """Return the size of a file, and its size on disk if it is sparse."""
     from onward.inspect.formatting import size
 
     info = file.stat()
@@ -76,56 +77,58 @@ def _size(file: Path) -> str:
 
 
 def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:
-    """The file to write: `output`, a file in it if it is a folder, or `model-ending.onnx` beside `model.onnx`."""
+    """Return the output file: `output`, a file in that folder, or `model-ending.onnx` beside the
+    source.
+    """
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
     path = source.parent / name if output is None else output / name if output.is_dir() else output
     if path.suffix in _OTHERS:
         hint = f"write to `{path.with_suffix('.onnx')}`; `onward convert` writes files of frameworks"
-        raise Misuse(f"`{path}` is no name for an ONNX model, which is what is written", hint)
+        raise Misuse(f"cannot write an ONNX model to `{path}`: its suffix is `{path.suffix}`", hint)
     if not force:
         refuse_to_overwrite(path, source)
     if not path.parent.is_dir():
-        raise WriteError(f"there is no folder `{path.parent}` to write `{path.name}` to", hint="create it first")
+        raise WriteError(f"cannot write `{path}`: no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise WriteError(f"the folder `{path.parent}` cannot be written to", hint="write elsewhere with `-o`")
+        raise WriteError(f"cannot write to the folder `{path.parent}`", hint="write elsewhere: `-o FILE`")
     return Target(source, path, data)
 
 
 def refuse_to_overwrite(path: Path, source: Path | None = None) -> None:
-    """Fail if there is a file already; `source` is the model that a command reads."""
+    """Raise an error if a file exists. `source` is the model that the command reads."""
     if path.exists():
         is_source = source is not None and source.exists() and path.samefile(source)
-        what = f"`{path}` is the model itself" if is_source else f"`{path}` exists"
-        raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")
+        problem = f"`{path}` is the input model" if is_source else f"`{path}` already exists"
+        raise WriteError(problem, hint="write elsewhere with `-o`, or overwrite it with `--force`")
 
 
-# ---- meanwhile -------------------------------------------------------------------------------------------------------
+# ---- progress --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def working(what: str, *files: Path) -> Iterator[None]:
-    """Show that something is going on, where somebody looks on.
+def working(text: str, *files: Path) -> Iterator[None]:
+    """Show a status line on a terminal.
 
-    Where it fails in a way that nobody expected, on a file that breaks the rules, the file is to blame.
+    An unexpected failure on a file that breaks the rules is blamed on that file.
     """
-    with _blaming(files), err().status(safe(what)) if err().is_terminal else nullcontext():
+    with _blaming(files), err().status(safe(text)) if err().is_terminal else nullcontext():
         yield
 
 
 @contextmanager
-def writing(what: str, *files: Path) -> Iterator[None]:
-    """The same while data are written: show how many bytes are, and how fast it goes."""
+def writing(text: str, *files: Path) -> Iterator[None]:
+    """Show a progress bar in bytes while data are written. Blame files as `working` does."""
     from onward.model.storage.files import report_writes_to
 
-    with _blaming(files), _bar(what) as bar, report_writes_to(bar) if bar is not None else nullcontext():
+    with _blaming(files), _bar(text) as bar, report_writes_to(bar) if bar is not None else nullcontext():
         yield
 
 
 class _Bar:
-    """Tells a person how far writing is."""
+    """Progress of writing, for a terminal."""
 
-    def __init__(self, progress: Progress, what: str):
-        self._progress, self._task, self._total = progress, progress.add_task(safe(what), total=None), 0
+    def __init__(self, progress: Progress, text: str):
+        self._progress, self._task, self._total = progress, progress.add_task(safe(text), total=None), 0
 
     def begin(self, size: int) -> None:
         self._total += size
@@ -136,7 +139,7 @@ class _Bar:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[_Bar | None]:
+def _bar(text: str) -> Iterator[_Bar | None]:
     if not err().is_terminal:
         yield None
         return
@@ -151,27 +154,27 @@ def _bar(what: str) -> Iterator[_Bar | None]:
         parts.TimeRemainingColumn(),
     )
     with parts.Progress(*columns, console=err(), transient=True) as progress:
-        yield _Bar(progress, what)
+        yield _Bar(progress, text)
 
 
 @contextmanager
 def _blaming(files: Iterable[Path]) -> Iterator[None]:
     try:
         yield
-    except (Error, Misuse, OSError, MemoryError):  # these say well enough what happened
+    except (Error, Misuse, OSError, MemoryError):  # their messages are clear enough
         raise
     except Exception as error:
         for file in files:
             if _breaks_rules(file):
-                what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-                hint = f"`onward check {file}` says what is wrong with it"
-                raise InvalidModelError(f"`{file}` is not a valid model: {what}", hint=hint) from error
+                problem = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+                hint = f"to list its problems: onward check {file}"
+                raise InvalidModelError(f"`{file}` is not a valid model: {problem}", hint=hint) from error
         raise
 
 
 def _breaks_rules(file: Path) -> bool:
     from onward.checker import check
 
-    with suppress(Exception):  # the first error is the one to tell
+    with suppress(Exception):  # the first error matters more
         return any(finding.severity == "error" for finding in check(file))
     return False

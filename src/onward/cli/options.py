@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and what is typed in a form of its own."""
+"""Arguments and options of several commands, and parsing of their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def option(flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any) -> Any:
-    """An option by its flags, such as `--output -o`, what stands for its value, and what it says."""
+    """Return an option: its flags, such as `--output -o`, its metavar and its help."""
     return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
@@ -32,133 +32,135 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 Model = Annotated[Path, argument("MODEL", "An .onnx file.")]
 OptionalModel = Annotated[Path | None, argument("MODEL", "An .onnx file.")]
-Output = Annotated[Path | None, option("--output -o", "FILE", "Where to write. Beside the model unless given.")]
-Force = Annotated[bool, option("--force", None, "Overwrite a file that is there.")]
+Output = Annotated[Path | None, option("--output -o", "FILE", "Output file (default: beside the model).")]
+Force = Annotated[bool, option("--force", None, "Overwrite existing files.")]
 Data = Annotated[
     Where,
     option(
         "--data",
         "WHERE",
-        "Where tensors go: `none` (into the file), `data` or `safetensors` (into a file beside it), or `auto` "
-        "(where they were; copied where the result cannot point at them) or `overlay` (where they are, or not at all).",
+        "Storage of tensors: `none` (in the model file), `data` or `safetensors` (in a file beside it), `auto` "
+        "(as in the source; copied if the result cannot refer to them), `overlay` (refer to the source, never copy).",
     ),
 ]
-Json = Annotated[bool, option("--json", None, "Print JSON, for programs.")]
-Step = Annotated[int, option("--step", "N", "Which training step, where a model has several.")]
+Json = Annotated[bool, option("--json", None, "Print JSON.")]
+Step = Annotated[int, option("--step", "N", "Index of the training step, if the model has several.")]
 
 
-# ---- options that are declared once, in `onward.options` -------------------------------------------------------------
+# ---- options of `onward.options` -------------------------------------------------------------------------------------
 
 
 def options_from(kind: type) -> dict[str, Any]:
-    """Return what `command` is told for the fields of a class to be options, which are None unless given."""
-    return {"parameters": [parameter_for(each) for each in options_of(kind)], "formerly": former_names(kind)}
+    """Return the arguments of `command` that make the fields of a class options (default: None)."""
+    return {"parameters": [parameter_for(row) for row in options_of(kind)], "formerly": former_names(kind)}
 
 
-def parameter_for(one: Option) -> inspect.Parameter:
-    taken: Any = list[str] if one.repeated else _parser_for(one)
-    annotation = Annotated[taken | None, _default_for(one)]
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def parameter_for(declared: Option) -> inspect.Parameter:
+    hint: Any = list[str] if declared.repeated else _parser_for(declared)
+    annotation = Annotated[hint | None, _default_for(declared)]
+    return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _parser_for(one: Option) -> Any:
-    """What is made of what is typed: a number or one of a few words, where it can be nothing else."""
-    kinds = [kind for kind, _ in kinds_of(one.hint) if kind is not type(None)]
+def _parser_for(declared: Option) -> Any:
+    """Return the type that the typed text is parsed to: str if several types are allowed."""
+    kinds = [kind for kind, _ in kinds_of(declared.hint) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0])) else str
 
 
-def _default_for(one: Option) -> Any:
-    flags, metavar = " ".join(one.flags), one.metavar
-    if _parser_for(one) is bool:  # a file may say either, and so can who differs; help shows what is not so anyway
-        metavar = flags if one.default is False else None
+def _default_for(declared: Option) -> Any:
+    flags, metavar = " ".join(declared.flags), declared.metavar
+    if (
+        _parser_for(declared) is bool
+    ):  # both flags exist, to override a file; help shows the one that changes the default
+        metavar = flags if declared.default is False else None
         flags = f"{flags}/--no-{flags.removeprefix('--')}"
-    return option(flags, metavar, one.sentence, one.panel)
+    return option(flags, metavar, declared.sentence, declared.panel)
 
 
 def select_given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function that stand on the command line for options of a class."""
+    """Return the options of a class that were typed, as arguments of a function."""
     return {
-        one.name: _value(one, value)
-        for one in options_of(kind)
-        if (value := values.get(one.name)) not in (None, [], ())
+        declared.name: _value(declared, value)
+        for declared in options_of(kind)
+        if (value := values.get(declared.name)) not in (None, [], ())
     }
 
 
-def _value(one: Option, typed: Any) -> Any:
-    if one.metavar == "FILE":
+def _value(declared: Option, typed: Any) -> Any:
+    if declared.metavar == "FILE":
         return names_in(Path(typed))
-    if one.repeated and one.metavar and "=" in one.metavar:
-        example = re.search("`([^`]+=[^`]+)`", one.text)
-        right_sides = _KIND if one.metavar.endswith("=KIND") else ".+"
-        return pairs(typed, f"{one.flags[0]} {example[1] if example else one.metavar}", right_sides)
-    typed = typed if one.repeated else [typed]
-    values = [from_text(each, one.hint) if isinstance(each, str) else each for each in typed]
-    is_list = any(get_origin(kind) is Sequence for kind, _ in kinds_of(one.hint))
+    if declared.repeated and declared.metavar and "=" in declared.metavar:
+        example = re.search("`([^`]+=[^`]+)`", declared.text)
+        right_sides = _KIND if declared.metavar.endswith("=KIND") else ".+"
+        return pairs(typed, f"{declared.flags[0]} {example[1] if example else declared.metavar}", right_sides)
+    typed = typed if declared.repeated else [typed]
+    values = [from_text(item, declared.hint) if isinstance(item, str) else item for item in typed]
+    is_list = any(get_origin(kind) is Sequence for kind, _ in kinds_of(declared.hint))
     return values if len(values) > 1 or (is_list and isinstance(values[0], str)) else values[0]
 
 
-_RECOMPUTE = next(one for one in options_of(TrainConfig) if one.name == "recompute")
+_RECOMPUTE = next(declared for declared in options_of(TrainConfig) if declared.name == "recompute")
 Recompute = Annotated[list[str] | None, _default_for(_RECOMPUTE)]
 
 
 def recomputation(typed: list[str] | None) -> int | list[str] | None:
-    """What to compute again, as the library takes it: a number of layers, or patterns."""
+    """Return the typed `--recompute` as a number of layers or a list of patterns."""
     return _value(_RECOMPUTE, typed) if typed else None
 
 
 def source_of(data: list[str]) -> str | list[str]:
-    """What `--data` names: one file, or several; with a name for each, they are columns."""
+    """Return the value of `--data`: one file or several; with a name for each, they are columns."""
     return data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data
 
 
-# ---- what is typed ---------------------------------------------------------------------------------------------------
+# ---- parsing ---------------------------------------------------------------------------------------------------------
 
 NUMBERS = "[^=]+"
 _KIND = r"[A-Za-z_]\w*(:.+)?"
-"""What stands on the right of `name=...`: a word with options, such as `uniform:low=-1`."""
+"""Right side of `name=...`: a word with options, such as `uniform:low=-1`."""
 
 
 def pairs(items: Sequence[str], example: str, right_sides: str = ".+") -> dict[str, str]:
-    """Arguments of the form `left=right`, such as `example`, which may begin with the option that they follow.
+    """Parse arguments of the form `left=right`.
 
-    Names may hold an `=`, too. What can stand on the right (a pattern) decides which one divides; if several can, the
-    argument is refused.
+    `example` may begin with the option that they follow. Names may hold an `=`: the pattern
+    `right_sides` decides which one divides. An ambiguous argument is refused.
     """
     option = example.rpartition(" ")[0]
-    found: dict[str, str] = {}
+    parsed: dict[str, str] = {}
     for item in items:
-        at = [i for i, c in enumerate(item) if c == "=" and i > 0 and re.fullmatch(right_sides, item[i + 1 :])]
-        if len(at) > 1:
-            ways = " or ".join(f"`{item[:i]}` and `{item[i + 1 :]}`" for i in at[:2])
-            raise Misuse(f"`{item}` can be {ways}", "names that hold an `=` are given in Python, as a mapping")
-        left, right = (item[: at[0]], item[at[0] + 1 :]) if at else ("", "")
-        if not at:
+        splits = [i for i, c in enumerate(item) if c == "=" and i > 0 and re.fullmatch(right_sides, item[i + 1 :])]
+        if len(splits) > 1:
+            readings = " or ".join(f"`{item[:i]}` and `{item[i + 1 :]}`" for i in splits[:2])
+            raise Misuse(f"`{item}` is ambiguous: {readings}", "pass names that hold an `=` in Python, as a mapping")
+        left, right = (item[: splits[0]], item[splits[0] + 1 :]) if splits else ("", "")
+        if not splits:
             hint = "the model comes first" if item.endswith(".onnx") else f"write for example `{example}`"
-            raise Misuse(f"`{f'{option} {item}'.strip()}` has not the form of `{example}`", hint)
-        if left in found:
-            raise Misuse(f"`{left}` is given twice: as `{found[left]}` and as `{right}`", "give each name once")
-        found[left] = right
-    return found
+            raise Misuse(f"`{f'{option} {item}'.strip()}` does not have the form `{example}`", hint)
+        if left in parsed:
+            raise Misuse(f"`{left}` is given twice: `{parsed[left]}` and `{right}`", "pass each name once")
+        parsed[left] = right
+    return parsed
 
 
 def names_in(file: Path) -> dict[str, str] | list[str]:
-    """Names in a file: pairs as a JSON object; or one in each line."""
+    """Read names from a file: a JSON object of pairs, a JSON list, or a name per line."""
     from onward.model.storage.files import reason, regular
 
     try:
         regular(file)
         text = file.read_text("utf-8").strip()
-        found = json.loads(text) if text[:1] in ("{", "[") else text.splitlines()
+        names = json.loads(text) if text[:1] in ("{", "[") else text.splitlines()
     except (OSError, ValueError, RecursionError) as error:
-        raise Misuse(f"`{file}` cannot be read: {reason(error)}", "give JSON, or a name in each line") from error
-    texts = [*found, *(found.values() if isinstance(found, dict) else ())]
-    if not texts or not all(isinstance(each, str) for each in texts):
-        raise Misuse(f"`{file}` holds no names", "give a JSON object of names, or a name in each line")
-    return found
+        raise Misuse(f"cannot read `{file}`: {reason(error)}", "write JSON, or one name per line") from error
+    texts = [*names, *(names.values() if isinstance(names, dict) else ())]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise Misuse(f"`{file}` holds no names", "write a JSON object of names, or one name per line")
+    return names
 
 
 def example_in(file: Path) -> Any:
-    """What a module of PyTorch takes, from a file."""
+    """Read example inputs of a PyTorch module from a file."""
     try:
         from onward.frameworks.torch.arguments import read_example
     except ModuleNotFoundError as error:
@@ -169,7 +171,7 @@ def example_in(file: Path) -> Any:
 
 
 def number(text: str) -> Any:
-    """A number, `true`, `false` or a list of numbers, or the text itself if it is none of these."""
+    """Parse a number, a boolean or a list; return any other text unchanged."""
     try:
         return float(text) if text.lower() in ("inf", "-inf", "nan") else json.loads(text)
     except (ValueError, RecursionError):
@@ -177,15 +179,15 @@ def number(text: str) -> Any:
 
 
 def floats_matching(model: AnyModel, patterns: Sequence[str]) -> list[str]:
-    """The floating-point values of a model that match patterns: inputs, weights, and what is computed."""
+    """Return the names of the floating-point values of a model that match patterns."""
     from onward.model.core import values
     from onward.recipe.trainable import matching
 
-    known = [v.name for v in values(model.graph) if v.name and (v.dtype is None or v.dtype.is_floating_point())]
-    names = matching(patterns, known)
+    candidates = [v.name for v in values(model.graph) if v.name and (v.dtype is None or v.dtype.is_floating_point())]
+    names = matching(patterns, candidates)
     if not names:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
         raise UnknownNameError(
-            f"{listed} matches no floating-point value", hint=suggest_or_list(patterns[0].strip("*"), known)
+            f"{listed} matches no floating-point value", hint=suggest_or_list(patterns[0].strip("*"), candidates)
         )
     return names

@@ -1,4 +1,4 @@
-"""`onward pipeline` and `onward page`: what happens to data before a model, and a page that trains one."""
+"""`onward pipeline` and `onward page`: preprocessing models, and pages that train in the browser."""
 
 from __future__ import annotations
 
@@ -31,39 +31,37 @@ _ARRAYS = ".npz"
 )
 def pipeline(
     source: Annotated[
-        str, argument("OPERATIONS|FILE", "What is done, as for `--preprocess`; or an .onnx file that does it.")
+        str, argument("OPERATIONS|FILE", "Operations, as for `--preprocess`; or the .onnx file of a pipeline or model.")
     ],
     *,
     model: Annotated[
-        Path | None, option("--for", "MODEL", "The model that it is for, which says names, types and shapes.")
+        Path | None, option("--for", "MODEL", "Model whose inputs set the names, types and shapes.")
     ] = None,
     before: Annotated[
         Path | None,
-        option("--before", "MODEL", "Write this model, its training included, with the pipeline before it."),
+        option("--before", "MODEL", "Write this model, training included, with the pipeline before it."),
     ] = None,
-    rest: Annotated[
-        Path | None, option("--rest", "FILE", "Where to write a model whose pipeline is taken out, without it.")
-    ] = None,
+    rest: Annotated[Path | None, option("--rest", "FILE", "Output file of the model without its pipeline.")] = None,
     data: Annotated[
         list[str] | None,
-        option("--data", "DATA", "Data for `-o FILE.npz`, or those whose words are counted. May be repeated."),
+        option("--data", "DATA", "Data for `-o FILE.npz`, or to count words of a vocabulary. May be repeated."),
     ] = None,
     columns: Annotated[
         list[str] | None,
-        option("--column", "INPUT=COLUMN", "Which column an input takes, such as `text=review`. May be repeated."),
+        option("--column", "INPUT=COLUMN", "Data column for an input, such as `text=review`. May be repeated."),
     ] = None,
     output: Annotated[
         Path | None,
-        option("--output -o", "FILE", "Where to write; arrays if it is an .npz file. `pipeline.onnx` unless given."),
+        option("--output -o", "FILE", "Output file; an .npz file gets arrays (default: `pipeline.onnx`)."),
     ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a pipeline: a model from data as they are to what another model takes.
+    """Make a pipeline: a model from raw data to the inputs of another model.
 
-    It is ONNX, made of operators of the standard. It can be run (`--data`), put before a model (`--before`, or
-    `--preprocess` of `train` and `prepare`), and taken out of one that has it. `onward prepare --list preprocessing`
-    lists operations.
+    A pipeline is ONNX, made of standard operators. Run it with `--data`, join it to a model with
+    `--before` or with `--preprocess` of `train` and `prepare`, and detach it from a model with
+    `--rest`. `onward prepare --list preprocessing` lists the operations.
     """
     _check_together(source, model, before, rest, data, output)
     import onward
@@ -73,22 +71,22 @@ def pipeline(
     if output is not None and output.suffix == _ARRAYS:
         if not force:
             refuse_to_overwrite(output)
-        made = onward.load(source) if is_file else _made(source, model, data, mapping)
-        _run(made, data, mapping, output, as_json)
+        result = onward.load(source) if is_file else _make(source, model, data, mapping)
+        _run(result, data, mapping, output, as_json)
         return
-    place = target(Path("pipeline.onnx"), output or Path("pipeline.onnx"), "pipeline", force=force)
-    beside = target(Path(source), rest, "rest", force=force) if rest is not None else None
+    destination = target(Path("pipeline.onnx"), output or Path("pipeline.onnx"), "pipeline", force=force)
+    rest_destination = target(Path(source), rest, "rest", force=force) if rest is not None else None
     other: Model | None = None
-    with working(f"making {place.path}", *([Path(source)] if is_file else [])):
+    with working(f"making {destination.path}", *([Path(source)] if is_file else [])):
         if before is not None:
-            made = onward.pipelines.join(source if is_file else _made(source, before, data, mapping), str(before))
+            result = onward.pipelines.join(source if is_file else _make(source, before, data, mapping), str(before))
         elif is_file:
-            made, other = onward.pipelines.detach(source)
+            result, other = onward.pipelines.detach(source)
         else:
-            made = _made(source, model, data, mapping)
-    _write(made, place, as_json)
-    if beside is not None and other is not None:
-        beside.write(other, _ports(other))
+            result = _make(source, model, data, mapping)
+    _write(result, destination, as_json)
+    if rest_destination is not None and other is not None:
+        rest_destination.write(other, _ports(other))
 
 
 def _check_together(
@@ -96,18 +94,18 @@ def _check_together(
 ) -> None:
     is_file, is_run = source.endswith(".onnx"), output is not None and output.suffix == _ARRAYS
     if is_run and not data:
-        raise Misuse("arrays are made of data, and there are none", "give some: `--data DATA`")
+        raise Misuse("an .npz output needs data", "onward pipeline SOURCE --data DATA -o FILE.npz")
     if is_file and data and not is_run:
-        raise Misuse("`--data` has no effect on a pipeline that is there", "write arrays: `-o FILE.npz`")
+        raise Misuse("`--data` has no effect on an existing pipeline", "write arrays: `-o FILE.npz`")
     if before is not None and (rest or model or output is None or is_run):
-        raise Misuse("`--before` joins two models into one", "say where that goes: `-o whole.onnx`, and no more")
+        raise Misuse("`--before` joins two models into one .onnx file", "use it with `-o whole.onnx` and nothing else")
     if rest is not None and (not is_file or is_run):
-        raise Misuse("`--rest` is what is left of a model", "name the model: `onward pipeline MODEL --rest FILE`")
+        raise Misuse("`--rest` needs a model with a pipeline", "onward pipeline MODEL.onnx --rest FILE")
     if model is not None and is_file:
-        raise Misuse("`--for` has no effect on a pipeline that is there", "leave it out")
+        raise Misuse("`--for` has no effect on an existing pipeline", "leave it out")
 
 
-def _made(source: str, model: Path | None, data: list[str] | None, mapping: dict[str, str] | None) -> Model:
+def _make(source: str, model: Path | None, data: list[str] | None, mapping: dict[str, str] | None) -> Model:
     import onward
 
     return onward.pipelines.make(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
@@ -117,12 +115,12 @@ def _one_or_all(data: list[str] | None) -> str | list[str] | None:
     return data[0] if data and len(data) == 1 else data
 
 
-def _run(made: Model, data: list[str] | None, mapping: dict[str, str] | None, output: Path, as_json: bool) -> None:
+def _run(pipeline: Model, data: list[str] | None, mapping: dict[str, str] | None, output: Path, as_json: bool) -> None:
     import numpy as np
 
     import onward
 
-    arrays = onward.pipelines.run(made, _one_or_all(data), columns=mapping)
+    arrays = onward.pipelines.run(pipeline, _one_or_all(data), columns=mapping)
     np.savez(output, allow_pickle=False, **arrays)
     if as_json:
         shapes = {name: {"type": str(a.dtype), "shape": list(a.shape)} for name, a in arrays.items()}
@@ -131,13 +129,13 @@ def _run(made: Model, data: list[str] | None, mapping: dict[str, str] | None, ou
         remark(f"wrote {output}: " + ", ".join(f"{name} {a.dtype} {list(a.shape)}" for name, a in arrays.items()))
 
 
-def _write(made: Model, place: Target, as_json: bool) -> None:
+def _write(model: Model, output: Target, as_json: bool) -> None:
     if as_json:
-        place.save(made)
-        ports = {side: [value.name for value in getattr(made, side)] for side in ("inputs", "outputs")}
-        print_json({"output": str(place.path), **ports})
+        output.save(model)
+        ports = {side: [value.name for value in getattr(model, side)] for side in ("inputs", "outputs")}
+        print_json({"output": str(output.path), **ports})
     else:
-        place.write(made, _ports(made))
+        output.write(model, _ports(model))
 
 
 def _ports(model: Model) -> str:
@@ -146,8 +144,8 @@ def _ports(model: Model) -> str:
 
     summary = onward.describe(model)
     sides = (summary.inputs, summary.outputs)
-    taken, given = (", ".join(f"{one.name} {one.type} {shape(one.shape)}" for one in side) for side in sides)
-    return f"from {taken} to {given}"
+    inputs, outputs = (", ".join(f"{port.name} {port.type} {shape(port.shape)}" for port in side) for side in sides)
+    return f"from {inputs} to {outputs}"
 
 
 # ---- page ------------------------------------------------------------------------------------------------------------
@@ -165,28 +163,30 @@ def _ports(model: Model) -> str:
 def page(
     model: options.Model,
     *,
-    output: Annotated[Path, option("--output -o", "FOLDER", "Where the page goes.")],
-    force: Annotated[bool, option("--force", None, "Write into a folder that holds something else.")] = False,
+    output: Annotated[Path, option("--output -o", "FOLDER", "Output folder.")],
+    force: Annotated[bool, option("--force", None, "Write into a folder that holds other files.")] = False,
     as_json: options.Json = False,
-    **given: Any,
+    **typed: Any,
 ) -> None:
-    """Write a page that trains a model in the browser: train, watch, stop, go on, try it, download it.
+    """Write a page that trains a model in the browser.
 
-    The model is a training model, or any model and a loss. The folder is for any web server, and asks no other: whoever
-    opens it trains on their own device, on the data that are given here, on what they draw, drop and film, or on both.
+    The model is a training model, or any model and a loss. Serve the folder with any web server; it
+    needs no backend. Visitors train on their own device, on the data of the page, on what they
+    draw, drop or film, or on both. They can watch, stop, resume, try and download the model.
     """
     import onward
     from onward.inspect.formatting import size
 
-    asked = select_given(PageOptions, given)
+    asked = select_given(PageOptions, typed)
     if "data" in asked:
-        asked["data"] = source_of(given["data"])
+        asked["data"] = source_of(typed["data"])
     with working(f"writing a page for {model}", model):
-        made = onward.page(model, **asked, output=output, force=force)
+        written = onward.page(model, **asked, output=output, force=force)
     if as_json:
-        print_json({"output": str(made.path), "sizes": made.sizes, "notes": list(made.notes)})
+        print_json({"output": str(written.path), "sizes": written.sizes, "notes": list(written.notes)})
         return
-    for note in made.notes:
+    for note in written.notes:
         remark(note)
-    remark(f"wrote {made.path}: a browser loads {size(made.loaded)}, {size(made.sizes['runtime'])} of it ONNX Runtime")
-    remark(f"to look at it: python -m http.server -d {made.path}, and open http://localhost:8000")
+    runtime = size(written.sizes["runtime"])
+    remark(f"wrote {written.path}: a browser loads {size(written.loaded)}, {runtime} of it ONNX Runtime")
+    remark(f"to open it: python -m http.server -d {written.path}, then http://localhost:8000")

@@ -1,4 +1,4 @@
-"""`onward describe`, `diff`, `report` and `plan`: what is in files and runs, and what a training would take."""
+"""`onward describe`, `diff`, `report` and `plan`: inspect files and runs, and plan a training."""
 
 from __future__ import annotations
 
@@ -37,26 +37,24 @@ def describe(
     model: options.Model,
     params: Annotated[
         bool,
-        option(
-            "--params", None, "List all tensors: trained, frozen, constant; of a checkpoint, also what optimizers keep."
-        ),
+        option("--params", None, "List all tensors: trained, frozen, constant; of a checkpoint, also optimizer state."),
     ] = False,
     blocks: Annotated[
-        bool, option("--blocks", None, "List the layers that the graph repeats; of one kind are those that are equal.")
+        bool, option("--blocks", None, "List the blocks that the graph repeats; equal blocks are of one kind.")
     ] = False,
-    graph: Annotated[Path | None, option("--graph", "FILE", "Draw the training graph into an .svg file.")] = None,
+    graph: Annotated[Path | None, option("--graph", "FILE", "Draw the training graph to an .svg file.")] = None,
     unsafe: Annotated[
-        bool, option("--unsafe", None, "List the code that a loader that trusts a checkpoint would execute.")
+        bool, option("--unsafe", None, "List the code that loading the checkpoint with pickle would execute.")
     ] = False,
     step: options.Step = 0,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what is in a file.
+    """Describe a model, a training model or a checkpoint.
 
-    What goes in and out, how many parameters there are and which are trained, loss, optimizer, schedule, state, and how
-    far it is trained. It may also be a checkpoint of PyTorch, Lightning or Hugging Face, a file or a folder: nothing in
-    it is executed.
+    Prints inputs and outputs, parameters (trained, frozen, constant), loss, optimizer, schedule,
+    state, and training progress. The file may also be a checkpoint of PyTorch, Lightning or Hugging
+    Face, as a file or folder. Nothing in it is executed.
     """
     from onward.checkpoint import is_checkpoint
     from onward.inspect import describe as summarize
@@ -75,7 +73,7 @@ def describe(
         _show_blocks(model, as_json)
         return
     if graph is not None and graph.exists() and not force:
-        raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
+        raise WriteError(f"`{graph}` already exists", hint="write to another file, or overwrite it with `--force`")
     with working(f"reading {model}", model):
         source = load(model)
         summary = summarize(source)
@@ -98,27 +96,27 @@ def _show_blocks(path: Path, as_json: bool) -> None:
     from onward.model import load
 
     with working(f"looking for blocks in {path}", path):
-        found = find_blocks(load(path))
+        repeated = find_blocks(load(path))
     if as_json:
         lists = ("parameters", "inputs", "outputs")
         print_json(
             [
                 {"name": block.name, "kind": block.kind, "nodes": len(block.nodes)}
                 | {key: [value.name for value in getattr(block, key)] for key in lists}
-                for block in found
+                for block in repeated
             ]
         )
-    elif found:
+    elif repeated:
         rows = [
-            [block.name or f"block {i}", f"kind {block.kind}", quantity(len(block.nodes), "node"), _held(block)]
-            for i, block in enumerate(found)
+            [block.name or f"block {i}", f"kind {block.kind}", quantity(len(block.nodes), "node"), _parameters(block)]
+            for i, block in enumerate(repeated)
         ]
         print_rows(rows, styles=("bold",))
     else:
-        say("it repeats no blocks")
+        say("no repeated blocks")
 
 
-def _held(block: Part) -> str:
+def _parameters(block: Part) -> str:
     from onward.inspect.formatting import quantity
 
     numbers = sum(value.const_value.size for value in block.parameters if value.const_value is not None)
@@ -128,15 +126,15 @@ def _held(block: Part) -> str:
 def _show_code(path: Path, as_json: bool) -> None:
     from onward.checkpoint.formats import list_code
 
-    code, wrong = list_code(path)
+    code, error = list_code(path)
     if as_json:
-        print_json([each._asdict() for each in code])
-    for each in () if as_json else code:
-        say(f"{each.file}  {each.name}{each.call}")
-    if wrong is not None:
-        raise wrong
+        print_json([reference._asdict() for reference in code])
+    for reference in () if as_json else code:
+        say(f"{reference.file}  {reference.name}{reference.call}")
+    if error is not None:
+        raise error
     if not code and not as_json:
-        say("it names no code")
+        say("no code")
 
 
 def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
@@ -151,17 +149,17 @@ def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
             say(line)
     else:
         say(path.name or str(path), style="bold")
-        print_fields([*lines(checkpoint), *_way_on(path, checkpoint)], indent="  ")
+        print_fields([*lines(checkpoint), *_next_command(path, checkpoint)], indent="  ")
 
 
-def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """How to go on from there, if there is an optimizer to go on with."""
+def _next_command(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return the command that converts a checkpoint, if it has an optimizer."""
     from onward.importing.capture import has_model
 
     if not checkpoint.optimizers:
         return []
     like = "" if has_model(checkpoint) else " --like model.onnx"
-    return [("go on", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
+    return [("next", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
 
 
 @command(
@@ -171,44 +169,47 @@ def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     "onward diff before.pt after.pt --rtol 1e-5 --json",
 )
 def diff(
-    a: Annotated[Path, argument("A", "A checkpoint, a file or a folder; or an .onnx file.")],
-    b: Annotated[Path, argument("B", "What to compare it with.")],
-    atol: Annotated[float, option("--atol", "X", "How far numbers may be apart.", min=0)] = 0.0,
-    rtol: Annotated[float, option("--rtol", "X", "The same, in proportion to the number in B.", min=0)] = 0.0,
-    params: Annotated[bool, option("--params", None, "List what is equal, too.")] = False,
+    a: Annotated[Path, argument("A", "A checkpoint file or folder, or an .onnx file.")],
+    b: Annotated[Path, argument("B", "The file or folder to compare with.")],
+    atol: Annotated[float, option("--atol", "X", "Absolute tolerance.", min=0)] = 0.0,
+    rtol: Annotated[float, option("--rtol", "X", "Tolerance relative to the number in B.", min=0)] = 0.0,
+    params: Annotated[bool, option("--params", None, "Also list equal tensors and settings.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare two checkpoints of any formats, two models, or one of each.
 
-    Names, shapes, types and values of tensors; class, hyper-parameters and state of the optimizer; schedule, step and
-    random numbers. NaN is equal to NaN. The exit code is 0 if all is equal, and 1 if not.
+    Compares names, shapes, types and values of tensors; class, hyper-parameters and state of the
+    optimizer; schedule, step and random number state. NaN equals NaN. The exit code is 0 if
+    everything is equal, else 1.
     """
-    from onward.checkpoint import diff as compared
+    from onward.checkpoint import diff as compare
 
     with working(f"comparing {a} and {b}", *(path for path in (a, b) if path.suffix == ".onnx")):
-        found = compared(a, b, atol=atol, rtol=rtol)
+        comparison = compare(a, b, atol=atol, rtol=rtol)
     if as_json:
-        print_json(_as_json(found))
+        print_json(_as_json(comparison))
     else:
-        _print(found, params)
-    if not found.equal:
+        _print(comparison, params)
+    if not comparison.equal:
         raise typer.Exit(FAILED)
 
 
-def _print(found: Comparison, params: bool) -> None:
-    print_fields([("a", f"{found.a.path}, {found.a.title}"), ("b", f"{found.b.path}, {found.b.title}")])
-    print_fields([("names", rule) for rule in found.rules])
-    _print_section("tensors", found.tensors, params)
-    _print_section("state of the optimizer", found.slots, params)
-    for side, names in (("a", found.only_a), ("b", found.only_b)):
+def _print(comparison: Comparison, params: bool) -> None:
+    print_fields(
+        [("a", f"{comparison.a.path}, {comparison.a.title}"), ("b", f"{comparison.b.path}, {comparison.b.title}")]
+    )
+    print_fields([("names", rule) for rule in comparison.rules])
+    _print_section("tensors", comparison.tensors, params)
+    _print_section("optimizer state", comparison.slots, params)
+    for side, names in (("a", comparison.only_a), ("b", comparison.only_b)):
         if names:
             say(f"only in {side}: {len(names):,}", style="bold")
             print_rows([["  ", name] for name in names])
-    shown = [fact for fact in found.facts if params or not fact.equal]
+    shown = [fact for fact in comparison.facts if params or not fact.equal]
     if shown:
-        say("the training", style="bold")
+        say("training", style="bold")
         print_rows([["  ", fact.name, _values(fact)] for fact in shown])
-    say("equal" if found.equal else "different", style="bold green" if found.equal else "bold red")
+    say("equal" if comparison.equal else "different", style="bold green" if comparison.equal else "bold red")
 
 
 def _print_section(heading: str, pairs: Iterable[Pair], params: bool) -> None:
@@ -222,14 +223,14 @@ def _print_section(heading: str, pairs: Iterable[Pair], params: bool) -> None:
 
 
 def _describe(pair: Pair) -> str:
-    one, other = pair.shapes
+    shape, other_shape = pair.shapes
     if pair.distance is None:
-        return f"{list(one)} and {list(other)}"
-    parts = [f"{list(one)}"]
+        return f"{list(shape)} and {list(other_shape)}"
+    parts = [f"{list(shape)}"]
     if pair.dtypes[0] != pair.dtypes[1]:
         parts.append(" and ".join(pair.dtypes))
     if pair.is_transposed:
-        parts.append("turned")
+        parts.append("transposed")
     differ, absolute, relative = pair.distance
     far = f"at most {absolute:.3g} apart, relative {relative:.3g}" if absolute else "equal values"
     parts.append(f"{differ:,} elements differ, {far}" if differ else far)
@@ -237,8 +238,8 @@ def _describe(pair: Pair) -> str:
 
 
 def _values(fact: Fact) -> str:
-    one, other = _word(fact.a), _word(fact.b)
-    return f"{one} in both" if fact.equal else f"{one} and {other}"
+    value, other_value = _word(fact.a), _word(fact.b)
+    return f"{value} in both" if fact.equal else f"{value} and {other_value}"
 
 
 def _word(value: Any) -> str:
@@ -249,10 +250,10 @@ def _word(value: Any) -> str:
     return "nothing" if value is None else word(value)
 
 
-def _as_json(found: Comparison) -> dict[str, Any]:
+def _as_json(comparison: Comparison) -> dict[str, Any]:
     from onward.checkpoint.summary import plain
 
-    def pairs(given: Iterable[Pair]) -> list[dict[str, Any]]:
+    def pairs(compared: Iterable[Pair]) -> list[dict[str, Any]]:
         return [
             {
                 "name": pair.name,
@@ -263,36 +264,37 @@ def _as_json(found: Comparison) -> dict[str, Any]:
                 "equal": pair.equal,
                 **plain(pair.distance._asdict() if pair.distance else {}),
             }
-            for pair in given
+            for pair in compared
         ]
 
     return {
-        "a": {"path": str(found.a.path), "format": found.a.format, "title": found.a.title},
-        "b": {"path": str(found.b.path), "format": found.b.format, "title": found.b.title},
-        "equal": found.equal,
-        "rules": list(found.rules),
-        "tensors": pairs(found.tensors),
-        "slots": pairs(found.slots),
-        "only_a": list(found.only_a),
-        "only_b": list(found.only_b),
+        "a": {"path": str(comparison.a.path), "format": comparison.a.format, "title": comparison.a.title},
+        "b": {"path": str(comparison.b.path), "format": comparison.b.format, "title": comparison.b.title},
+        "equal": comparison.equal,
+        "rules": list(comparison.rules),
+        "tensors": pairs(comparison.tensors),
+        "slots": pairs(comparison.slots),
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
         "facts": [
-            {"name": each.name, "a": plain(each.a), "b": plain(each.b), "equal": each.equal} for each in found.facts
+            {"name": fact.name, "a": plain(fact.a), "b": plain(fact.b), "equal": fact.equal}
+            for fact in comparison.facts
         ],
     }
 
 
 @command(LOOK, "onward report run/", "onward report run/ -o digits.html")
 def report(
-    run: Annotated[Path, argument("RUN", "The folder of a run.")],
+    run: Annotated[Path, argument("RUN", "Run folder.")],
     output: Annotated[
-        Path | None, option("--output -o", "FILE", "Where to write. `report.html` in the folder unless given.")
+        Path | None, option("--output -o", "FILE", "Output file (default: `report.html` in the run folder).")
     ] = None,
     force: options.Force = False,
 ) -> None:
-    """Make a page of a run: curves, gradients, weights, and what was trained.
+    """Write an HTML report of a run: curves, gradients, weights and the recipe.
 
-    One HTML file that needs nothing else and asks nothing of the network, so it can be sent to somebody. The run may
-    still be going on; making the page again brings it up to date.
+    The report is one self-contained HTML file without network requests. The run may still be
+    training; write the report again to update it.
     """
     from onward.inspect.formatting import size
     from onward.training.report import report as write
@@ -319,30 +321,30 @@ def plan(
     *,
     step: options.Step = 0,
     output: Annotated[
-        Path | None, option("--output -o", "FILE", "Write the model with the plan in it: devices, and what is divided.")
+        Path | None, option("--output -o", "FILE", "Write the model with the plan: devices and sharded tensors.")
     ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
-    **given: Any,
+    **typed: Any,
 ) -> None:
-    """Say what a training would take on many devices, without running it.
+    """Estimate a training on many devices without running it.
 
-    Parameters, gradients, state of the optimizer and activations on each device, what they must send each other, and
-    with --bandwidth and --flops how long a step takes: for each strategy, or for one. Weights of the model are not read
-    and need not be there.
+    Prints parameters, gradients, optimizer state, activations and communication per device, for
+    every strategy or for one. With --bandwidth and --flops it also prints the time per step. The
+    weights of the model are not read and may be missing.
     """
-    place = target(model, output, "sharded", force=force) if output is not None else None
+    destination = target(model, output, "sharded", force=force) if output is not None else None
     import onward
     from onward.inspect.formatting import quantity
     from onward.planning.plan import annotate
 
     with working(f"planning for {model}", model):
-        found = onward.plan(str(model), step=step, **select_given(PlanOptions, given))
-    if place is not None:
-        sharding = found.sharding()
-        annotate(model, sharding, place.path)
-        remark(f"wrote {place.path}: {sharding.name} on {quantity(sharding.devices, 'device')}")
+        estimate = onward.plan(str(model), step=step, **select_given(PlanOptions, typed))
+    if destination is not None:
+        sharding = estimate.sharding()
+        annotate(model, sharding, destination.path)
+        remark(f"wrote {destination.path}: {sharding.name} on {quantity(sharding.devices, 'device')}")
     if as_json:
-        print_json(found.to_json())
+        print_json(estimate.to_json())
     else:
-        say(str(found))
+        say(str(estimate))

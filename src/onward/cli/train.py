@@ -1,4 +1,4 @@
-"""`onward train`: the main job."""
+"""`onward train`: train a model, resume a run, cross-validate, search a learning rate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from onward.training.cross_validation import CrossValidation
     from onward.training.run import Run
 
-_RUN = "The run"
+_RUN = "Run"
 _SEVERAL = "Several processes"
-_FOLDS = "each fold is a run of its own"
+_FOLDS = "every fold is a separate run"
 _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device", "mesh", "strategy", "deepspeed_config"}
 
 
@@ -54,64 +54,61 @@ def train(
         option(
             "--config",
             "FILE",
-            "Options from a .yaml or .toml file, such as `config.yaml` in the folder of a run. Those given here count.",
+            "Options in a .yaml or .toml file, such as `config.yaml` of a run. Flags override it.",
             _RUN,
         ),
     ] = None,
-    resume: Annotated[
-        Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
-    ] = None,
+    resume: Annotated[Path | None, option("--resume", "FOLDER", "Resume a run from its last save.", _RUN)] = None,
     data_changed: Annotated[
         bool,
-        option("--data-changed", None, "With `--resume`: accept data that are not those the run began with.", _RUN),
+        option("--data-changed", None, "With `--resume`: accept other data than those of the run.", _RUN),
     ] = False,
     find_lr: Annotated[
-        bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
+        bool, option("--find-lr", None, "Search for a learning rate and print it, instead of training.", _RUN)
     ] = False,
     processes: Annotated[
         int | None,
-        option("--nproc", "N", "Train in N processes on this machine, which torchrun starts.", _SEVERAL, min=1),
+        option("--nproc", "N", "Train in N processes on this machine, started by torchrun.", _SEVERAL, min=1),
     ] = None,
     launcher: Annotated[
         str | None,
         option(
-            "--launch", "HOW", "`ray`: train in workers that Ray Train starts, on all machines that Ray has.", _SEVERAL
+            "--launch", "HOW", "`ray`: train in workers of Ray Train, on all machines of the Ray cluster.", _SEVERAL
         ),
     ] = None,
-    workers: Annotated[
-        int | None, option("--workers", "N", "How many workers of Ray there are.", _SEVERAL, min=1)
-    ] = None,
+    workers: Annotated[int | None, option("--workers", "N", "Number of Ray workers.", _SEVERAL, min=1)] = None,
     restarts: Annotated[
         int,
         option(
             "--restarts",
             "N",
-            "After a failure of one of them, go on from the last save, up to N times.",
+            "Restart from the last save after a failure, at most N times.",
             _SEVERAL,
             min=0,
         ),
     ] = 0,
-    quiet: Annotated[bool, option("--quiet -q", None, "Show no progress.", _RUN)] = False,
+    quiet: Annotated[bool, option("--quiet -q", None, "Hide the progress.", _RUN)] = False,
     output: options.Output = None,
     force: options.Force = False,
     as_json: options.Json = False,
-    **given: Any,
+    **typed: Any,
 ) -> None:
-    """Train a model on data, on stock ONNX Runtime or another engine.
+    """Train a model on data, with ONNX Runtime or another engine.
 
-    The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
-    and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
+    The model is a training model, or any model with `--loss`. The run is saved in a folder: Ctrl-C
+    saves and stops, `--resume` continues. `-o` writes the best model: the original graph with
+    trained weights.
     """
     if processes is not None or launcher is not None or workers is not None:
-        _launch(processes, launcher, workers, restarts, given, resume)
-    asked = select_given(TrainOptions, given)
+        _launch(processes, launcher, workers, restarts, typed, resume)
+    asked = select_given(TrainOptions, typed)
     if "data" in asked:
-        asked["data"] = source_of(given["data"])
+        asked["data"] = source_of(typed["data"])
     quiet = quiet or as_json
     if resume is not None:
         others = {"model": model, "config": config, "find-lr": find_lr}
         useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
-        _refuse(useless, "--resume", "it goes on as it was started")
+        _refuse(useless, "--resume", "a resumed run keeps its options")
         _resume(resume, asked | ({"data_changed": True} if data_changed else {}), output, force, quiet, as_json)
         return
     if data_changed:
@@ -124,30 +121,28 @@ def train(
     path = asked.get("model")
     if path is None or "data" not in asked:
         missing = "argument `MODEL`" if path is None else "option `--data`"
-        raise Misuse(
-            f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
-        )
+        raise Misuse(f"missing {missing}", "see `onward train --help`; to resume a run: `onward train --resume RUN`")
     if "folds" in asked and "fold" not in asked:
         _refuse([name for name, value in {"find-lr": find_lr, "output": output}.items() if value], "--folds", _FOLDS)
         from onward.training.cross_validation import cross_validate
 
         _show_folds(cross_validate(**asked, quiet=quiet), as_json)
         return
-    place = _place(Path(path), output, force, "checkpoint" in asked) if output is not None else None
-    if find_lr and place is not None:
-        raise Misuse("`--find-lr` trains nothing, so there is nothing to write", "leave `-o` out")
+    destination = _destination(Path(path), output, force, "checkpoint" in asked) if output is not None else None
+    if find_lr and destination is not None:
+        raise Misuse("`-o` has no effect with `--find-lr`, which does not train", "leave `-o` out")
     from onward.training import api
 
     if find_lr:
-        _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "a checkpoint has its rate")
-        taken = inspect.signature(api.find_lr).parameters.keys() - {"updates"}
-        found = api.find_lr(**{name: value for name, value in asked.items() if name in taken})
+        _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "the checkpoint stores its learning rate")
+        accepted = inspect.signature(api.find_lr).parameters.keys() - {"updates"}
+        rates = api.find_lr(**{name: value for name, value in asked.items() if name in accepted})
         if as_json:
-            print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
+            print_json({"lr": rates.suggested, "rates": rates.rates, "losses": rates.losses})
         else:
-            say(f"lr={found.suggested:.2g}")
+            say(f"lr={rates.suggested:.2g}")
     else:
-        _finish(api.train(**asked, quiet=quiet), place, as_json)
+        _finish(api.train(**asked, quiet=quiet), destination, as_json)
 
 
 def _launch(
@@ -155,16 +150,16 @@ def _launch(
     launcher: str | None,
     workers: int | None,
     restarts: int,
-    given: dict[str, Any],
+    typed: dict[str, Any],
     resume: Path | None,
 ) -> NoReturn:
-    """Start this command in several processes, each of which finds itself among others."""
+    """Run this command in several processes, and exit."""
     arguments = sys.argv[1:]
     for flag in ("--nproc", "--launch", "--workers", "--restarts"):
         arguments = _without(arguments, flag)
-    if restarts and given.get("run") is None and "--resume" not in arguments:
-        raise Misuse("`--restarts` needs to know where the run is", "name its folder: `--run FOLDER`")
-    folder = resume or given.get("run")
+    if restarts and typed.get("run") is None and "--resume" not in arguments:
+        raise Misuse("`--restarts` needs the run folder", "name it: `--run FOLDER`")
+    folder = resume or typed.get("run")
     run = None if folder is None else Path(folder)
     if launcher is None and processes is not None and workers is None:
         from onward.distribute import torchrun
@@ -172,36 +167,36 @@ def _launch(
         raise SystemExit(torchrun.launch(arguments, processes, restarts, run))
     if launcher != "ray" or workers is None or processes is not None:
         raise Misuse(
-            "what starts processes, and how many, do not fit together",
+            "use either `--nproc` or `--launch ray` with `--workers`",
             "`--nproc 4` for torchrun on this machine, or `--launch ray --workers 4`",
         )
-    if given.get("engine") == "jax":
-        raise Misuse("Ray starts processes that PyTorch connects, and JAX connects its own", "leave out `--launch ray`")
+    if typed.get("engine") == "jax":
+        raise Misuse("`--launch ray` does not run `--engine jax`: JAX connects processes itself", "leave it out")
     from onward.distribute import ray
 
-    device = given.get("device") or "cpu"
+    device = typed.get("device") or "cpu"
     raise SystemExit(
         ray.launch(arguments, workers, None if run is None else str(run), restarts=restarts, device=device)
     )
 
 
 def _without(arguments: list[str], flag: str) -> list[str]:
-    """The arguments of the command without an option and its value."""
+    """Return the arguments of the command without an option and its value."""
     if flag not in arguments:
-        return [one for one in arguments if not one.startswith(f"{flag}=")]
+        return [argument for argument in arguments if not argument.startswith(f"{flag}=")]
     at = arguments.index(flag)
     return arguments[:at] + arguments[at + 2 :]
 
 
-def _refuse(useless: Iterable[str], what: str, hint: str) -> None:
-    flags = {one.name: one.flags[0] for one in options_of(TrainOptions)}
+def _refuse(useless: Iterable[str], option: str, hint: str) -> None:
+    flags = {declared.name: declared.flags[0] for declared in options_of(TrainOptions)}
     for name in useless:
         flag = "a model" if name == "model" else f"`{flags.get(name, f'--{name}')}`"
-        raise Misuse(f"{flag} has no effect with {what}", hint)
+        raise Misuse(f"{flag} has no effect with {option}", hint)
 
 
-def _place(model: Path, output: Path, force: bool, continues: bool) -> Target:
-    """Where the result goes. Its tensors are where the model has them, wherever a checkpoint has others."""
+def _destination(model: Path, output: Path, force: bool, continues: bool) -> Target:
+    """Return the output file, with the model's storage of tensors, not the checkpoint's."""
     from onward.model.storage import data_files_of
 
     inside = continues and model.is_file() and not data_files_of(model)
@@ -219,43 +214,44 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
         )
         _show_folds(folds.go_on(**asked, quiet=quiet), as_json)
         return
-    folder, place = Run(run), None
+    folder, destination = Run(run), None
     if output is not None:
-        place = target(Path(folder.read_config().get("model", "model.onnx")), output, "trained", force=force)
-    _finish(resume(folder, **asked, quiet=quiet), place, as_json)
+        destination = target(Path(folder.read_config().get("model", "model.onnx")), output, "trained", force=force)
+    _finish(resume(folder, **asked, quiet=quiet), destination, as_json)
 
 
-def _finish(run: Run, place: Target | None, as_json: bool) -> None:
-    """Write the best model and say what came out; of several processes, the first does."""
+def _finish(run: Run, destination: Target | None, as_json: bool) -> None:
+    """Write the best model and print the result, in the first process."""
     from onward.engines.distributed import current_group
 
     end = run.read_log()[-1]
     interrupted = end.get("reason") == "interrupted"
     if not current_group().is_first:
         raise SystemExit(INTERRUPTED if interrupted else 0)
-    if place is not None and not interrupted:
-        place.save(run.load_best())
+    if destination is not None and not interrupted:
+        destination.save(run.load_best())
     if as_json:
-        output = str(place.path) if place is not None and not interrupted else None
+        output = str(destination.path) if destination is not None and not interrupted else None
         print_json({"run": str(run.path), "output": output, **end, "validation": run.read_results()})
     else:
         steps = f"{end['step']:,} step{'' if end['step'] == 1 else 's'}"
         remark(f"{end['reason'].replace('_', ' ')} after {steps}: {run.path}")
         if interrupted:
-            remark(f"to go on: onward train --resume {run.path}")
-        elif place is not None:
-            remark(f"wrote {place.describe()}")
-        remark(f"to look at it: onward report {run.path}")
+            remark(f"to resume: onward train --resume {run.path}")
+        elif destination is not None:
+            remark(f"wrote {destination.describe()}")
+        remark(f"report: onward report {run.path}")
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
 
-def _show_folds(found: CrossValidation, as_json: bool) -> None:
+def _show_folds(validation: CrossValidation, as_json: bool) -> None:
     if as_json:
-        print_json(found.to_json())
+        print_json(validation.to_json())
     else:
-        print_rows(found.rows(), styles=("bold",))
-        remark(f"{'done' if found.is_finished else 'interrupted'}: {found.path}")
-    if not found.is_finished:
-        remark(f"to go on: onward train --resume {found.path}")
+        print_rows(validation.rows(), styles=("bold",))
+        remark(f"{'done' if validation.is_finished else 'interrupted'}: {validation.path}")
+    if not validation.is_finished:
+        remark(f"to resume: onward train --resume {validation.path}")
+
         raise SystemExit(INTERRUPTED)
