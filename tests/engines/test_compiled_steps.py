@@ -97,7 +97,7 @@ def test_an_odd_batch_that_does_not_fit_as_it_is_runs_compiled(monkeypatch):
             tried.append(given)
             raise MemoryError
 
-        monkeypatch.setattr(engine._part("step"), "_plain", fail)
+        monkeypatch.setattr(engine._program("step"), "_plain", fail)
         for given in (odd, batches[0]):
             np.testing.assert_allclose(engine.step(given)["loss"], other.step(given)["loss"], rtol=1e-5)
     assert len(tried) == 1

@@ -1,9 +1,9 @@
-"""Engines: what executes training models.
+"""Engines, which run training models.
 
 engine = onward.engines.start(model)          # on stock ONNX Runtime
 metrics = engine.step({"image": images, "labels": labels})
 results = engine.evaluate({"image": images, "labels": labels})
-model = engine.updated()                      # the training model with the state as it is now
+model = engine.updated()                      # the training model with the current state
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onward.model.walk import graphs_of
 from onward.transform.padding import write_padding
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
-"""Engines with a derivative and a compiler of their own."""
+"""Engines with their own derivative and compiler."""
 ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS, "keras")
 
 __all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start"]
@@ -36,33 +36,33 @@ def __dir__() -> list[str]:
 
 
 def is_installed(engine: str) -> bool:
-    """Whether the framework of an engine is there: `onward.engines.is_installed("jax")`.
+    """True if the framework of an engine is installed: `onward.engines.is_installed("jax")`.
 
-    - `engine`: its name
+    - `engine`: name of the engine
     """
     return importlib.util.find_spec(engine) is not None
 
 
 @needing_memory("start the engine")
 def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
-    """An engine with a training model on it, ready to run.
+    """Start an engine with a training model.
 
         with onward.engines.start("training.onnx", engine="torch", device="cuda") as engine:
             metrics = engine.step({"image": images, "labels": labels})
             model = engine.updated()
 
     - `training`: a training model
-    - `steps`: of several, the number or the name of one, or how often each runs in a round:
-      `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
+    - `steps`: index or name of one step, or the runs per round: `"discriminator:2,generator"`
+      (default: all steps, in their order and as often as the file says)
     - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"`, `"tensorflow"` or `"keras"`
-    - `options`: the engine's. All have `device`; ONNX Runtime has `threads`, `recompute` and `kernels`, whether native
-      ones are used; frameworks have `compile`, whether the step is compiled as a whole, `rules`, whether gradients are
-      those of our rules, `precision` and `deterministic`; PyTorch has `strategy`, how several processes share the work,
-      and `deepspeed_config`; JAX and PyTorch have `mesh`, devices or processes such as `"data=2,model=2"`, and `shard`,
-      how these divide tensors
+    - `options`: options of the engine. All have `device`. ONNX Runtime has `threads`, `recompute`
+      and `kernels` (use native kernels). Frameworks have `compile` (compile the whole step),
+      `rules` (take gradients from Onward's rules), `precision` and `deterministic`. PyTorch has
+      `strategy` (how several processes share the work) and `deepspeed_config`. JAX and PyTorch have
+      `mesh` (devices or processes: `"data=2,model=2"`) and `shard` (how these divide tensors)
     """
     check_engine(engine)
-    steps = options.pop("step", steps)  # its name until the next release
+    steps = options.pop("step", steps)  # deprecated name
     if options.get("deepspeed_config") is not None and options.get("strategy") != "deepspeed":
         raise ArgumentError(
             "`deepspeed_config` has no effect without DeepSpeed",
@@ -73,7 +73,7 @@ def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime",
     if engine == "onnxruntime":
         from onward.engines.onnxruntime import OnnxRuntime
 
-        options.pop("compile", None)  # it does what it does
+        options.pop("compile", None)  # ONNX Runtime has no eager mode
         check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(load(training), steps, **options)
     if engine == "torch" and any(options.get(name) is not None for name in ("strategy", "mesh")):
@@ -92,7 +92,7 @@ def start(training: Source, steps: Steps = None, *, engine: str = "onnxruntime",
 
 @needing_memory("start the engine")
 def function(model: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The graph of any model as a function of arrays by name.
+    """Return the graph of any model as a function of arrays by name.
 
         compute = onward.engines.function("digits.onnx", engine="torch")
         logits = compute({"image": images})["logits"]
@@ -106,9 +106,9 @@ def function(model: Source, *, engine: str = "numpy", **options: Any) -> Callabl
     check_gradients_of(model)
     refuse_endless_loops(graphs_of(model))
     inputs = {value.name or "": value for value in model.inputs}
-    # Of inputs with a default, frameworks take the default for a constant.
+    # Frameworks treat an input with a default as a constant.
     defaults = {} if engine != "onnxruntime" else {value.name or "": value for value in model.graph.inputs}
-    if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
+    if engine not in FRAMEWORKS and has_training_operators(model):  # the engine has no derivative
         model = lower_for_engine(model, part="inference")
     if engine == "onnxruntime":
         from onward.engines import onnxruntime
@@ -127,7 +127,7 @@ def function(model: Source, *, engine: str = "numpy", **options: Any) -> Callabl
 
 
 def check_engine(engine: str) -> None:
-    """Refuse what is no engine."""
+    """Raise if the name is not an engine."""
     if engine not in ENGINES:
         raise UnknownNameError(
             f"there is no engine `{engine}`",

@@ -1,4 +1,4 @@
-"""Which engines there are here, on which devices, and how many operators each has."""
+"""Available engines on this machine, with their devices and operators."""
 
 from __future__ import annotations
 
@@ -15,44 +15,50 @@ from onward.rules.registry import BODIES, RULES, Rewrite
 from onward.standard import NEWEST_INTERPRETED
 from onward.transform.inline import has_body
 
-UNWRITTEN = "nobody has written it"
+UNWRITTEN = "not implemented"
 
 _PACKAGES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
-"""Engine -> the packages that it may come in, if not one of its name."""
+"""Engine -> its possible packages, if the names differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
     name: str
     version: str | None
-    """None if it is not installed."""
+    """None if the engine is not installed."""
     devices: tuple[str, ...] | None = None
-    """None where nobody has looked."""
+    """None if the framework was not imported."""
     operators: int | None = None
-    """How many of the standard's operators it has; None where nobody has looked, or the engine itself decides that."""
+    """Number of supported standard operators.
+
+    None if the framework was not imported, or for ONNX Runtime.
+    """
     cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Operators that it does not have, and why."""
+    """Missing operator -> reason."""
 
     kernels: str | None = None
-    """The instructions that native kernels use, or why there are none. None for engines that know nothing of them."""
+    """CPU instructions of the native kernels, or the reason why there are none.
+
+    For ONNX Runtime only.
+    """
 
     @property
     def install(self) -> str:
-        """How to get it."""
+        """Command that installs the engine."""
         return f"pip install 'onward[{self.name}]'"
 
 
 def engines(*, load: bool = True) -> list[EngineInfo]:
-    """Return all engines, installed or not. Devices and operators need an import, which takes a while for frameworks.
+    """Return all engines, installed or not.
 
     Args:
-        load: Import frameworks, too
+        load: Import frameworks to list devices and operators, which takes a while
     """
     return [_info(name, load or name in ("onnxruntime", "numpy")) for name in ENGINES]
 
 
 def devices(engine: str) -> list[str]:
-    """What `device` may be for an engine, on this machine."""
+    """Return the valid values of `device` for an engine on this machine."""
     if engine == "onnxruntime":
         from onward.runtime.devices import devices as onnxruntime_devices
 
@@ -61,13 +67,13 @@ def devices(engine: str) -> list[str]:
 
 
 def standard_operators() -> list[str]:
-    """The operators of the standard at its newest version."""
+    """Return the operators of the newest standard."""
     schemas = (schema for schema in defs.get_all_schemas() if schema.domain == "")
     return sorted(schema.name for schema in schemas if not schema.deprecated)
 
 
 def lacking(framework: type[Framework]) -> dict[str, str]:
-    """The standard operators that a framework neither has nor can express by others, with reasons."""
+    """Return standard operators that a framework cannot run, even in terms of others -> the reason."""
     rows = {"Constant", *ONLY_ON_HOST, *framework.operators}
 
     def is_expressible(name: str) -> bool:

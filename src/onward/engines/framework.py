@@ -1,10 +1,12 @@
-"""What the interpreter asks of a framework: a table of operators, ways to and from numpy, and a derivative.
+"""The interface of a framework: a table of operators, conversion from and to numpy, and a
+derivative.
 
-A table maps an operator to a function of its inputs, in the order of its documentation. One that a node leaves out is
-None, or not given if none follows. What the function asks for by keyword are attributes, which come with the schema's
-defaults (a graph comes as a callable), and `outputs`, how many of them the node wants. It returns the output, or a
-tuple of them. Inputs are tensors, but for those that say how large or where something is: these are numpy arrays (see
-`HOST_INPUTS`), and so may be outputs that are known from shapes alone.
+A table maps an operator to a function of its inputs, in the order of the standard. A missing input
+is None; missing inputs at the end are left out. Keyword parameters of the function are attributes,
+with the defaults of the schema (a graph is passed as a callable), and `outputs`, the number of
+outputs of the node. The function returns the output or a tuple of outputs. Inputs are tensors,
+except for sizes and indices, which are numpy arrays (see `HOST_INPUTS`). Outputs that depend only
+on shapes may be numpy arrays, too.
 
     operators = Operators()
     operators(Abs=torch.abs, Floor=torch.floor)
@@ -13,7 +15,7 @@ tuple of them. Inputs are tensors, but for those that say how large or where som
     def concat(*inputs, axis):
         return torch.cat(inputs, axis)
 
-Operators are as the newest version of the standard has them: older forms are brought to it before the call.
+Operators follow the newest version of the standard. Older nodes are converted before the call.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Function = Callable[..., Any]
 
 
 class Operators(dict[str, Function]):
-    """Operator -> function. Operators of other domains than the standard's are named `domain.Operator`."""
+    """Operator -> function. Operators of other domains are named `domain.Operator`."""
 
     def __call__(self, **functions: Function) -> None:
         for name, function in functions.items():
@@ -59,34 +61,36 @@ class Operators(dict[str, Function]):
 
 
 FAMILIES = ("elementwise", "algebra", "movement", "spatial", "layers", "control", "sequence", "host")
-"""The files of a table, in the order in which all have them."""
+"""Files of a table, in their fixed order."""
 
 
 def collect_operators(package: str, families: Sequence[str], name: str = "operators") -> Operators:
-    """The rows of all files of a package."""
-    made = Operators()
+    """Return the rows of all files of a package."""
+    operators = Operators()
     for family in families:
-        made(**getattr(importlib.import_module(f"{package}.{family}"), name))
-    return made
+        operators(**getattr(importlib.import_module(f"{package}.{family}"), name))
+    return operators
 
 
 def table(package: str, namespace: Any, kinds: Iterable[type] = ()) -> Operators:
-    """The rows of all files of a framework's package, and shared ones for what it has none for.
+    """Return the rows of a framework's package, and shared rows for the other operators.
 
-    Functions that these only name are those of the namespace, to which tensors of the types `kinds` belong.
+    Args:
+        namespace: The module that has the functions which shared rows name (`xp.abs`)
+        kinds: Tensor types of the namespace
     """
     register(namespace, kinds)
-    made = Operators()
+    operators = Operators()
     for family in FAMILIES:
-        for place in (f"{package}.{family}", f"onward.engines.shared.{family}"):
-            if importlib.util.find_spec(place) is not None:
-                rows = importlib.import_module(place).operators.items()
-                made(**{name: function_of(row, namespace) for name, row in rows if name not in made})
-    return made
+        for module in (f"{package}.{family}", f"onward.engines.shared.{family}"):
+            if importlib.util.find_spec(module) is not None:
+                rows = importlib.import_module(module).operators.items()
+                operators(**{name: function_of(row, namespace) for name, row in rows if name not in operators})
+    return operators
 
 
 class NotOnHost(Exception):
-    """A value is needed while a step is traced, when there are only shapes."""
+    """A value is needed during tracing, when only shapes exist."""
 
 
 class Framework(ABC):
@@ -95,134 +99,146 @@ class Framework(ABC):
     name: ClassVar[str]
     operators: Operators
     cannot: ClassVar[Mapping[str, str]] = {}
-    """Operators that the framework has no way to express, and why."""
+    """Operators that the framework cannot express -> the reason."""
 
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {}
-    """Inputs of operators that stay arrays if they are scalars on the host: numbers may become a part of kernels."""
+    """Inputs that stay numpy arrays if they are scalars on the host. Kernels may inline them."""
 
     on_host: Mapping[str, Function] | None = None
-    """What computes nodes all of whose inputs are on the host, if that is not numpy's table."""
+    """Table for nodes whose inputs are all on the host (default: the table of numpy)."""
 
     fuses: ClassVar[Sequence[str]] = ()
-    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion.py)."""
+    """Operators that replace matching groups of nodes:
+
+    `Attention`, `onward.Linear` (see fusion.py).
+    """
 
     compiles_operators: ClassVar[bool] = False
-    """Whether operators that are executed one by one are compiled one by one: then a whole step takes less time to."""
+    """True if eager execution compiles each operator. Then compiling a whole step is faster."""
 
     only_compiled: ClassVar[bool] = False
-    """Whether operators cannot be executed one by one, but only as a part of what is compiled."""
+    """True if operators run only inside compiled code, never eagerly."""
 
     most_nodes: int = 5_000
-    """Steps of more are not compiled: it takes milliseconds for each, and more for each the more there are."""
+    """Node limit for compilation.
+
+    It takes milliseconds per node, and more per node in larger graphs.
+    """
 
     @classmethod
     def devices(cls) -> list[str]:
-        """What `device` may be, on this machine."""
+        """Return the valid values of `device` on this machine."""
         return ["cpu"]
 
     @classmethod
     def check_device(cls, device: str, called: str) -> None:
-        """Raise if this machine has no such device."""
+        """Raise if this machine does not have the device."""
         if device not in cls.devices():
             raise UnknownNameError(f"{called} has no device `{device}` here", hint=f"it has {', '.join(cls.devices())}")
 
     @abstractmethod
     def supports(self, dtype: np.dtype) -> bool:
-        """Whether tensors may have this type; what may not stays on the host."""
+        """True if tensors may have this type. Other arrays stay on the host."""
 
     @abstractmethod
     def tensor(self, array: np.ndarray) -> Any:
-        """An array as a tensor on the device."""
+        """Return an array as a tensor on the device."""
 
     @abstractmethod
     def array(self, tensor: Any) -> np.ndarray:
-        """A tensor as an array. Raises `NotOnHost` while a step is traced."""
+        """Return a tensor as an array. Raise `NotOnHost` during tracing."""
 
     @abstractmethod
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        """`y, more = function(xs)`, and a function that computes the gradient of the sum of `y` by each of `xs`.
+        """Return `y, more = function(xs)`, and a function that returns the gradients of `y.sum()`
+        by `xs`.
 
-        `y` may itself be differentiated later, and so may the gradients.
+        `y` and the gradients must be differentiable.
         """
 
     def host(self, value: Any) -> np.ndarray:
-        """A value, wherever it is, as an array."""
+        """Return a tensor or an array as an array."""
         return value if isinstance(value, np.ndarray) else self.array(value)
 
     def owned(self, value: Any) -> np.ndarray:
-        """The same in memory that the engine will never read or write again: what is handed to a caller."""
+        """Return a copy as an array for a caller: memory that the engine never reads or writes
+        again.
+        """
         return np.array(self.host(value))
 
     def place(self, value: Any) -> Any:
-        """A value, wherever it is, as a tensor."""
+        """Return a tensor or an array as a tensor."""
         return self.tensor(value) if isinstance(value, np.ndarray) else value
 
     def typed(self, tensor: Any, dtype: ir.DataType | None) -> Any:
-        """A result as the graph has it, where the framework may have computed it with fewer bits."""
+        """Return a result in the type of the graph.
+
+        The framework may have computed it in fewer bits.
+        """
         return tensor
 
     def adopt(self, value: Any) -> Any:
-        """A tensor of any framework as one of this, without a copy where both can see the memory.
+        """Convert a tensor of any framework, without a copy if both can access the memory.
 
-        An array of a type that the framework lacks stays on the host.
+        An array of an unsupported type stays on the host.
         """
         return value if isinstance(value, np.ndarray) and not self.supports(value.dtype) else self.place(value)
 
     def feed(self, value: Any) -> Any:
-        """What a compiled function takes in place of a tensor of any framework."""
+        """Convert a tensor of any framework to an input of a compiled function."""
         return self.adopt(value)
 
     def copy(self, tensor: Any) -> Any:
-        """The same in memory that nobody else has, where tensors can change or are given away."""
+        """Return a copy in separate memory if tensors of the framework can change."""
         return tensor
 
     def hold(self, name: str, value: Any) -> Any:
-        """State or a constant of that name, in memory that nobody else has."""
+        """Return state or a constant of that name as a tensor in separate memory."""
         return self.copy(self.adopt(value))
 
     def compile(self, function: Function) -> Function:
-        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
+        """Compile a function of dictionaries: (state, constants, batch) -> (new state, results)."""
         return function
 
     def compile_step(self, function: Function) -> Function:
-        """The same of a training step, which may overwrite the state that it is given."""
+        """Compile a training step, which may overwrite its input state."""
         return self.compile(function)
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """What has to be switched on while operators run."""
+        """Return a context that must be active while operators run."""
         return contextlib.nullcontext()
 
     def is_tracing(self) -> bool:
-        """Whether tensors that are made now are only a part of what is recorded."""
+        """True if new tensors are symbolic, since a step is being traced."""
         return False
 
 
 @functools.cache
 def keywords(function: Function) -> list[str]:
-    """What a function asks for by keyword."""
-    if (said := getattr(function, "asks_for", None)) is not None:  # by names that Python may have none for
-        return list(said)
+    """Return the keyword-only parameters of a function."""
+    if (names := getattr(function, "asks_for", None)) is not None:  # its signature does not list them
+        return list(names)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # written in C: it takes the inputs, and has no options that we would use
+    except ValueError:  # a C function without a signature: it takes the inputs only
         return []
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def framework_of(engine: str, **options: Any) -> Framework:
-    """The framework of that name; options are its own."""
-    made = framework_class(engine)
-    check_options(engine, options, made)
-    return made(**options)
+    """Return a framework by name, made with its options."""
+    factory = framework_class(engine)
+    check_options(engine, options, factory)
+    return factory(**options)
 
 
 def framework_class(engine: str) -> type[Framework]:
     module, name = _FRAMEWORKS[engine]
     try:
-        found: type[Framework] = getattr(importlib.import_module(module), name)
-        return found
+        framework: type[Framework] = getattr(importlib.import_module(module), name)
+        return framework
     except ModuleNotFoundError as error:
         if str(error.name).startswith("onward"):
             raise
@@ -240,10 +256,10 @@ _FRAMEWORKS = {
 
 # ---- inputs that operators read on the host --------------------------------------------------------------------------
 
-# Which inputs of operators are read on the host, as numpy arrays: those that say how large, where or how often.
+# Operator -> indices of inputs that are numpy arrays: sizes, indices and counts.
 #
-# Shape arithmetic stays on the host. So a graph with dynamic shapes has only static ones by the time it is traced, and
-# one graph goes through `jax.jit` and `torch.compile` for each shape that comes.
+# Shape arithmetic stays on the host. So shapes are static when a graph with dynamic shapes is
+# traced, and `jax.jit` and `torch.compile` compile it once per shape.
 
 HOST_INPUTS: dict[str, Sequence[int]] = {
     **dict.fromkeys(("ConstantOfShape", "Range"), range(16)),
@@ -269,17 +285,17 @@ ONLY_ON_HOST = frozenset(
         "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "ai.onnx.ml.LabelEncoder",
     )
 )  # fmt: skip
-"""Operators on text, files and sizes, which have no derivative, nor counterparts here: always computed by numpy."""
+"""Operators on text, files and sizes, without derivatives. numpy always computes them."""
 
 _MANY = 1 << 14
 
 
 def counts_far(operator: str, inputs: Sequence[np.ndarray]) -> bool:
-    """Whether a node makes so many numbers that they are better made on the device: those that random ones are of.
+    """True if a node with inputs on the host should run on the device, since its output is large.
 
-    What is dropped is drawn by the framework's own generator, however few numbers there are.
+    Such a `Range` is the counter of random numbers.
     """
-    if operator == "Dropout":
+    if operator == "Dropout":  # the framework's own generator draws the mask
         return True
     if operator != "Range":
         return False

@@ -1,4 +1,6 @@
-"""Training on a framework: the interpreter executes a step with the framework's operators and its own derivative."""
+"""Training on a framework: the interpreter runs a step with the framework's operators and
+derivative.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,15 @@ Tensors = dict[str, Any]
 
 
 def interpreter(model: Model, framework: Framework) -> Interpreter:
-    """What executes the graph of a model on a framework. The model is changed: it must be the caller's own."""
+    """Return an executor for the graph of a model. Changes the model."""
     return Interpreter(make_plan(model, framework), framework)
 
 
 def make_plan(model: Model, framework: Framework) -> GraphPlan:
-    """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
+    """Return the graph of a model as calls of a framework's operators and of the host's.
+
+    Changes the model.
+    """
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
     available = framework.operators.keys() | ONLY_ON_HOST
@@ -51,7 +56,7 @@ def make_plan(model: Model, framework: Framework) -> GraphPlan:
 
 
 def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The graph of a model as a function of arrays, lists of arrays and None, by name."""
+    """Return the graph of a model as a function of arrays, lists of arrays and None, by name."""
     framework = framework_of(engine, **options)
     execute = interpreter(inline(model), framework)
 
@@ -63,16 +68,17 @@ def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mappi
 
 
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
-    """A function of arrays, on what may be a sequence of them, or nothing."""
+    """Apply a function to an array, or to each item of a list. None stays None."""
     if isinstance(value, list):
         return [_map_arrays(function, item) for item in value]
     return None if value is None else function(value)
 
 
 class Interpreted(Engine):
-    """A step of a training model on a framework.
+    """Engine that runs a training model on a framework.
 
-    With `rules` it executes the lowered step, whose gradients our rules have written, in place of the framework's own.
+    With `rules` it runs the lowered step, whose gradients come from Onward's rules, not from the
+    framework.
     """
 
     def __init__(
@@ -95,125 +101,127 @@ class Interpreted(Engine):
         self._state: Tensors = {
             s.name: framework.hold(s.name, s.array) for s in carried_state(self._one.model, self._one.index)
         }
-        self._parts: dict[str, _StepPart] = {}
-        part = self._part("step")
-        self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract.batch}
-        self.loss = part.contract.loss or self.loss
+        self._programs: dict[str, _Program] = {}
+        program = self._program("step")
+        self.inputs = {v.name: v for v in program.model.graph.inputs if v.name and v.name in program.contract.batch}
+        self.loss = program.contract.loss or self.loss
 
     @classmethod
     def on(cls, engine: str, model: Model, step: Steps = None, *, rules: bool = False, **options: Any) -> Interpreted:
-        """Start on the framework of that name. Options are those of this class, and of the framework."""
+        """Start an engine on a framework by name.
+
+        Options are those of this class and of the framework.
+        """
         own = {name: options.pop(name) for name in ("compile", "recompute") if name in options}
         rules = rules or engine not in FRAMEWORKS or rounds(model)
         if own.get("recompute") is not None and not rules:
             raise UnsupportedError(
-                "what is computed twice is decided by our rules, not by the framework's own derivative",
-                hint="do without `recompute`, or take our rules: `rules=True`",
+                f"`recompute` has no effect on the derivative of {engine}",
+                hint="use Onward's rules: `rules=True`; or leave out `recompute`",
             )
-        made: Interpreted
+        running: Interpreted
         if engine in FRAMEWORKS:
-            options = {"on_compile": lambda text: made.on_compile(text), **options}
+            options = {"on_compile": lambda text: running.on_compile(text), **options}
         framework = cls.make_framework(engine, model, step, options)
-        made = cls(model, step, framework, rules=rules, **own)
-        return made
+        running = cls(model, step, framework, rules=rules, **own)
+        return running
 
     @classmethod
     def make_framework(cls, engine: str, model: Model, step: Steps, options: dict[str, Any]) -> Framework:
-        """The framework of that name, for a training model."""
         return framework_of(engine, **options)
 
     def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
-        part = self._part("step")
-        new, results = part.run(self._state, self._fitting(batch, self.inputs))
+        program = self._program("step")
+        new, results = program.run(self._state, self._fitting(batch, self.inputs))
         self._state = self._state | new
-        return FetchedResults(self._framework, {name: results[name] for name in part.contract.metrics})
+        return FetchedResults(self._framework, {name: results[name] for name in program.contract.metrics})
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
-        part = self._part("gradients")
-        _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
-        return Results({x: self._framework.owned(results[name]) for name, x in part.contract.gradients.items()})
+        program = self._program("gradients")
+        _, results = program.run(self._state, self._fitting(batch, program.contract.batch))
+        return Results({x: self._framework.owned(results[name]) for name, x in program.contract.gradients.items()})
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
-        part = self._part("evaluation")
-        _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
-        names = (*part.contract.metrics, *part.contract.outputs)
+        program = self._program("evaluation")
+        _, results = program.run(self._state, self._fitting(batch, program.contract.batch))
+        names = (*program.contract.metrics, *program.contract.outputs)
         return Results({name: _map_arrays(self._framework.owned, results[name]) for name in names})
 
     def state(self) -> dict[str, np.ndarray]:
         return Results({name: self._framework.owned(tensor) for name, tensor in self._state.items()})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        given = self._fitting_state(state)
-        self._state = self._state | {name: self._framework.hold(name, value) for name, value in given.items()}
+        arrays = self._fitting_state(state)
+        self._state = self._state | {name: self._framework.hold(name, array) for name, array in arrays.items()}
 
     def close(self) -> None:
         self._state = {}
-        self._parts.clear()
+        self._programs.clear()
 
-    def _part(self, name: str) -> _StepPart:
-        if name not in self._parts:
-            lowered = lower_for_engine(self.model, self._steps, name, LoweringOptions(self._recompute, self._rules))
-            self._parts[name] = _StepPart(lowered, self._framework, self._compiled, self._runs_as_it_is(name))
-        return self._parts[name]
-
-    def _runs_as_it_is(self, part: str) -> Callable[[Arrays], bool]:
-        """Whether a part is not compiled for a batch, where that can be had: gradients are looked at now and then."""
-        if part == "gradients":
-            return lambda batch: True
-        return OddBatches(lambda: self.rows if part == "step" else None)
+    def _program(self, part: str) -> _Program:
+        if part not in self._programs:
+            lowered = lower_for_engine(self.model, self._steps, part, LoweringOptions(self._recompute, self._rules))
+            is_odd = OddBatches(lambda: self.rows if part == "step" else None)
+            # Gradients are rarely requested, so compiling them does not pay.
+            is_eager = (lambda batch: True) if part == "gradients" else is_odd
+            self._programs[part] = _Program(lowered, self._framework, self._compiled, is_eager)
+        return self._programs[part]
 
 
 Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 
 def computation(lowered: Model, framework: Framework) -> Computation:
-    """A part of a training step: (state and batch) -> (what is new of the state, results to be shown)."""
+    """Return a part of a training step as a function: state and batch -> (new state, other
+    results).
+    """
     contract = contract_of(lowered)
     is_step = contract.part == "step"
     update: dict[str, str] = contract.update if is_step else {}
-    is_chosen = is_step and contract.loss in {value.name for value in lowered.graph.outputs}
-    if is_chosen:
-        update = keep_unless_finite(lowered, contract)
+    is_selected = is_step and contract.loss in {value.name for value in lowered.graph.outputs}
+    if is_selected:
+        update = select_finite(lowered, contract)
     execute = interpreter(lowered, framework)
     shown = [*contract.metrics, *contract.outputs, *contract.gradients]
 
-    def compute(given: Tensors) -> tuple[Tensors, Tensors]:
-        results = execute(given)
+    def separate(value: Any) -> Any:
+        # Metrics are read later, when state and batch may have been overwritten.
+        return np.array(value) if isinstance(value, np.ndarray) else framework.copy(value)
+
+    def compute(inputs: Tensors) -> tuple[Tensors, Tensors]:
+        results = execute(inputs)
         new = {name: framework.place(results[value]) for name, value in update.items()}
-        if not is_chosen:
+        if not is_selected:
             new = {name: framework.copy(tensor) for name, tensor in new.items()}
-        return new, {name: _apart(framework, results[name]) if is_step else results[name] for name in shown}
+        return new, {name: separate(results[name]) if is_step else results[name] for name in shown}
 
     return compute
 
 
-def _apart(framework: Framework, value: Any) -> Any:
-    """A metric in memory of its own: it is looked at later, when state and batch may have been written again."""
-    return np.array(value) if isinstance(value, np.ndarray) else framework.copy(value)
+class _Program:
+    """A part of a training step, compiled or eager: (state, constants, batch) -> (new state, other
+    results).
+    """
 
-
-class _StepPart:
-    """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
-
-    def __init__(self, lowered: Model, framework: Framework, compiled: bool, as_it_is: Callable[[Arrays], bool]):
+    def __init__(self, lowered: Model, framework: Framework, compiled: bool, is_eager: Callable[[Arrays], bool]):
         self.model = lowered
         self.contract = contract_of(lowered)
         self._framework = framework
         self._constants = {name: framework.hold(name, array) for name, array in _large_constants(lowered).items()}
-        of_all = computation(lowered, framework)
+        compute_from = computation(lowered, framework)
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
-            return of_all(state | constants | batch)
+            return compute_from(state | constants | batch)
 
         compile = framework.compile_step if self.contract.part == "step" else framework.compile
         compiled = compiled and self._can_be_compiled()
         self._plain = compute
         self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
-        self._as_it_is = as_it_is if compiled and not framework.compiles_operators else lambda batch: False
+        self._is_eager = is_eager if compiled and not framework.compiles_operators else lambda batch: False
 
     def _can_be_compiled(self) -> bool:
-        """Whether it is worth the trouble, and possible: what is of a type that a framework lacks stays on the host."""
+        """True if all inputs can be on the device, and the graph is small enough. Warn if not."""
         if self._framework.name not in FRAMEWORKS:
             return True
         inputs = (value for value in self.model.graph.inputs if value.name in self.contract.batch)
@@ -221,22 +229,22 @@ class _StepPart:
         if other is not None:
             reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
         elif (nodes := len(self.model.graph)) > self._framework.most_nodes and not self._framework.only_compiled:
-            reason = f"to compile its {nodes:,} nodes would take longer than is won"
+            reason = f"compiling its {nodes:,} nodes would take longer than it saves"
         else:
             return True
         if self._framework.only_compiled:
             raise UnsupportedError(
-                f"the step cannot be compiled, as a mesh needs it: {reason}", hint="do without a mesh"
+                f"the step cannot be compiled, which a mesh requires: {reason}", hint="leave out `mesh` (`--mesh`)"
             )
         warnings.warn(f"the step is not compiled: {reason}", stacklevel=4)
         return False
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
-        given = {name: batch[name] for name in self.contract.batch}
-        if self._as_it_is(given):
-            with contextlib.suppress(OutOfMemoryError):  # what is compiled needs less
-                return self._run(self._plain, self._framework.adopt, state, given)
-        return self._run(self._compute, self._take, state, given)
+        arrays = {name: batch[name] for name in self.contract.batch}
+        if self._is_eager(arrays):
+            with contextlib.suppress(OutOfMemoryError):  # compiled code needs less memory
+                return self._run(self._plain, self._framework.adopt, state, arrays)
+        return self._run(self._compute, self._take, state, arrays)
 
     def _run(
         self, compute: Function, take: Callable[[Any], Any], state: Tensors, batch: Arrays
@@ -247,7 +255,10 @@ class _StepPart:
 
 
 def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
-    """The new state, or the old one where the loss is not a number: decided on the device, so that nothing waits."""
+    """Return the new state, or the old one if the loss is not finite.
+
+    Selects on the device, without a wait.
+    """
     op = framework.operators
     with framework.active():
         bad = op["Or"](op["IsNaN"](loss), op["IsInf"](loss, detect_negative=1, detect_positive=1))
@@ -255,10 +266,13 @@ def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Te
 
 
 _LARGE = 1024
+"""Elements of a constant that is passed as an input: compiled code should not contain large
+tensors.
+"""
 
 
 def _large_constants(model: Model) -> dict[str, np.ndarray]:
-    """Frozen weights, which are made inputs of the graph: what is large is not to be built into compiled code."""
+    """Make large frozen weights inputs of the graph, and return their values."""
     graph = model.graph
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     large = [name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point() and x.size >= _LARGE]
@@ -266,7 +280,7 @@ def _large_constants(model: Model) -> dict[str, np.ndarray]:
 
 
 class FetchedResults(Mapping[str, np.ndarray]):
-    """Metrics that are fetched from the device when they are looked at, so that a step need not wait for them."""
+    """Metrics that are fetched from the device when they are read, so that a step does not wait."""
 
     def __init__(self, framework: Framework, tensors: Tensors):
         self._framework = framework
@@ -277,7 +291,7 @@ class FetchedResults(Mapping[str, np.ndarray]):
         if name not in self._tensors:
             raise no_result(name, self)
         if name not in self._fetched:
-            with memory_of(self._framework.name):  # a step that nobody has waited for may fail only now
+            with memory_of(self._framework.name):  # the step runs asynchronously and may fail only now
                 self._fetched[name] = self._framework.owned(self._tensors[name])
         return self._fetched[name]
 
@@ -290,14 +304,15 @@ class FetchedResults(Mapping[str, np.ndarray]):
 
 # ---- updates that are kept only if the loss is finite ----------------------------------------------------------------
 
-# What is new of the state where the loss is a number, and the old state where it is not: as nodes of the step.
+# Where(loss is not finite, old state, new state), as nodes of the step.
 #
-# What is computed of new state, as a parameter is of new moments, then reads the choice and not what was chosen from.
-# Otherwise an engine that writes new state over the old would have to keep a copy of the old, to compute it again from.
+# Nodes that read new state, as a parameter's update reads new moments, then read the selection. If
+# they read the new state itself, an engine that writes it over the old state would need a copy of
+# the old state.
 
 
-def keep_unless_finite(model: Model, contract: Contract) -> dict[str, str]:
-    """Write it into a step, and say which output replaces which state."""
+def select_finite(model: Model, contract: Contract) -> dict[str, str]:
+    """Add the selection to a step. Return state -> the output that replaces it."""
     graph = model.graph
     outputs = {value.name: value for value in graph.outputs}
     loss = outputs[contract.loss]
@@ -305,26 +320,28 @@ def keep_unless_finite(model: Model, contract: Contract) -> dict[str, str]:
     truth = ir.TensorType(ir.DataType.BOOL)
     bad = _append(graph, "Or", [_append(graph, name, [loss], truth) for name in ("IsNaN", "IsInf")], truth)
     old = {value.name: value for value in graph.inputs}
-    kept = {}
+    update = {}
     for name, output in contract.update.items():
         value = outputs[output]
         users = [(user, index) for user, index in value.uses() if user.graph is graph and user not in fixed]
-        made = _append(graph, "Where", [bad, old[name], value], value.type, value.shape)
+        selected = _append(graph, "Where", [bad, old[name], value], value.type, value.shape)
         for user, index in users:
-            user.replace_input_with(index, made)
-        graph.outputs.append(made)
-        kept[name] = made.name or ""
+            user.replace_input_with(index, selected)
+        graph.outputs.append(selected)
+        update[name] = selected.name or ""
     graph.sort()
-    return kept
+    return update
 
 
 def _leading_to(graph: ir.Graph, shown: Iterable[ir.Value]) -> set[ir.Node]:
-    """The nodes that results are computed by, and what is differentiated: these stay as they are."""
+    """Return nodes that must not read the selection: those of shown results, and differentiated
+    ones.
+    """
     ends = set(shown)
     gradients = set(filter(is_gradient, graph))
-    made = {value.name: value for node in graph for value in node.outputs}
+    values = {value.name: value for node in graph for value in node.outputs}
     for node in gradients:
-        ends.update(value for value in (*node.inputs, made.get(string(node, "y"))) if value is not None)
+        ends.update(value for value in (*node.inputs, values.get(string(node, "y"))) if value is not None)
     return ancestors(ends)[0] | gradients
 
 
@@ -333,28 +350,28 @@ def _append(
 ) -> ir.Value:
     node = ir.node(operator, inputs)
     graph.append(node)
-    (made,) = node.outputs
-    made.type, made.shape = type, shape
-    return made
+    (output,) = node.outputs
+    output.type, output.shape = type, shape
+    return output
 
 
 # ---- batches that a step is not compiled for -------------------------------------------------------------------------
 
-# Batches that a step is not compiled for: the last one of an epoch is smaller than the others, and comes once in it.
-#
-# To compile takes as long for it as for all others together. It runs operator by operator, which gives the same numbers
+# The last batch of an epoch is smaller than the others, and comes once per epoch. Compiling the
+# step for it takes as long as for all others. It runs operator by operator, with the same numbers
 # up to rounding.
 
 Shapes = dict[str, tuple[int, ...]]
 _IN_A_ROW = 3
-"""So many of the same size are no rest: whoever trains has gone on to smaller batches."""
+"""Consecutive batches of one size that are not a remainder: the training has switched to that size."""
 
 
 class OddBatches:
-    """Says of each batch whether it is one. `rows` is how many a whole batch has, where that is known beforehand.
+    """Predicate that is true for batches smaller than a full one.
 
-    Then what becomes of a batch depends on its size alone, as it must where a run goes on in another process. Else a
-    batch is odd that is like an earlier one but for fewer rows.
+    If `rows()` returns the rows of a full batch, the answer depends only on the size of the batch,
+    so that a resumed run gets the same answers. Else a batch is odd if it differs from an earlier
+    one only in having fewer rows.
     """
 
     def __init__(self, rows: Callable[[], int | None]):
@@ -378,7 +395,7 @@ class OddBatches:
 
 
 def _has_fewer_rows(shapes: Shapes, whole: Shapes) -> bool:
-    """Whether the first axes are smaller, where they differ, and the others are the same."""
+    """True if shapes differ, and only in smaller first axes."""
     pairs = [(shape, whole[name]) for name, shape in shapes.items()]
     return any(shape != other for shape, other in pairs) and all(
         shape[1:] == other[1:] and shape[:1] <= other[:1] for shape, other in pairs

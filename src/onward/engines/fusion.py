@@ -1,7 +1,7 @@
-"""Nodes that amount to one operator which the framework computes faster, or more exactly, than one by one.
+"""Groups of nodes that a framework computes faster, or more exactly, as one operator.
 
-They are found when a graph is planned, and looked at again when they are reached: then the shapes are known, and all
-that follows from them. Where the nodes turn out to be something else, they are executed as they stand.
+Matches are found when a graph is planned and checked again at run time, when shapes are known. If
+the check fails, the nodes run one by one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from onward.standard import is_standard
 
 @dataclasses.dataclass(frozen=True)
 class FusionMatch(ABC):
-    """Nodes that amount to one operator of a framework."""
+    """Nodes that are equivalent to one operator of a framework."""
 
     nodes: Sequence[ir.Node]
-    """The last one has the output."""
+    """Nodes of the match. The last node has the output."""
 
     @property
     def output(self) -> ir.Value:
@@ -32,11 +32,11 @@ class FusionMatch(ABC):
     @property
     @abstractmethod
     def inputs(self) -> list[ir.Value]:
-        """What it has to know."""
+        """Values that `compute` reads."""
 
     @abstractmethod
     def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
-        """The output by the operator; NotImplemented where, by the numbers, the nodes are something else."""
+        """Return the output, or NotImplemented if the values show that the match is wrong."""
 
 
 def readers(node: ir.Node) -> set[ir.Node]:
@@ -47,23 +47,23 @@ def readers(node: ir.Node) -> set[ir.Node]:
 
 # MatMul(Softmax(MatMul(q * scale, kᵀ * scale) + mask), v)
 #
-# What the numbers are (whether the mask is causal, whether reshapes swap two axes) is known only when the shapes are.
+# The shapes decide at run time whether the mask is causal, and whether reshapes swap two axes.
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention(FusionMatch):
-    """What attention is of."""
+    """Attention of queries, keys and values."""
 
     q: ir.Value
     k: ir.Value
     v: ir.Value
     mask: ir.Value | None
     factors: Sequence[tuple[ir.Value, bool]]
-    """What queries, keys or scores are multiplied by, or (True) divided by."""
+    """Factors of queries, keys or scores; divisors if True."""
     swap: Sequence[ir.Value]
-    """The two shapes through which keys are reshaped to be transposed; none if a Transpose is enough."""
+    """The two shapes of the reshapes that transpose keys. Empty if a Transpose does it."""
     guarded: bool
-    """Whether rows that attend to nothing become zeros."""
+    """True if rows that attend to nothing become zeros."""
 
     @property
     def inputs(self) -> list[ir.Value]:
@@ -75,8 +75,8 @@ class Attention(FusionMatch):
         factors = [values[value] for value, _ in self.factors]
         shapes = [values[value] for value in self.swap]
         mask = None if self.mask is None else values[self.mask]
-        known = all(isinstance(array, np.ndarray) for array in (*factors, *shapes))
-        if not known or any(isinstance(x, np.ndarray) or len(x.shape) != 4 for x in (q, k, v)):
+        is_static = all(isinstance(array, np.ndarray) for array in (*factors, *shapes))
+        if not is_static or any(isinstance(x, np.ndarray) or len(x.shape) != 4 for x in (q, k, v)):
             return NotImplemented
         if not all(factor.size == 1 for factor in factors) or (shapes and not _swaps(k.shape, *shapes)):
             return NotImplemented
@@ -87,9 +87,9 @@ class Attention(FusionMatch):
         always_attends = isinstance(mask, np.ndarray) and bool(np.isfinite(mask).any(-1).all())
         if self.guarded and mask is not None and not causal and not always_attends:
             return NotImplemented
-        placed = None if causal or mask is None else framework.place(mask)
-        given = {"scale": float(scale), "is_causal": int(causal), "kv_num_heads": None, "q_num_heads": None}
-        return framework.operators["Attention"](q, k, v, placed, **given)
+        mask = None if causal or mask is None else framework.place(mask)
+        attributes = {"scale": float(scale), "is_causal": int(causal), "kv_num_heads": None, "q_num_heads": None}
+        return framework.operators["Attention"](q, k, v, mask, **attributes)
 
 
 def _may_be_scalar(value: ir.Value) -> bool:
@@ -97,7 +97,7 @@ def _may_be_scalar(value: ir.Value) -> bool:
 
 
 def _swaps(shape: Sequence[int], through: np.ndarray, to: np.ndarray) -> bool:
-    """Whether reshaping, transposing and reshaping is swapping the last two axes."""
+    """True if a reshape, a transpose and a reshape swap the last two axes."""
     *leading, rows, columns = shape
     return list(through[1:]) == [rows, columns] and list(to) == [*leading, columns, rows]
 
@@ -115,7 +115,7 @@ def _is_causal(mask: np.ndarray, queries: int, keys: int) -> bool:
 # Add(MatMul(x, Transpose(w)), bias) as one operator rounds once.
 
 LINEAR = "onward.Linear"
-"""The row of a table: `(x, weight, bias)`, with the weight as it is in the product."""
+"""Operator `(x, weight, bias)` with the weight as in the matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Linear(FusionMatch):
     weight: ir.Value
     bias: ir.Value
     transposed: bool
-    """Whether the weight is transposed before the product."""
+    """True if the weight is transposed before the matmul."""
 
     @property
     def inputs(self) -> list[ir.Value]:
@@ -135,34 +135,36 @@ class Linear(FusionMatch):
         tensors = not any(isinstance(value, np.ndarray) for value in (x, weight, bias))
         if not tensors or len(weight.shape) != 2 or len(bias.shape) != 1 or len(x.shape) < 2:
             return NotImplemented
-        turned = framework.operators["Transpose"](weight, perm=[1, 0]) if self.transposed else weight
-        if turned.shape[1] != bias.shape[0]:
+        weight = framework.operators["Transpose"](weight, perm=[1, 0]) if self.transposed else weight
+        if weight.shape[1] != bias.shape[0]:
             return NotImplemented
-        return framework.operators[LINEAR](x, turned, bias)
+        return framework.operators[LINEAR](x, weight, bias)
 
 
-# ---- finding them ----------------------------------------------------------------------------------------------------
+# ---- matching --------------------------------------------------------------------------------------------------------
 
 
-class _Finder:
-    """Goes from node to node against the flow, as long as nobody else reads what is computed there."""
+class _Matcher:
+    """Search for one match, from its last node to its inputs."""
 
-    def __init__(self, among: Container[ir.Node], kept: Container[ir.Value]):
-        self._among = among
-        self._kept = kept
+    def __init__(self, candidates: Container[ir.Node], results: Container[ir.Value]):
+        self._candidates = candidates
+        self._results = results
         self.nodes: list[ir.Node] = []
-        """The nodes of the match so far."""
+        """Matched nodes so far."""
         self._factors: list[tuple[ir.Value, bool]] = []
 
     def inside(self, value: ir.Value | None) -> ir.Node | None:
-        """The node that computes a value which is not kept for others."""
+        """Return the candidate that computes a value, unless the value is a result of the graph."""
         node = value.producer() if value is not None else None
-        if node is None or node not in self._among or value in self._kept or not is_standard(node):
+        if node is None or node not in self._candidates or value in self._results or not is_standard(node):
             return None
         return node
 
     def only(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
-        """The same, if it is one of some operators, and has a single reader."""
+        """Return the candidate that computes a value, if it is one of the operators with a single
+        reader.
+        """
         node = self.inside(value)
         return node if node is not None and node.op_type in operators and len(readers(node)) == 1 else None
 
@@ -183,7 +185,7 @@ class _Finder:
         return None
 
     def attention(self, last: ir.Node) -> Attention | None:
-        """Return the attention that a matmul of weights and values ends."""
+        """Return the attention whose last node is a matmul of weights and values."""
         if last.op_type != "MatMul":
             return None
         weights, v = last.inputs
@@ -204,7 +206,9 @@ class _Finder:
         return Attention(self.nodes[::-1], q, k, v, mask, self._factors, swap, guarded)
 
     def _softmax(self, weights: ir.Value | None) -> tuple[ir.Node | None, bool]:
-        """The softmax over the last axis, behind `Where(IsNaN(weights), 0, weights)` if that is there."""
+        """Return the softmax over the last axis, and True if `Where(IsNaN(weights), 0, weights)`
+        follows it.
+        """
         guard = self.only(weights, "Where")
         if guard is not None:
             condition, _, inner = guard.inputs
@@ -221,13 +225,13 @@ class _Finder:
         return node, guard is not None
 
     def _masked(self, node: ir.Node | None) -> tuple[ir.Node | None, ir.Value | None]:
-        """The scores, and the mask that is added to them."""
+        """Return the scores and the mask that is added to them."""
         if node is None or node.op_type != "Add" or len(readers(node)) != 1:
             return node, None
         for scores, mask in (node.inputs, node.inputs[::-1]):
-            if (found := self.only(scores, "MatMul", "Mul", "Div")) is not None:
+            if (producer := self.only(scores, "MatMul", "Mul", "Div")) is not None:
                 self.nodes.append(node)
-                return found, mask
+                return producer, mask
         return None, None
 
     def _unscaled(self, node: ir.Node | None) -> ir.Node | None:
@@ -265,14 +269,18 @@ class _Finder:
         return reshape.inputs[0], [reshape.inputs[1], node.inputs[1]]
 
 
-_PATTERNS = {"Attention": _Finder.attention, LINEAR: _Finder.linear}
+_PATTERNS = {"Attention": _Matcher.attention, LINEAR: _Matcher.linear}
 
 
-def matches(nodes: Sequence[ir.Node], kept: Container[ir.Value], operators: Container[str]) -> Iterator[FusionMatch]:
-    """What amounts to one of the operators, among some nodes; what is `kept` is read by others."""
+def matches(nodes: Sequence[ir.Node], results: Container[ir.Value], operators: Container[str]) -> Iterator[FusionMatch]:
+    """Yield groups of nodes that are equivalent to one of the operators.
+
+    Args:
+        results: Values that are read outside of the nodes
+    """
     left = set(nodes)
     for operator, pattern in _PATTERNS.items():
         for node in nodes if operator in operators else ():
-            if node in left and (match := pattern(_Finder(left, kept), node)) is not None:
+            if node in left and (match := pattern(_Matcher(left, results), node)) is not None:
                 left -= set(match.nodes)
                 yield match

@@ -1,9 +1,9 @@
-"""Starting over: the state of a training model as its initialization makes it.
+"""Reset a training model to its initial state.
 
 fresh = onward.reset("training.onnx")         # weights, moments, counters
-fresh = onward.reset("training.onnx", seed=7) # another draw
+fresh = onward.reset("training.onnx", seed=7) # other random numbers
 
-The numbers are computed by the engine `numpy` whatever engine trains then, so that all start from the same.
+The engine `numpy` computes the initial state, so that all engines start from the same numbers.
 """
 
 from __future__ import annotations
@@ -31,47 +31,48 @@ _PROGRESS = "train.progress"
 
 @checked()
 def reset(training: Source, *, seed: Seed | None = None) -> Model:
-    """The training model as its initialization makes it: the stored state first, then every initialization in order.
+    """Return the training model with its initial state: the state in the file, then every
+    initialization in order.
 
         fresh = onward.reset("training.onnx", seed=1)
 
-    State that no initialization binding names keeps the value in the file.
+    State without an initialization binding keeps the value in the file.
 
     - `training`: a training model
-    - `seed`: what random numbers are drawn from, which the file says from then on. Without it, they are those of the
-      seeds in the file; what has none there draws other numbers each time
+    - `seed`: seed of the random numbers, which replaces the seeds in the file (default: the seeds
+      in the file; an operator without a seed draws other numbers each time)
     """
     model = load(training)
     if seed is None:
         return start_over(model)
-    other = with_seed(model, seed)
-    if other is model:
+    reseeded = with_seed(model, seed)
+    if reseeded is model:
         raise RecipeError(
             "the initialization draws no random numbers, so a seed has no effect",
             hint="leave it out, or prepare the model with an initializer: `init=` (`--init`)",
         )
-    return start_over(other)
+    return start_over(reseeded)
 
 
 def state_left_as_stored(model: Model) -> list[str]:
-    """State that a reset leaves as it is stored, since no initialization binding names it."""
+    """Return the state that a reset does not change, since no initialization binding names it."""
     anywhere = {name for step in model.steps for name in step.reset}
-    found = (
+    names = (
         name
         for step in model.steps
         for name in step.update
         if name not in (step.reset if name in step.algorithm.initializers else anywhere)
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def start_over(source: Model) -> Model:
-    """A copy with the state that the initialization makes."""
+    """Return a copy of a training model with its initial state."""
     model = source.copy()
-    model.step()  # there is one
+    model.step()  # raises if there is none
     if not any(step.reset for step in model.steps):
         raise UnsupportedError(
-            "the model has no initialization, so nothing says what it starts from",
+            "the model has no initialization, so its initial state is unknown",
             hint="`onward prepare` writes one: strip the model first (`onward strip`)",
         )
     for index, step in enumerate(model.steps):
@@ -87,8 +88,8 @@ def _fitting(name: str, new: ir.TensorProtocol, old: ir.TensorProtocol | None) -
     assert old is not None
     if (new.dtype, list(new.shape)) != (old.dtype, list(old.shape)):
         raise InvalidModelError(
-            f"`{name}` is {_describe(old)}, and the initialization makes {_describe(new)} of it",
-            hint="`onward check` says all that is wrong",
+            f"`{name}` is {_describe(old)}, but its initialization is {_describe(new)}",
+            hint="`onward check MODEL` lists all errors",
         )
     return with_metadata(new, dict(old.metadata_props), old)
 
@@ -97,27 +98,26 @@ def _describe(tensor: ir.TensorProtocol) -> str:
     return f"{tensor.dtype.name.lower()}{list(tensor.shape.numpy())}"
 
 
-# ---- what an initialization computes ---------------------------------------------------------------------------------
-
-
 def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
-    """State -> its initial value. What is stored is not read, and what is repeated takes no room."""
-    made = lower_for_engine(model, index, "initialization")
-    if made.graph.inputs:
-        names = list_names([value.name or "" for value in made.graph.inputs], 5)
-        raise InvalidModelError(f"the initialization has inputs, and nobody feeds it: {names}")
-    plain = {value.name or "": stored_tensor(value) for value in made.graph.outputs}
-    found = {name: tensor for name, tensor in plain.items() if tensor is not None}
-    keep_only(made, [value for value in made.graph.outputs if value.name not in found])
-    arrays = function(made)({}) if made.graph.outputs else {}
-    return found | {name: ir.Tensor(array) for name, array in arrays.items()}
+    """Return state -> its initial value. Stored tensors are not read into memory."""
+    initialization = lower_for_engine(model, index, "initialization")
+    graph = initialization.graph
+    if graph.inputs:
+        names = list_names([value.name or "" for value in graph.inputs], 5)
+        raise InvalidModelError(f"the initialization has inputs, which nothing feeds: {names}")
+    stored = {value.name or "": tensor for value in graph.outputs if (tensor := stored_tensor(value)) is not None}
+    keep_only(initialization, [value for value in graph.outputs if value.name not in stored])
+    arrays = function(initialization)({}) if graph.outputs else {}
+    return stored | {name: ir.Tensor(array) for name, array in arrays.items()}
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
 def with_seed(source: Model, seed: int) -> Model:
-    """A copy whose initializations draw of another seed; the model itself, if they do not draw."""
+    """Return a copy whose initializations use another seed, or the model itself if they are not
+    random.
+    """
     model = source.copy()
     keys = [value for step in model.steps for value in _keys(step)]
     for value in keys:
@@ -131,13 +131,13 @@ def with_seed(source: Model, seed: int) -> Model:
 
 
 def _keys(step: Step) -> list[ir.Value]:
-    """The keys that our own generator draws of, as `prepare` tags them."""
-    known = step.initialization.initializers.values() if step.initialization is not None else ()
-    return [v for v in known if v.const_value is not None and v.const_value.metadata_props.get(ROLE_KEY) == "rng"]
+    """Return the keys of Onward's random generator, by the role that `prepare` gives them."""
+    values = step.initialization.initializers.values() if step.initialization is not None else ()
+    return [v for v in values if v.const_value is not None and v.const_value.metadata_props.get(ROLE_KEY) == "rng"]
 
 
 def _drawing(model: Model, step: Step) -> list[ir.Node]:
-    """The random operators of an initialization, each of which draws once."""
+    """Return the random nodes of an initialization. Raise if one may run more than once."""
     graph = step.initialization
     if graph is None:
         return []
@@ -149,8 +149,9 @@ def _drawing(model: Model, step: Step) -> list[ir.Node]:
     inner = [node for node in graph.all_nodes() if _draws(node) or node.op_identifier() in functions]
     if hidden := [node for node in inner if node not in direct]:
         raise UnsupportedError(
-            f"the initialization draws within the node `{hidden[0].name or hidden[0].op_type}`, perhaps more than once",
-            hint="replace functions by their bodies first (`onward inline`); a seed within a loop is not changed",
+            f"the node `{hidden[0].name or hidden[0].op_type}` of the initialization may draw random numbers more "
+            "than once",
+            hint="inline functions first (`onward inline MODEL`); a seed within a loop is not changed",
         )
     return direct
 
@@ -160,5 +161,5 @@ def _draws(node: ir.Node) -> bool:
 
 
 def _number(text: str) -> float:
-    """A seed of 24 bits, which is as much as the attribute holds exactly."""
+    """Return a seed of 24 bits, the most that the float attribute holds exactly."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "big"))

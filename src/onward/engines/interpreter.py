@@ -1,8 +1,8 @@
-"""One interpreter for all frameworks: executes a graph node by node with the operators of a table.
+"""The interpreter of all frameworks: runs a graph node by node with the operators of a table.
 
-Values are tensors of the framework or, on the host, numpy arrays. A node all of whose inputs are on the host is
-computed there: constants, and what follows from the shapes of tensors (see framework.py). `Gradient` means the
-framework's own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
+Values are tensors of the framework or numpy arrays on the host. A node whose inputs are all on the
+host is computed there, such as shape arithmetic (see framework.py). `Gradient` is the framework's
+own derivative of the nodes between its variables and its result (see plan.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Values = dict[ir.Value, Any]
 
 
 class Interpreter:
-    """Executes one plain graph. Functions have been replaced by their bodies."""
+    """Executor of one graph without functions."""
 
     def __init__(self, plan: GraphPlan, framework: Framework):
         self._plan = plan
         self._framework = framework
         self._placed: Values = {}
 
-    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs of the graph by name, from its inputs by name: tensors, or arrays that stay on the host."""
-        values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
-        with self._framework.active(), np.errstate(all="ignore"):  # infinities and NaN are results like others
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs by name. Inputs are tensors, or arrays that stay on the host."""
+        values: Values = {value: inputs[name] for name, value in self._plan.inputs.items()}
+        with self._framework.active(), np.errstate(all="ignore"):  # infinity and NaN are valid results
             self.execute(self._plan, values)
             return {value.name or "": self.typed(value, values[value]) for value in self._plan.outputs}
 
@@ -75,8 +75,8 @@ class Interpreter:
                 results = call.function(*placed)
         except NotOnHost as error:
             raise UnsupportedError(
-                f"{call.described} needs to know a value, and while the step is compiled there are only shapes",
-                hint="run without compiling: `compile=False`, or `--no-compile`",
+                f"{call.described} needs a value, but a step that is being compiled has only shapes",
+                hint="run without compiling: `compile=False` (`--no-compile`)",
             ) from error
         except Error:
             raise
@@ -86,12 +86,12 @@ class Interpreter:
                 raise
             raise UnsupportedError(
                 f"{self._framework.name} fails in {call.described}: {error}",
-                hint="look whether inputs have the types and shapes that the model takes; if so, try another engine",
+                hint="check the types and shapes of the inputs; if they fit the model, try another engine",
             ) from error
         if not isinstance(results, tuple):
             results = (results,)
         for value, result in zip(call.outputs, results, strict=False):
-            if value is not None:  # where there are no axes, numpy returns scalars
+            if value is not None:  # numpy returns scalars, not arrays of rank 0
                 values[value] = np.asarray(result) if isinstance(result, np.generic) else result
 
     def _fuse(self, item: FusedCall, values: Values) -> None:
@@ -103,44 +103,43 @@ class Interpreter:
         values[item.match.output] = result
 
     def _differentiate(self, item: Differentiation, values: Values) -> None:
-        around = {value: values[item.others.get(value, value)] for value in item.plan.captured}
+        around = {value: values[item.substitutes.get(value, value)] for value in item.plan.captured}
         on_host: Values = {}
 
         def forward(xs: Any) -> tuple[Any, list[Any]]:
             inner = {**around, **dict(zip(item.variables, xs, strict=True))}
             self.execute(item.plan, inner)
-            on_host.update({value: inner[value] for value in item.kept if not self._is_tensor(inner[value])})
-            kept = [inner[value] for value in item.kept if value not in on_host]
-            return self._place(None, inner[item.y]), kept
+            on_host.update({value: inner[value] for value in item.shared if not self._is_tensor(inner[value])})
+            return self._place(None, inner[item.y]), [inner[value] for value in item.shared if value not in on_host]
 
-        xs = [self._place(value, values[value]) for value in item.given]
+        xs = [self._place(value, values[value]) for value in item.points]
         try:
-            y, kept, gradients = self._framework.derivative(forward, xs)
-            found = gradients()
+            y, shared, differentiate = self._framework.derivative(forward, xs)
+            gradients = differentiate()
         except Error:
             raise
         except Exception as error:
             if is_ours(error):
                 raise
             raise UnsupportedError(
-                f"{self._framework.name} fails in its derivative: {error}", hint="take Onward's own: `rules=True`"
+                f"{self._framework.name} fails in its derivative: {error}", hint="use Onward's rules: `rules=True`"
             ) from error
         values.update(on_host)
-        values.update(zip((value for value in item.kept if value not in on_host), kept, strict=True))
-        if item.y in item.kept:
+        values.update(zip((value for value in item.shared if value not in on_host), shared, strict=True))
+        if item.y in item.shared:
             values[item.y] = y
-        for value, result in zip(item.outputs, found, strict=False):
+        for value, result in zip(item.outputs, gradients, strict=False):
             if value is not None:
                 values[value] = result
 
-    # ---- where values are --------------------------------------------------------------------------------------------
+    # ---- placement of values -----------------------------------------------------------------------------------------
 
     def _belongs_on_host(self, operator: str, inputs: Iterable[Any]) -> bool:
-        """Whether all inputs are there already, or one is of a type that the framework does not have."""
-        given = [value for value in inputs if value is not None]
-        if all(map(self._is_host, given)):
-            return bool(given) and not counts_far(operator, given)
-        return not all(map(self._can_place, given))
+        """True if all inputs are on the host, or the framework does not have the type of one."""
+        present = [value for value in inputs if value is not None]
+        if all(map(self._is_host, present)):
+            return bool(present) and not counts_far(operator, present)
+        return not all(map(self._can_place, present))
 
     def _is_host(self, value: Any) -> bool:
         return all(map(self._is_host, value)) if isinstance(value, list) else isinstance(value, np.ndarray)
@@ -158,33 +157,38 @@ class Interpreter:
             return [self._fetch(item) for item in value]
         return self._framework.array(value) if self._is_tensor(value) else value
 
-    def _place(self, value: ir.Value | None, given: Any) -> Any:
-        """A value as a tensor. A constant is brought to the device once, unless what is made there is only traced."""
-        if isinstance(given, list):
-            return [self._place(None, item) for item in given]
-        if not isinstance(given, np.ndarray):
-            return given
+    def _place(self, value: ir.Value | None, content: Any) -> Any:
+        """Return the content of a value as a tensor.
+
+        A constant is moved once, except during tracing.
+        """
+        if isinstance(content, list):
+            return [self._place(None, item) for item in content]
+        if not isinstance(content, np.ndarray):
+            return content
         if value not in self._plan.constants or self._framework.is_tracing():
-            return self._framework.tensor(given)
+            return self._framework.tensor(content)
         if value not in self._placed:
-            self._placed[value] = self._framework.tensor(given)
+            self._placed[value] = self._framework.tensor(content)
         return self._placed[value]
 
 
 class _Body:
-    """A nested graph as a function of its inputs; what it captures is taken from around it."""
+    """A nested graph as a function of its inputs. Captured values come from the outer graph."""
 
     def __init__(self, interpreter: Interpreter, plan: GraphPlan, around: Values):
         self._interpreter = interpreter
         self._plan = plan
         self._captured = {value: around[value] for value in plan.captured}
-        self.types = [((None if value.dtype is None else value.dtype.numpy()), _sizes(value)) for value in plan.outputs]
+        self.types = [
+            (
+                None if value.dtype is None else value.dtype.numpy(),
+                None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape],
+            )
+            for value in plan.outputs
+        ]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
         self._interpreter.execute(self._plan, values)
         return [self._interpreter.typed(value, values[value]) for value in self._plan.outputs]
-
-
-def _sizes(value: ir.Value) -> list[int | None] | None:
-    return None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]

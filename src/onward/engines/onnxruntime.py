@@ -1,8 +1,9 @@
-"""Training on stock ONNX Runtime, as one plain graph per step.
+"""Training on stock ONNX Runtime: one plain graph per step.
 
-The state lives in two sets of buffers on the device. A step reads one set and writes the other, and they change places:
-a buffer that is bound as input and output at once may be overwritten while other nodes still read it. Where native
-kernels make the updates, and come last, one buffer is in both sets.
+The state has two sets of buffers on the device. A step reads one set and writes the other, then the
+sets are swapped: a buffer that is bound as input and output may be overwritten while other nodes
+still read it. State that native kernels update in place, as the last nodes, has one buffer in both
+sets.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class OnnxRuntime(Engine):
         super().__init__(model, step)
         if strategy not in (None, "ddp"):
             raise UnsupportedError(
-                f"ONNX Runtime has no strategy `{strategy}`: each process has all of the model",
-                hint='take PyTorch: `engine="torch"` (`--engine torch`)',
+                f"ONNX Runtime has no strategy `{strategy}`: each process has the full model",
+                hint='use PyTorch: `engine="torch"` (`--engine torch`)',
             )
         self.group = join_group() if strategy is not None else self.group
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
@@ -67,17 +68,21 @@ class OnnxRuntime(Engine):
         self._call = runner(self._one.model)
         self._providers = providers_of(device)
         self._memory = WITH_MEMORY.get(device, "cpu")
-        made = self._lowering.part()
-        contract = contract_of(made)
-        self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
+        lowered = self._lowering.part()
+        contract = contract_of(lowered)
+        self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract.batch}
         self._metrics: list[str] = contract.metrics
         self.loss = contract.loss or self.loss
-        in_place = self._write_in_place(made)
-        self._step = self._session(made)
+        in_place: set[str] = set()  # state without a second buffer
+        # A step with loops may stop in its midst, and a step of several processes is cut into
+        # segments.
+        if self._library is not None and self.group.size == 1 and not has_loops(lowered):
+            in_place = update_in_place(lowered, contract.update, self.loss)
+        self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
         self._read = {name: self._buffer(value, fill=True) for name, value in self._carried.items()}
-        let_go()  # of files that state was copied from
+        let_go()  # close the files that state was copied from
         bindings: dict[str, str] = contract.update
         written = {
             s.name: self._buffer(s.value) for s in self.states() if s.name in bindings and s.name not in in_place
@@ -87,29 +92,29 @@ class OnnxRuntime(Engine):
         self._bound = [self._binding(self._step, bindings, *turn) for turn in turns] if self._step else []
 
     def step(self, batch: Arrays | Sequence[Arrays]) -> dict[str, np.ndarray]:
-        given = self._fitting(batch, self.inputs)
+        arrays = self._fitting(batch, self.inputs)
         if self._step is None:
             return {}
         self.group.copies = copies_of(batch if isinstance(batch, Mapping) else batch[0], self.group)
         session, binding = self._step, self._bound[0]
-        for name, array in given.items():
+        for name, array in arrays.items():
             if array.dtype.isbuiltin == 1 or is_text(array):
                 binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
             else:
-                binding.bind_ortvalue_input(name, self._given(name, array))
+                binding.bind_ortvalue_input(name, self._input(name, array))
         with memory_of("ONNX Runtime"), explain_failures(DataError, "could not make a step with this batch"):
             self._call(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
-        metrics = Results({name: np.array(to_array(value)) for name, value in results})  # the next step writes again
-        if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
+        metrics = Results({name: np.array(to_array(value)) for name, value in results})  # the next step overwrites them
+        if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else the old state stays
             self._bound.reverse()
             self._read, self._write = self._write, self._read
         return metrics
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = self._lowering.part("gradients")
-            self._gradients = self._session(made), contract_of(made).gradients
+            lowered = self._lowering.part("gradients")
+            self._gradients = self._session(lowered), contract_of(lowered).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
         return Results({parameter: results[name] for name, parameter in names.items()})
@@ -121,19 +126,19 @@ class OnnxRuntime(Engine):
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
     def _run(self, session: ort.InferenceSession | None, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
-        """What a session computes from a batch and the state; it may take less than a step does."""
+        """Run a session with a batch and the state. It may need fewer inputs than a step."""
         if session is None or not outputs:
             return {}
         names = [value.name for value in session.get_inputs()]
         self.group.copies = copies_of(batch, self.group)
-        given = self._fitting(batch, [name for name in names if name not in self._read])
-        feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
+        arrays = self._fitting(batch, [name for name in names if name not in self._read])
+        feeds = {name: self._read[name] if name in self._read else self._input(name, arrays[name]) for name in names}
         with explain_failures(DataError, "could not compute anything from this batch"):
             results = self._call(lambda options: session.run_with_ort_values(outputs, feeds, options))
         return Results({name: np.asarray(to_array(value)) for name, value in zip(outputs, results, strict=True)})
 
-    def _given(self, name: str, array: np.ndarray) -> ort.OrtValue | np.ndarray:
-        """An input of a batch; of types that numpy itself does not have, the number is told. Text stays as it is."""
+    def _input(self, name: str, array: np.ndarray) -> ort.OrtValue | np.ndarray:
+        """Return an input for ONNX Runtime. A type that numpy lacks is passed by its number."""
         if is_text(array):
             return array
         if array.dtype.isbuiltin == 1:
@@ -154,23 +159,17 @@ class OnnxRuntime(Engine):
         self._read.clear()
         self._write.clear()
 
-    def _write_in_place(self, step: Model) -> set[str]:
-        """The state that needs no second buffer: none where a step may be stopped in its midst, or is cut."""
-        if self._library is None or self.group.size > 1 or has_loops(step):
-            return set()
-        return update_in_place(step, contract_of(step).update, self.loss)
-
     def _session(self, model: Model) -> Any:
-        """None for what computes nothing, which ONNX Runtime does not load."""
+        """Return a session, or None if the model has no outputs, which ONNX Runtime does not load."""
         if not model.graph.outputs:
             return None
-        if (parts := cut_after_text(model)) is not None:
-            return TextSession(*parts, self._session)
+        if (models := cut_after_text(model)) is not None:
+            return TextSession(*models, self._session)
         if self.group.size > 1:
             inputs, outputs = ([value.name or "" for value in values] for values in (model.inputs, model.outputs))
             segments = cut(model)
-            sessions = [self._plain_session(part.model) if part.model.graph.outputs else None for part in segments]
-            return SegmentedSession(sessions, [part.exchanged for part in segments], inputs, outputs, self.group)
+            sessions = [self._plain_session(x.model) if x.model.graph.outputs else None for x in segments]
+            return SegmentedSession(sessions, [x.exchanged for x in segments], inputs, outputs, self.group)
         return self._plain_session(model)
 
     def _plain_session(self, model: Model) -> ort.InferenceSession:
@@ -183,12 +182,12 @@ class OnnxRuntime(Engine):
             threads=self._threads,
             providers=self._providers,
             optimize=optimize,
-            integers=False,  # gradients are of what the file says, in floating-point numbers
+            integers=False,  # as in the file: gradients need floats
             library=self._library,
         )
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
-        """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
+        """Allocate memory in ONNX Runtime. Memory of a numpy array would be freed with the array."""
         tensor = value.const_value
         assert tensor is not None
         shape = list(tensor.shape.numpy())
@@ -201,9 +200,9 @@ class OnnxRuntime(Engine):
         self, step: ort.InferenceSession, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]
     ) -> ort.IOBinding:
         binding = step.io_binding()
-        known = {value.name for value in step.get_inputs()}
+        inputs = {value.name for value in step.get_inputs()}
         for name, buffer in read.items():
-            if name in known:
+            if name in inputs:
                 binding.bind_ortvalue_input(name, buffer)
         for name in self._metrics:
             binding.bind_output(name, "cpu")
@@ -215,7 +214,7 @@ class OnnxRuntime(Engine):
 def array_function(
     model: Model, *, device: str = "cpu", threads: int | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The graph of a model as a function of arrays, lists of arrays and None, by name."""
+    """Return the graph of a model as a function of arrays, lists of arrays and None, by name."""
     providers = providers_of(device)
     call = runner(model)
     model = of_one_opset(model, OLDEST_LOADED).copy(steps=False)
@@ -227,9 +226,9 @@ def array_function(
     session = open_session(for_onnxruntime(model), threads=threads, providers=providers)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: wide(value) for name, value in inputs.items()}
+        feeds = {name: wide(value) for name, value in inputs.items()}
         with explain_failures(DataError, "could not compute anything from these inputs"):
-            results = call(lambda options: session.run(None, given, options))
+            results = call(lambda options: session.run(None, feeds, options))
         typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
         return Results(zip(names, typed, strict=True))
 
@@ -243,13 +242,14 @@ def _has_bfloat16(model: Model) -> bool:
 
 _MANY_NODES = 5_000
 _SMALL = 1_000
+"""Elements of the weights per node, on average."""
 
 
 def _has_many_small_nodes(graph: ir.Graph, weights: Iterable[ir.Value]) -> bool:
-    """Whether ONNX Runtime would take longer to optimize a graph than is ever won.
+    """True if ONNX Runtime would take longer to optimize a graph than it saves.
 
-    The time grows with the square of the nodes: half a minute for 20,000. Lowering has shortened them already; what is
-    left to win is in large products and convolutions.
+    The time grows with the square of the nodes: half a minute for 20,000. Lowering has simplified
+    the graph already; the remaining gain is in large matmuls and convolutions.
     """
     numbers = sum(value.const_value.size for value in weights if value.const_value is not None)
     return len(graph) > _MANY_NODES and numbers < _SMALL * len(graph)

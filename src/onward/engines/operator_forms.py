@@ -1,4 +1,4 @@
-"""Nodes as calls of functions: in the form of the newest version, and in operators that a table has."""
+"""Nodes in the form of the newest operator version, and in terms of the operators of a table."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from onward.standard import NEWEST_INTERPRETED, operator_name
 
 Inputs = list[ir.Value | np.ndarray | None]
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
-"""Modes of `GridSample` before version 20, as they are now."""
+"""Mode of `GridSample` before version 20 -> its present name."""
 
 
 def newest_form(node: ir.Node, opset: int) -> tuple[str, Inputs, dict[str, Any]]:
-    """Return operator, inputs and attributes of a node of version `opset`, as the newest version has them.
+    """Return operator, inputs and attributes of a node of version `opset` in their newest form.
 
     An input that used to be an attribute is an array.
     """
     operator, inputs = operator_name(node), list[ir.Value | np.ndarray | None](node.inputs)
-    given = {name: _plain(value) for name, value in attributes(node, opset).items()}
+    options = {name: _plain(value) for name, value in attributes(node, opset).items()}
     if opset < NEWEST_INTERPRETED:
-        given = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | given
+        options = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | options
     match operator:
         case "CastLike" if isinstance(like := inputs[1], ir.Value) and like.dtype is not None:
-            # A type that is known needs no other tensor, and so may stay on the host.
-            return "Cast", inputs[:1], given | {"to": like.dtype.value}
+            # With a known type the second tensor is not read, so the node may stay on the host.
+            return "Cast", inputs[:1], options | {"to": like.dtype.value}
         case "DFT" if opset < 20:
-            inputs = [*inputs, None, None][:2] + [np.array(given.pop("axis"), np.int64)]
+            inputs = [*inputs, None, None][:2] + [np.array(options.pop("axis"), np.int64)]
         case "GridSample" if opset < 20:
-            given["mode"] = _MODES.get(given["mode"], given["mode"])
-        case _ if operator.startswith("Reduce") and opset < 18 and (axes := given.pop("axes", None)) is not None:
+            options["mode"] = _MODES.get(options["mode"], options["mode"])
+        case _ if operator.startswith("Reduce") and opset < 18 and (axes := options.pop("axes", None)) is not None:
             inputs = [inputs[0], np.array(axes, np.int64)]
-    return operator, inputs, given
+    return operator, inputs, options
 
 
-def has_other_meaning(node: ir.Node, opset: int) -> bool:
-    """Whether rows of tables cannot say what this node means, so that its own body is needed."""
+def needs_body(node: ir.Node, opset: int) -> bool:
+    """True if table rows do not implement this form of an operator, so its function body is needed."""
     match operator_name(node):
         case "GroupNormalization":
             return opset < 21  # one scale per group, not per channel
         case "Attention":
             more = (*node.inputs[4:], *(value for value in node.outputs[1:] if value.name))
             return any(value is not None for value in more) or any(
-                name in node.attributes and node.attributes[name].value != usual for name, usual in _UNUSUAL.items()
+                name in node.attributes and node.attributes[name].value != default
+                for name, default in _RARE_ATTENTION.items()
             )
     return False
 
 
-_UNUSUAL = {"left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "softmax_precision": None}
-"""What `Attention` may also be told, with defaults; tables have no more of it than is trained every day."""
+_RARE_ATTENTION = {"left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "softmax_precision": None}
+"""Attributes of `Attention` that table rows do not implement, with their defaults."""
 
 
 def _plain(value: Any) -> Any:
@@ -65,28 +66,31 @@ def _plain(value: Any) -> Any:
 
 
 def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The numbers of a tensor, or its text, which files hold as bytes."""
+    """Return the content of a tensor as an array. Strings are stored as bytes and are decoded."""
     if tensor.dtype != ir.DataType.STRING:
         return tensor.numpy()
     return np.array([text.decode() for text in tensor.numpy().ravel()], object).reshape(tensor.numpy().shape)
 
 
-# ---- operators that a table lacks, expressed by those that it has ----------------------------------------------------
+# ---- missing operators, expressed by operators of a table -----------------------------------------------------------
 
 _ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
-"""What the interpreter itself does."""
+"""Operators that the interpreter itself runs."""
 _NO_TENSORS = {
-    "ai.onnx.ml.ZipMap": "a list of maps is no tensor; cut it off, such as by `onward extract MODEL --to probabilities`"
+    "ai.onnx.ml.ZipMap": "a list of maps is not a tensor; remove it: `onward extract MODEL --to probabilities`"
 }
 
 
 def express(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
-    """The model in operators of the table: others are replaced by their function bodies or by rewrites."""
+    """Return the model in operators of the table.
+
+    Function bodies or rewrites replace other operators.
+    """
 
     def unknown_nodes(model: Model) -> list[ir.Node]:
         def is_known(node: ir.Node) -> bool:
             name = operator_name(node)
-            return name in _ALWAYS or (name in operators and not has_other_meaning(node, model.opset))
+            return name in _ALWAYS or (name in operators and not needs_body(node, model.opset))
 
         return [node for node in model.graph.all_nodes() if not is_known(node)]
 
@@ -96,7 +100,7 @@ def express(model: Model, operators: Container[str], cannot: Mapping[str, str], 
         lines = [f"- `{name}`: {reasons.get(name, 'there is no such operator in the table')}" for name in names]
         return UnsupportedError(
             f"the engine `{engine}` lacks operators of this model:\n" + "\n".join(lines),
-            hint="`onward engines` says what each engine covers",
+            hint="`onward engines` lists the operators of each engine",
         )
 
     return replace_unknown(model, unknown_nodes, refusal)

@@ -1,4 +1,4 @@
-"""What the interpreter does, worked out once per graph: calls in order, and what is differentiated as a whole."""
+"""Execution plans of the interpreter: ordered calls, and nodes that are differentiated as a group."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onward.transform.types import check_words
 
 @dataclasses.dataclass
 class OperatorCall:
-    """A node that is computed by a function of the table."""
+    """A node as a call of a function of the table."""
 
     operator: str
     function: Function | None
-    """With its attributes; None if the operator is always computed on the host."""
+    """The function with its attributes. None if the operator always runs on the host."""
     on_host: Function | None
-    """What computes it where all inputs are on the host."""
+    """The function for inputs that are all on the host."""
     inputs: Sequence[ir.Value | None]
     outputs: Sequence[ir.Value | None]
     graphs: dict[str, GraphPlan]
@@ -39,28 +39,28 @@ class OperatorCall:
 
 @dataclasses.dataclass
 class Differentiation:
-    """The nodes between the variables of a `Gradient` and its result, and the gradient itself."""
+    """A `Gradient`, and the nodes between its variables and its result."""
 
     plan: GraphPlan
     variables: Sequence[ir.Value]
-    given: Sequence[ir.Value]
-    """What the variables are; usually themselves."""
+    points: Sequence[ir.Value]
+    """Values at which the gradient is taken: usually the variables themselves."""
     y: ir.Value
-    kept: Sequence[ir.Value]
-    """What others read of what is computed on the way."""
+    shared: Sequence[ir.Value]
+    """Values of the nodes that other nodes read."""
     outputs: Sequence[ir.Value | None]
-    others: Mapping[ir.Value, ir.Value]
-    """Values that the nodes between read others in place of."""
+    substitutes: Mapping[ir.Value, ir.Value]
+    """Captured value -> the value that is read instead."""
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class FusedCall:
-    """Nodes that a framework may compute as one."""
+    """Nodes that a framework may compute as one operator."""
 
     match: FusionMatch
     plan: GraphPlan
-    """The nodes as they stand."""
+    """Plan of the single nodes."""
     last_used: list[ir.Value] = dataclasses.field(default_factory=list)
 
     @property
@@ -73,22 +73,23 @@ Item = OperatorCall | Differentiation | FusedCall
 
 @dataclasses.dataclass
 class GraphPlan:
-    """A graph, or a part of one."""
+    """Plan of a graph, or of some nodes of it."""
 
     inputs: dict[str, ir.Value]
     outputs: list[ir.Value]
     constants: dict[ir.Value, np.ndarray]
     items: list[Item]
     captured: list[ir.Value]
-    """What is read from around it."""
+    """Values that are read from the outer graph."""
 
 
 def plan(
     graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
 ) -> GraphPlan:
-    """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host.
+    """Return the plan of a graph whose operators are all in `functions` or run on the host.
 
-    What amounts to one of the operators that are in `fuses` is handed to it.
+    Args:
+        fuses: Operators that replace matching groups of nodes
     """
     return _Planner(functions, host, opset, fuses).graph(graph)
 
@@ -102,14 +103,14 @@ class _Planner:
         self._opset = opset
         self._fuses = fuses
         self._scope: tuple[ir.Graph, ...] = ()
-        self._known: dict[str, ir.Value] = {}
+        self._values: dict[str, ir.Value] = {}
         self._variables: set[str] = set()
-        """Names of what any Gradient differentiates by."""
+        """Names of the variables of all Gradient nodes."""
 
     def graph(self, graph: ir.Graph) -> GraphPlan:
         outside, self._scope = self._scope, (*self._scope, graph)
         self._variables.update(name for node in filter(is_gradient, graph) for name in strings(node, "xs"))
-        known, self._known = self._known, {**self._known, **visible([graph])}
+        outer, self._values = self._values, {**self._values, **visible([graph])}
         inputs = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
         outputs = list(graph.outputs)
         constants = {
@@ -117,11 +118,11 @@ class _Planner:
             for value in graph.initializers.values()
             if (tensor := value.const_value) is not None
         }
-        made = self._part(list(graph), inputs.values(), outputs, constants)
-        self._scope, self._known = outside, known
-        return dataclasses.replace(made, inputs=inputs)
+        plan = self._plan(list(graph), inputs.values(), outputs, constants)
+        self._scope, self._values = outside, outer
+        return dataclasses.replace(plan, inputs=inputs)
 
-    def _part(
+    def _plan(
         self,
         nodes: Sequence[ir.Node],
         inputs: Iterable[ir.Value],
@@ -129,28 +130,31 @@ class _Planner:
         constants: dict[ir.Value, np.ndarray],
         *,
         fuses: bool = True,
-        given: Container[ir.Value] = (),
+        overridden: Container[ir.Value] = (),
     ) -> GraphPlan:
-        """The plan of some nodes of the graph at hand; outputs of theirs that are given are not taken from them."""
+        """Return the plan of some nodes of the current graph. They do not write overridden values."""
         outputs = list(outputs)
-        units: list[Item] = []
+        items: list[Item] = []
         left = dict.fromkeys(nodes)
         for node in reversed(nodes):  # the derivative of a derivative comes last, and contains the other
             if node in left and is_gradient(node):
                 del left[node]
-                units.append(self._differentiation(node, left, outputs))
+                items.append(self._differentiation(node, left, outputs))
         for match in matches(list(left), set(outputs), self._fuses) if fuses else ():
             for node in match.nodes:
                 del left[node]
-            units.append(FusedCall(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
+            items.append(FusedCall(match, self._plan(match.nodes, (), [match.output], {}, fuses=False)))
         for node in left:
             if node.op_type == "Constant" and is_standard(node):
-                constants[node.outputs[0]] = _constant(node)
+                tensor, (attribute,) = tensor_in(node), node.attributes.values()
+                constants[node.outputs[0]] = (
+                    array_of(tensor) if tensor is not None else np.array(attribute.value, object)
+                )
             else:
                 call = self._call(node, constants)
-                call.outputs = [None if value in given else value for value in call.outputs]
-                units.append(call)
-        items = _needed_items(_sort_items(units), outputs)
+                call.outputs = [None if value in overridden else value for value in call.outputs]
+                items.append(call)
+        items = _needed_items(_sort_items(items), outputs)
         available = {*inputs, *constants, *(value for item in items for value in _values_written(item))}
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
         captured.update(dict.fromkeys(value for value in outputs if value not in available))
@@ -162,12 +166,12 @@ class _Planner:
     def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> OperatorCall:
         operator, newest_inputs, attributes = newest_form(node, self._opset)
         inputs: list[ir.Value | None] = []
-        for given in newest_inputs:
-            if isinstance(given, np.ndarray):
-                constants[value := ir.Value()] = given
+        for source in newest_inputs:
+            if isinstance(source, np.ndarray):
+                constants[value := ir.Value()] = source
                 inputs.append(value)
             else:
-                inputs.append(given)
+                inputs.append(source)
         while inputs and inputs[-1] is None:
             inputs.pop()
         graphs = {
@@ -184,9 +188,8 @@ class _Planner:
             operator == "Clip"
             and len(inputs) > 2
             and is_relu6(*inputs[1:3])
-            and self._variables.isdisjoint(
-                value.name for value in inputs[1:3] if value is not None
-            )  # not differentiated
+            # ReLU6 has no derivatives by its bounds.
+            and self._variables.isdisjoint(value.name for value in inputs[1:3] if value is not None)
         )
         return OperatorCall(
             operator,
@@ -203,72 +206,63 @@ class _Planner:
     def _differentiation(
         self, node: ir.Node, left: dict[ir.Node, None], outputs: Sequence[ir.Value]
     ) -> Differentiation:
-        """A Gradient. The nodes that it differentiates are taken out of `left`, to be executed only once.
+        """Plan a Gradient. Remove the nodes that it differentiates from `left`, so that they run
+        once.
 
-        If it is to be taken at other values than those of its variables, or another one has taken some of its nodes, or
-        what they read depends on them, they are executed a second time for it, and stay.
+        The nodes stay, and run a second time for the Gradient, if it is taken at other values than
+        its variables, if another Gradient has removed some of them, or if their inputs depend on
+        them.
         """
-        names, y = strings(node, "xs"), self._known[string(node, "y")]
-        variables, given, nodes = self._way(node)
-        as_it_is = given == variables
+        names, y = strings(node, "xs"), self._values[string(node, "y")]
+        variables, points, nodes = self._path(node)
+        at_variables = points == variables
         computed = {value for inner in nodes for value in inner.outputs}
-        is_free = computed.isdisjoint(variables) and not self._read_their_results(nodes)
-        kept: list[ir.Value] = []
-        if as_it_is and all(inner in left for inner in nodes) and is_free:
+        # Nodes cannot run as a group if other nodes compute their inputs from their outputs.
+        is_group = ancestors(self._outside(nodes), reads=self._reads)[0].isdisjoint(nodes)
+        shared: list[ir.Value] = []
+        if at_variables and all(inner in left for inner in nodes) and computed.isdisjoint(variables) and is_group:
             for inner in nodes:
                 del left[inner]
             read = {*outputs, *(value for other in left for value in self._reads(other))}
-            for other in filter(is_gradient, left):  # which may execute some of these nodes a second time
-                read |= self._outside(self._way(other)[2])
-            kept = [value for inner in nodes for value in inner.outputs if value in read]
+            for other in filter(is_gradient, left):  # may run some of these nodes a second time
+                read |= self._outside(self._path(other)[2])
+            shared = [value for inner in nodes for value in inner.outputs if value in read]
         return Differentiation(
-            self._part(nodes, variables[: len(names)], [y, *kept], {}, given=set(variables)),
+            self._plan(nodes, variables[: len(names)], [y, *shared], {}, overridden=set(variables)),
             variables[: len(names)],
-            given[: len(names)],
+            points[: len(names)],
             y,
-            kept,
+            shared,
             [value if value.name else None for value in node.outputs],
-            {} if as_it_is else dict(zip(variables[len(names) :], given[len(names) :], strict=True)),
+            {} if at_variables else dict(zip(variables[len(names) :], points[len(names) :], strict=True)),
         )
 
-    def _way(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value], list[ir.Node]]:
-        """The variables of a Gradient, what they are to be, and the nodes between them and its result."""
+    def _path(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value], list[ir.Node]]:
+        """Return the variables of a Gradient, their values, and the nodes between them and its
+        result.
+        """
         names = strings(node, "xs")
-        variables = [self._known[name] for name in (*names, *strings(node, "zs"))]
-        given = [value for value in node.inputs if value is not None]
-        sources = variables[: len(names)] if given == variables else variables
-        return (
-            variables,
-            given,
-            between(self._known[string(node, "y")], sources, self._scope, known=set(variables), reads=self._reads),
-        )
-
-    def _read_their_results(self, nodes: Sequence[ir.Node]) -> bool:
-        """Whether nodes read, by way of others, what some of them compute: these cannot be executed as one."""
-        return not ancestors(self._outside(nodes), reads=self._reads)[0].isdisjoint(nodes)
+        variables = [self._values[name] for name in (*names, *strings(node, "zs"))]
+        points = [value for value in node.inputs if value is not None]
+        sources = variables[: len(names)] if points == variables else variables
+        y = self._values[string(node, "y")]
+        return variables, points, between(y, sources, self._scope, known=set(variables), reads=self._reads)
 
     def _outside(self, nodes: Sequence[ir.Node]) -> set[ir.Value]:
-        """What nodes read that none of them computes."""
+        """Return the inputs of nodes that none of them computes."""
         return {value for node in nodes for value in self._reads(node)} - {v for node in nodes for v in node.outputs}
 
     def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
         yield from read_by(node)
-        for gradient in filter(is_gradient, (node, *nested_nodes(node))):  # which reads its result by name
-            if (y := string(gradient, "y")) in self._known:
-                yield self._known[y]
+        for gradient in filter(is_gradient, (node, *nested_nodes(node))):  # reads its result by name
+            if (y := string(gradient, "y")) in self._values:
+                yield self._values[y]
 
 
 def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
-    """A function that has the attributes that it asks for."""
-    asked = {name: attributes[name] for name in keywords(function) if name in attributes}
-    return functools.partial(function, **asked) if asked else function
-
-
-def _constant(node: ir.Node) -> np.ndarray:
-    if (tensor := tensor_in(node)) is not None:
-        return array_of(tensor)
-    (attribute,) = node.attributes.values()
-    return np.array(attribute.value, object)  # text
+    """Bind the attributes that a function takes."""
+    bound = {name: attributes[name] for name in keywords(function) if name in attributes}
+    return functools.partial(function, **bound) if bound else function
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
@@ -283,18 +277,18 @@ def _read(item: Item) -> Iterator[ir.Value]:
         yield from item.match.inputs
         yield from item.plan.captured
     else:
-        yield from item.given
-        yield from (item.others.get(value, value) for value in item.plan.captured)
+        yield from item.points
+        yield from (item.substitutes.get(value, value) for value in item.plan.captured)
 
 
 def _values_written(item: Item) -> Iterator[ir.Value]:
     yield from (value for value in item.outputs if value is not None)
     if isinstance(item, Differentiation):
-        yield from item.kept
+        yield from item.shared
 
 
 def _sort_items(items: Sequence[Item]) -> list[Item]:
-    """An order in which what is read has been written, as near to the given one as may be."""
+    """Sort items so that values are written before they are read. Keep the order otherwise."""
     writer = {value: i for i, item in enumerate(items) for value in _values_written(item)}
     needs = [{writer[value] for value in _read(item) if value in writer} for item in items]
     readers: list[list[int]] = [[] for _ in items]
@@ -315,17 +309,17 @@ def _sort_items(items: Sequence[Item]) -> list[Item]:
 
 
 def _needed_items(items: Sequence[Item], outputs: Iterable[ir.Value]) -> list[Item]:
-    """Without those of which nothing is read: rewrites compute all outputs of an operator."""
-    needed, kept = set(outputs), []
+    """Drop items whose results nothing reads: rewrites compute all outputs of an operator."""
+    needed, result = set(outputs), []
     for item in reversed(items):
         if any(value in needed for value in _values_written(item)):
             needed.update(_read(item))
-            kept.append(item)
-    return kept[::-1]
+            result.append(item)
+    return result[::-1]
 
 
 def _mark_last_uses(items: Sequence[Item], needed: set[ir.Value]) -> None:
-    """Let values go when nothing reads them any more."""
+    """Set `last_used`, so that values are freed after their last use."""
     seen = set(needed)
     for item in reversed(items):
         for value in {*_read(item), *_values_written(item)}:

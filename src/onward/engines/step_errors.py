@@ -1,4 +1,4 @@
-"""Steps that fail: whose fault it is, steps that do not fit into memory, and loops that never end."""
+"""Failing steps: bugs in Onward, lack of memory, and loops that never end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _OF_PYTHON = re.compile(
     r"missing \d+ required|takes (from )?\d+|unexpected keyword|multiple values|object is not|object has no"
     r"|unsupported operand|cannot unpack|^(list|tuple|string|range object) .*index out of range|from empty"
 )
-"""What Python says of calls and lists that are wrong; frameworks use the same classes, with words of their own."""
+"""Messages of Python for wrong calls and indices.
+
+Frameworks raise the same classes with other messages.
+"""
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether an error was raised by a line of ours, as a mistake in it would be."""
+    """True if an error comes from a bug in Onward: a line of it raised the error, not a framework."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     if not str(frame.f_globals.get("__name__")).startswith("onward."):
         return False
@@ -38,30 +41,36 @@ def is_ours(error: Exception) -> bool:
 # ---- steps that do not fit into memory -------------------------------------------------------------------------------
 
 
-_SIGNS = re.compile(r"out of memory|RESOURCE_EXHAUSTED|OOM when|(can't|unable to|failed to) allocate", re.IGNORECASE)
-_HINT = "make batches smaller, and `accumulate` their gradients; or compute in fewer bits: `precision=bfloat16`"
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|RESOURCE_EXHAUSTED|OOM when|(can't|unable to|failed to) allocate", re.IGNORECASE
+)
 
 
 @contextlib.contextmanager
 def memory_of(engine: str) -> Iterator[None]:
-    """Say it in the same words for all engines if there is not enough."""
+    """Raise `OutOfMemoryError` in place of the memory errors of an engine."""
     try:
         yield
     except Exception as error:
         first = str(error).partition("\n")[0]
-        if isinstance(error, OutOfMemoryError) or not (isinstance(error, MemoryError) or _SIGNS.search(first)):
+        if isinstance(error, OutOfMemoryError) or not (isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(first)):
             raise
-        raise OutOfMemoryError(f"the step does not fit into the memory of {engine}: {first}", hint=_HINT) from error
+        raise OutOfMemoryError(
+            f"the step does not fit into the memory of {engine}: {first}",
+            hint="make batches smaller, and `accumulate` their gradients; or compute in fewer bits: "
+            "`precision=bfloat16`",
+        ) from error
 
 
-# ---- loops that never end: refused where that shows, and stopped where they fill the memory --------------------------
+# ---- endless loops: refused if the graph shows it, stopped when they fill the memory ---------------------------------
 
 _ENDLESS = 1 << 40
-"""Iterations that nobody lives to see the end of."""
+"""Iterations beyond any run: days even at a microsecond each."""
 _COPIES = ("Identity",)
 _LOOK_EVERY = 4096
+"""Iterations between two checks of the size."""
 _OVERHEAD = 200
-"""Bytes that a tensor takes beside its elements."""
+"""Bytes of a tensor besides its elements."""
 
 
 def refuse_endless_loops(graphs: Iterable[ir.Graph]) -> None:
@@ -80,13 +89,13 @@ def _is_endless(node: ir.Node) -> bool:
     if trips is not None and (count is None or count < _ENDLESS):
         return False
     body = node.attributes["body"].as_graph()
-    goes_on = source_of(body.outputs[0], _COPIES)
+    next_condition = source_of(body.outputs[0], _COPIES)
     starts = condition is None or bool(_constant_of(condition))
-    return starts and (goes_on is body.inputs[1] or bool(_constant_of(goes_on)))
+    return starts and (next_condition is body.inputs[1] or bool(_constant_of(next_condition)))
 
 
 def _constant_of(value: ir.Value | None) -> Any:
-    """The number that a value always is, or None."""
+    """Return the number if a value is a constant scalar, else None."""
     value = source_of(value, _COPIES)
     if value is None or value.is_graph_input():
         return None
@@ -95,23 +104,23 @@ def _constant_of(value: ir.Value | None) -> Any:
 
 
 def check_growth(rows: list[list[Any]]) -> None:
-    """Refuse to go on once what a Loop has collected, a row for each iteration, is more than there is memory."""
+    """Raise if the collected outputs of a Loop, one row per iteration, exceed the memory."""
     if len(rows) % _LOOK_EVERY:
         return
     size = len(rows) * sum(_OVERHEAD + getattr(tensor, "nbytes", 0) for tensor in rows[-1])
     if size > _memory():
         raise OutOfMemoryError(
             f"a Loop has collected more than fits into memory, after {len(rows):,} iterations",
-            hint="look whether its condition ever becomes false",
+            hint="check that its condition becomes false",
         )
 
 
 def _memory() -> int:
-    """The memory of this machine, or of the part of it that this process may use."""
-    if not hasattr(os, "sysconf"):
+    """Return the memory of this machine in bytes, or the limit of this process's cgroup."""
+    if not hasattr(os, "sysconf"):  # Windows
         return 1 << 36
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such limit
-        return whole
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no limit
+        return total
