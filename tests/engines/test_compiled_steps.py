@@ -1,5 +1,5 @@
-"""What is compiled, and what is not: odd batches, what is on disk, updates that are alike. Numbers are those of ONNX
-Runtime."""
+"""What is compiled, and what is not: odd batches, what is on disk, updates that are alike. Numbers
+are those of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_where_whole_batches_are_known_only_the_size_counts():
 @needs("torch")
 @pytest.mark.usefixtures("one_torch_thread")
 def test_updates_that_are_alike_are_compiled_once(monkeypatch):
-    from onward.engines.torch import alike, compilation
+    from onward.engines.torch import compilation, repeated_updates
 
     found = []
 
     def split(graph):
-        found.append(alike.split_off_updates(graph))
+        found.append(repeated_updates.split_off_updates(graph))
         return found[-1]
 
-    monkeypatch.setattr(alike, "FEWEST", 8)
+    monkeypatch.setattr(repeated_updates, "FEWEST", 8)
     monkeypatch.setattr(compilation, "split_off_updates", split)
     model, batches = equal_layers(4, optimizer="adamw:lr=0.01,weight_decay=0.1", clip="norm:0.5")
     not_finite = batches[0] | {"x": np.full((6, 4), np.nan, "f")}
@@ -55,7 +55,7 @@ def test_updates_that_are_alike_are_compiled_once(monkeypatch):
         engine.step(not_finite)
         for name, array in engine.state().items():
             np.testing.assert_array_equal(array, before[name], err_msg=name)
-    assert sorted(len(kind.calls) for kind in found[0].alike) == [4, 4]  # those of matrices, and of biases
+    assert sorted(len(group.calls) for group in found[0].groups) == [4, 4]  # those of matrices, and of biases
     assert_trains_alike(model, batches, engine="torch")
 
 
@@ -72,7 +72,9 @@ print(json.dumps({"losses": losses, **counters["aot_autograd"]}))
 @pytest.mark.slow
 @needs("torch")
 def test_what_was_compiled_is_on_disk(tmp_path):
-    """Another process finds it, and does not take it for what only looks the same: a model with another constant."""
+    """Another process finds it, and does not take it for what only looks the same: a model with
+    another constant.
+    """
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _SECOND]
     expected = [trained(*equal_layers(1, scale), threads=1)[0] for scale in (2.0, 4.0)]

@@ -163,9 +163,7 @@ class Framework(ABC):
         return value if isinstance(value, np.ndarray) else self.array(value)
 
     def owned(self, value: Any) -> np.ndarray:
-        """Return a copy as an array for a caller: memory that the engine never reads or writes
-        again.
-        """
+        """Return a copy as an array, in memory that the engine never uses again."""
         return np.array(self.host(value))
 
     def place(self, value: Any) -> Any:

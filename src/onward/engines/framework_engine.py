@@ -1,6 +1,4 @@
-"""Training on a framework: the interpreter runs a step with the framework's operators and
-derivative.
-"""
+"""Training on a framework: the interpreter runs a step with its operators and derivative."""
 
 from __future__ import annotations
 
@@ -172,9 +170,7 @@ Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 
 def computation(lowered: Model, framework: Framework) -> Computation:
-    """Return a part of a training step as a function: state and batch -> (new state, other
-    results).
-    """
+    """Return a part of a step as a function: state and batch -> (new state, other results)."""
     contract = contract_of(lowered)
     is_step = contract.part == "step"
     update: dict[str, str] = contract.update if is_step else {}
@@ -199,9 +195,7 @@ def computation(lowered: Model, framework: Framework) -> Computation:
 
 
 class _Program:
-    """A part of a training step, compiled or eager: (state, constants, batch) -> (new state, other
-    results).
-    """
+    """A part of a step: (state, constants, batch) -> (new state, other results)."""
 
     def __init__(self, lowered: Model, framework: Framework, compiled: bool, is_eager: Callable[[Arrays], bool]):
         self.model = lowered
@@ -266,9 +260,7 @@ def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Te
 
 
 _LARGE = 1024
-"""Elements of a constant that is passed as an input: compiled code should not contain large
-tensors.
-"""
+"""Elements of a constant that becomes an input, so that compiled code does not contain it."""
 
 
 def _large_constants(model: Model) -> dict[str, np.ndarray]:
@@ -334,9 +326,7 @@ def select_finite(model: Model, contract: Contract) -> dict[str, str]:
 
 
 def _leading_to(graph: ir.Graph, shown: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return nodes that must not read the selection: those of shown results, and differentiated
-    ones.
-    """
+    """Return nodes that keep reading new state: those of shown results and of gradients."""
     ends = set(shown)
     gradients = set(filter(is_gradient, graph))
     values = {value.name: value for node in graph for value in node.outputs}

@@ -162,9 +162,7 @@ class _Matcher:
         return node
 
     def only(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
-        """Return the candidate that computes a value, if it is one of the operators with a single
-        reader.
-        """
+        """Return the producer of a value if it is one of the operators and has a single reader."""
         node = self.inside(value)
         return node if node is not None and node.op_type in operators and len(readers(node)) == 1 else None
 
@@ -206,9 +204,7 @@ class _Matcher:
         return Attention(self.nodes[::-1], q, k, v, mask, self._factors, swap, guarded)
 
     def _softmax(self, weights: ir.Value | None) -> tuple[ir.Node | None, bool]:
-        """Return the softmax over the last axis, and True if `Where(IsNaN(weights), 0, weights)`
-        follows it.
-        """
+        """Return the softmax over the last axis, and if `Where(IsNaN(w), 0, w)` follows it."""
         guard = self.only(weights, "Where")
         if guard is not None:
             condition, _, inner = guard.inputs

@@ -115,9 +115,7 @@ def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
 
 
 def with_seed(source: Model, seed: int) -> Model:
-    """Return a copy whose initializations use another seed, or the model itself if they are not
-    random.
-    """
+    """Return a copy with other seeds, or the model itself if its initializations draw nothing."""
     model = source.copy()
     keys = [value for step in model.steps for value in _keys(step)]
     for value in keys:

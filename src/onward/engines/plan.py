@@ -238,9 +238,7 @@ class _Planner:
         )
 
     def _path(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value], list[ir.Node]]:
-        """Return the variables of a Gradient, their values, and the nodes between them and its
-        result.
-        """
+        """Return the variables of a Gradient, their values, and the nodes to its result."""
         names = strings(node, "xs")
         variables = [self._values[name] for name in (*names, *strings(node, "zs"))]
         points = [value for value in node.inputs if value is not None]

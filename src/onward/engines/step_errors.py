@@ -22,10 +22,7 @@ _OF_PYTHON = re.compile(
     r"missing \d+ required|takes (from )?\d+|unexpected keyword|multiple values|object is not|object has no"
     r"|unsupported operand|cannot unpack|^(list|tuple|string|range object) .*index out of range|from empty"
 )
-"""Messages of Python for wrong calls and indices.
-
-Frameworks raise the same classes with other messages.
-"""
+"""Messages of Python for wrong calls and indices. Frameworks raise the same classes."""
 
 
 def is_ours(error: Exception) -> bool:

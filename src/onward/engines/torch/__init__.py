@@ -19,11 +19,11 @@ from onward.engines.torch.types import TYPES, Functions, from_array, has_type, t
 from onward.errors import UnknownNameError, suggest
 
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What products may be computed in; None for what the tensors are."""
+"""Precision -> type of matmuls and convolutions; None: the type of the tensors."""
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
-"""Operators without a tensor among their inputs, so that they have to be told where it should be."""
+"""Operators without a tensor input, which take the device as an argument."""
 _MOST_NODES_ON_CPU = 10_000
-"""More than elsewhere: updates that are alike are compiled once."""
+"""More than on GPUs, since repeated updates are compiled once."""
 
 
 class Torch(Framework):
@@ -44,7 +44,7 @@ class Torch(Framework):
     }
 
     can_be_recorded = True
-    """Whether it calls the same functions of PyTorch again for inputs of the same sizes."""
+    """True if the calls of PyTorch depend only on the sizes of the inputs."""
 
     def __init__(
         self,
@@ -55,16 +55,17 @@ class Torch(Framework):
         threads: int | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        """`precision` is that of products in the model and its derivative; what follows from them is as PyTorch has it
-        (`torch.autocast`), and the state, the update and all results are as the model has them.
+        """`precision` is that of products in the model and its derivative; what follows from them
+        is as PyTorch has it (`torch.autocast`), and the state, the update and all results are as
+        the model has them.
 
         Products in float16 need a loss that is scaled: a matter of the recipe (`loss_scale`).
         """
         if precision not in PRECISIONS:
-            known = [name for name in PRECISIONS if name]
+            names = [name for name in PRECISIONS if name]
             raise UnknownNameError(
                 f"there is no precision `{precision}`",
-                hint=suggest(str(precision), known) or f"one of {', '.join(known)}",
+                hint=suggest(str(precision), names) or f"one of {', '.join(names)}",
             )
         self.check_device(device, "PyTorch")
         self._device = torch.device(device)
@@ -89,15 +90,15 @@ class Torch(Framework):
         return has_type(dtype)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        with _disable_current_modes():  # also while a step is traced, what is known is a constant of it
+        with _disable_current_modes():  # an array is a constant, also during tracing
             return from_array(array).to(self._device)
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
 
     def owned(self, value: Any) -> np.ndarray:
-        is_copied_anyway = torch.is_tensor(value) and value.device.type != "cpu"
-        return self.array(value) if is_copied_anyway else super().owned(value)
+        is_on_device = torch.is_tensor(value) and value.device.type != "cpu"  # so `array` copies it
+        return self.array(value) if is_on_device else super().owned(value)
 
     def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
         if self._half is None or dtype is None or not tensor.is_floating_point():
@@ -105,8 +106,8 @@ class Torch(Framework):
         return tensor.to(TYPES[dtype])
 
     def adopt(self, value: Any) -> Any:
-        known = isinstance(value, np.ndarray | torch.Tensor)
-        return super().adopt(value) if known else torch.from_dlpack(value).to(self._device)
+        is_foreign = not isinstance(value, np.ndarray | torch.Tensor)
+        return torch.from_dlpack(value).to(self._device) if is_foreign else super().adopt(value)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -114,52 +115,54 @@ class Torch(Framework):
     def compile(self, function: Function) -> Function:
         compiled = CompiledStep(function, self._on_compile)
 
-        def call(*parts: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             with self.active():
-                return compiled(*parts)
+                return compiled(*arguments)
 
         return call
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        kind = self._device.type
-        half = torch.autocast(kind, self._half, enabled=self._half is not None, cache_enabled=False)
+        half = torch.autocast(self._device.type, self._half, enabled=self._half is not None, cache_enabled=False)
         with torch.no_grad(), half, _tf32(self._tf32), _deterministic(self._deterministic):
             yield
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        nested = torch.is_grad_enabled()  # within another derivative, which fused attention does not have
+        nested = torch.is_grad_enabled()  # fused attention has no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if nested else contextlib.nullcontext():
             variables = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
             y, more = function(variables)
 
         def gradients() -> list[torch.Tensor]:
-            if not y.requires_grad:  # it depends on none of them
+            if not y.requires_grad:  # independent of all variables
                 return [torch.zeros_like(x) for x in xs]
-            found = torch.autograd.grad(
+            results = torch.autograd.grad(
                 y, variables, torch.ones_like(y), create_graph=nested, retain_graph=nested, materialize_grads=True
             )
-            if not nested:  # what follows is the update
+            if not nested:  # the update follows, in full precision
                 torch.set_autocast_enabled(self._device.type, False)
-            return list(found)
+            return list(results)
 
         return (y, more, gradients) if nested else (y.detach(), [tensor.detach() for tensor in more], gradients)
 
 
 @contextlib.contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    """Whether products of float32 on a GPU may round to 10 bits; PyTorch's own default is: in convolutions."""
-    places = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [place.allow_tf32 for place in places]
-    for place in places:
-        place.allow_tf32 = on
+    """Let float32 matmuls and convolutions on a GPU round to 10 bits or not.
+
+    PyTorch's default: convolutions only.
+    """
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = on
     try:
         yield
     finally:
-        for place, was in zip(places, before, strict=True):
-            place.allow_tf32 = was
+        for backend, setting in zip(backends, before, strict=True):
+            backend.allow_tf32 = setting
 
 
 @contextlib.contextmanager

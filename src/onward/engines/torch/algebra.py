@@ -33,7 +33,7 @@ operators.define("onward.Linear")(lambda x, weight, bias: F.linear(x, weight.T, 
 
 
 def _reduction(function):
-    """A function of a tensor and axes, which keeps them, as a reduction."""
+    """Return the operator of a function of a tensor and axes that keeps dimensions."""
 
     @in_int64
     def reduce(x, axes=None, *, keepdims, noop_with_empty_axes):
@@ -48,25 +48,24 @@ def _reduction(function):
 
 
 def _extreme(function, sign):
-    """Which also has a value for no elements at all."""
+    """Return `amax` or `amin` with a result for empty axes, too."""
 
     def reduce(x, axes):
         if all(x.shape[axis] for axis in axes):
             return function(x, axes, keepdim=True)
-        worst = (
-            -sign * torch.inf
-            if x.is_floating_point()
-            else (0 if x.dtype == torch.bool else torch.iinfo(x.dtype).min)
-            if sign > 0
-            else (1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-        )
+        if x.is_floating_point():
+            worst = -sign * torch.inf
+        elif x.dtype == torch.bool:
+            worst = sign < 0
+        else:
+            worst = torch.iinfo(x.dtype).min if sign > 0 else torch.iinfo(x.dtype).max
         return x.new_full([1 if i in axes else size for i, size in enumerate(x.shape)], worst)
 
     return reduce
 
 
 def _floating(function):
-    """Integers by way of float64."""
+    """Compute integers in float64."""
 
     @functools.wraps(function)
     def reduce(x, axes):
@@ -99,7 +98,7 @@ operators(
 
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
-    """By sorting, since of equal elements the first counts."""
+    """Return the first of equal elements, as a stable sort does and `torch.topk` does not."""
     values, indices = x.sort(dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, k.item()), indices.narrow(axis, 0, k.item())
 

@@ -1,8 +1,7 @@
-"""A training step compiled as a whole: forward, derivative and update, for TorchInductor.
+"""Compilation of a whole training step by TorchInductor: forward pass, derivative and update.
 
-The interpreter runs once for each set of batch shapes, with tensors that have only shapes, and what it does is
-recorded as one graph, which writes the new state over the old. On a GPU its kernels are launched at once, by a CUDA
-graph.
+The interpreter runs once per set of batch shapes, with fake tensors. It is traced as one graph,
+which overwrites the state. On a GPU, a CUDA graph launches all kernels at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onward.engines.torch.alike import Updates, is_view, split_off_updates
+from onward.engines.torch.repeated_updates import RepeatedUpdates, is_view, split_off_updates
 from onward.engines.torch.types import SAME_BITS
 from onward.errors import UnsupportedError, first_line
 
@@ -38,7 +37,7 @@ Report = Callable[[str], None]
 
 
 class CompiledStep:
-    """A step that is compiled when it is first called with tensors of some shapes."""
+    """A step that is compiled at the first call with each set of shapes."""
 
     def __init__(self, step: Step, report: Report | None):
         self._step = step
@@ -47,7 +46,7 @@ class CompiledStep:
         self._pool: list[Any] = []
 
     def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-        if not (state or constants or batch):  # there is nothing to compute with
+        if not (state or constants or batch):  # nothing to trace
             return self._step(state, constants, batch)
         batch = {name: tensor.contiguous() for name, tensor in batch.items()}
         shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
@@ -57,19 +56,19 @@ class CompiledStep:
 
     def _compiled(self, state: Tensors, constants: Tensors, batch: Tensors) -> Step:
         shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
-        what = f"the step for {shown}" if shown else "the step"
-        self._report(f"torch compiles {what}: up to minutes the first time, then seconds")
+        subject = f"the step for {shown}" if shown else "the step"
+        self._report(f"torch compiles {subject}: up to minutes the first time, then seconds")
         try:
             compiled, device = self._built(state, constants, batch)
         except (UnsupportedError, ImportError, OSError, InductorError) as error:
-            warnings.warn(f"the step runs without being compiled: {first_line(error)}", stacklevel=3)
+            warnings.warn(f"the step is not compiled: {first_line(error)}", stacklevel=3)
             return self._step
         return _Replayed(compiled, self._pool) if device.type == "cuda" else compiled
 
-    def _built(self, *given: Tensors) -> tuple[Step, torch.device]:
+    def _built(self, *tensors: Tensors) -> tuple[Step, torch.device]:
         while True:
             try:
-                traced = _Traced(self._step, *given)
+                traced = _Traced(self._step, *tensors)
                 return traced.compiled(), traced.device
             except (ImportError, OSError, InductorError) as error:
                 if not _is_torn_library(error):
@@ -77,9 +76,12 @@ class CompiledStep:
 
 
 def _is_torn_library(error: Exception) -> bool:
-    """Whether a library could not be loaded and is there no more: a compiler that was killed leaves empty ones."""
-    found = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
-    library = Path(found[1]) if found else None
+    """Delete a compiled library that cannot be loaded, and return True.
+
+    A killed compiler leaves empty files.
+    """
+    match = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
+    library = Path(match[1]) if match else None
     if library is None or not library.is_relative_to(cache_dir()) or not library.exists():
         return False
     library.unlink()
@@ -88,7 +90,7 @@ def _is_torn_library(error: Exception) -> bool:
 
 
 class _Traced:
-    """What a step does, as a graph of PyTorch's operators."""
+    """A step as a graph of PyTorch's operators."""
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
         self._inputs = _as_signed(*state.values(), *constants.values(), *batch.values())
@@ -96,71 +98,74 @@ class _Traced:
         self._in_half = _updates_in_half(state)
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            given = iter(tensors)
-            parts = [
-                {name: next(given).view(x.dtype) for name, x in part.items()} for part in (state, constants, batch)
+            remaining = iter(tensors)
+            arguments = [
+                {name: next(remaining).view(x.dtype) for name, x in group.items()}
+                for group in (state, constants, batch)
             ]
-            new, results = step(*parts)
-            self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
-            shown = {name: value.clone() for name, value in results.items() if name not in self._known}
+            new, results = step(*arguments)
+            self._static = {name: value for name, value in results.items() if not torch.is_tensor(value)}
+            shown = {name: value.clone() for name, value in results.items() if name not in self._static}
             self._shown = [(name, value.dtype) for name, value in shown.items()]
             for name, old in zip(state, tensors, strict=False):
-                if name in new and new[name] is not parts[0][name]:
+                if name in new and new[name] is not arguments[0][name]:
                     old.copy_(*_as_signed(new[name]))
             return _as_signed(*shown.values())
 
-        with enable_python_dispatcher():  # which takes operators apart as the compiler wants them
+        with enable_python_dispatcher():  # decomposes operators for the compiler
             self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
         _merge_views(self._graph)
         _return_copies(self._graph)
 
     def compiled(self) -> Step:
         numbers = _split_off_numbers(self._graph)
-        updates = split_off_updates(self._graph) if self.device.type == "cpu" else Updates([], [], 0)
+        updates = split_off_updates(self._graph) if self.device.type == "cpu" else RepeatedUpdates([], [], 0)
         with config.patch(emulate_precision_casts=self._in_half):
             first = _compiled(numbers)
             call = _compiled(self._graph)
-            alike = [(_compiled(kind.graph), kind.calls) for kind in updates.alike]
-        shown, known = self._shown, self._known
+            groups = [(_compiled(group.graph), group.calls) for group in updates.groups]
+        shown, static = self._shown, self._static
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
             inputs = _as_signed(*state.values(), *constants.values(), *batch.values())
             inputs += first(*inputs)
             outputs = call(*inputs)
-            if alike:
-                at_hand = [*inputs, *updates.constants, *outputs[len(outputs) - updates.handed_over :]]
-                for update, calls in alike:
-                    for places in calls:
-                        update(*[at_hand[place] for place in places])
-            return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
+            if groups:
+                tensors = [*inputs, *updates.constants, *outputs[len(outputs) - updates.extra_outputs :]]
+                for update, calls in groups:
+                    for indices in calls:
+                        update(*[tensors[i] for i in indices])
+            return {}, static | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
 
         return run
 
 
 def _compiled(graph: fx.GraphModule) -> Callable[..., list[torch.Tensor]]:
-    """What the compiler makes of a graph, from disk if it has compiled the same before, in whatever process.
-
-    It looks there only where sizes could be unknown, as they may be for `torch.compile`. Here none is.
-    """
+    """Compile a graph, or load it from the disk cache of the compiler."""
+    # The compiler uses its disk cache only with a ShapeEnv, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    given = (node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
+    inputs = (node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
     with mode:
-        examples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
+        examples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
     with tracing(TracingContext(mode)):
-        made: Callable[..., list[torch.Tensor]] = compile_fx(graph, examples, ignore_shape_env=True)
-    return made
+        compiled: Callable[..., list[torch.Tensor]] = compile_fx(graph, examples, ignore_shape_env=True)
+    return compiled
 
 
 def _updates_in_half(state: Tensors) -> bool:
-    """Whether an optimizer keeps its state in 16 bits: it says where it rounds, and none of that is to be left out."""
+    """True if an optimizer has state in 16 bits.
+
+    Its casts round, and the compiler must not drop them.
+    """
     halves = (name for name, tensor in state.items() if tensor.dtype in (torch.float16, torch.bfloat16))
     return any(name.rpartition("/")[0] in state for name in halves)
 
 
 class _Replayed:
-    """A compiled step, recorded as a CUDA graph once it has run a few times, which sets up what may not be recorded.
+    """A compiled step that is recorded as a CUDA graph after a few calls. The first calls do
+    one-time setup.
 
-    All that share a pool of memory use the same for what they compute on the way.
+    Steps with the same memory pool share memory for intermediate results.
     """
 
     def __init__(self, step: Step, pool: list[Any]):
@@ -178,25 +183,26 @@ class _Replayed:
         return self._recording(state, batch)
 
     def _record(self, state: Tensors, constants: Tensors, batch: Tensors) -> _Recording | None:
-        torch.cuda.empty_cache()  # the graph has memory of its own, and what was used before it is free
+        torch.cuda.empty_cache()  # the graph has its own memory, so free the memory of earlier calls
         try:
-            made = _Recording(self._step, state, constants, batch, self._pool[0] if self._pool else None)
+            recording = _Recording(self._step, state, constants, batch, self._pool[0] if self._pool else None)
         except RuntimeError as error:
             warnings.warn(f"the step runs without a CUDA graph: {error}", stacklevel=5)
             return None
-        self._pool[:] = [made.pool]
-        return made
+        self._pool[:] = [recording.pool]
+        return recording
 
 
 _PLAIN_CALLS = 2
+"""Calls before the recording."""
 
 
 class _Recording:
-    """A CUDA graph of a step, that reads and writes the memory of one state and one batch."""
+    """A CUDA graph of a step, which reads and writes the memory of one state and one batch."""
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors, pool: Any):
         self._state = dict(state)
-        self._constants = constants  # memory that is read must not be given back
+        self._constants = constants  # keeps memory alive that the graph reads
         self._batch = {name: tensor.clone() for name, tensor in batch.items()}
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
@@ -212,15 +218,12 @@ class _Recording:
 
 
 def _as_signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """As types that the compiler has: int32 in place of uint32, and the like."""
+    """Return tensors as types that the compiler supports: uint32 as int32, float8 as int8."""
     return [tensor.view(SAME_BITS[tensor.dtype]) if tensor.dtype in SAME_BITS else tensor for tensor in tensors]
 
 
 def _merge_views(graph: fx.GraphModule) -> None:
-    """Let tensors that are taken as another type and back again be what they are, and constants what they are taken as.
-
-    There is nothing but such views of types that the compiler lacks. What is only another name is left out.
-    """
+    """Remove aliases and pairs of type views that cancel: the compiler lacks their types."""
     as_type, names = torch.ops.aten.view.dtype, (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
     types: dict[fx.Node, torch.dtype] = {}
     for node in graph.graph.nodes:
@@ -242,7 +245,10 @@ def _merge_views(graph: fx.GraphModule) -> None:
 
 
 def _return_copies(graph: fx.GraphModule) -> None:
-    """Return copies of what the step writes, too: the compiler leaves out others, and what is assigned would be new."""
+    """Return copies of state, too.
+
+    The compiler would drop a copy of a written input and keep an alias.
+    """
     writes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
     written = {node.args[0] for node in writes}
     copies = [node.args[1] for node in writes if _source(node.args[1]) in written]
@@ -252,16 +258,17 @@ def _return_copies(graph: fx.GraphModule) -> None:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a node is the same numbers as."""
+    """Return the node that a node is a clone or a view of."""
     while node.target is torch.ops.aten.clone.default or is_view(node):
         node = node.args[0]
     return node
 
 
 def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph of what is computed of single numbers alone: rates, corrections of moments, schedules.
+    """Move the computation of scalars (learning rates, corrections of moments) to a separate graph.
 
-    The given graph takes them as further inputs. Within a kernel they would be computed again for every element.
+    The original graph takes them as extra inputs. Its kernels would compute them again for every
+    element.
     """
     numbers: list[fx.Node] = []
     of_numbers: set[fx.Node] = set()
@@ -270,25 +277,25 @@ def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
             of_numbers.add(node)
             if node.op == "call_function" and not is_view(node):
                 numbers.append(node)
-    handed = [node for node in numbers if any(user not in of_numbers or is_view(user) for user in node.users)]
+    read = [node for node in numbers if any(user not in of_numbers or is_view(user) for user in node.users)]
     first = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder" or node in of_numbers:
             copies[node] = first.node_copy(node, copies.__getitem__)
-    first.output([copies[node] for node in handed])
+    first.output([copies[node] for node in read])
     *_, last = (node for node in graph.graph.nodes if node.op == "placeholder")
-    for i, node in enumerate(handed):
+    for i, node in enumerate(read):
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"number_{i}")
         last.meta = node.meta
         node.replace_all_uses_with(last)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    made = fx.GraphModule(graph, first)
-    made.graph.eliminate_dead_code()
-    made.recompile()
-    return made
+    scalars = fx.GraphModule(graph, first)
+    scalars.graph.eliminate_dead_code()
+    scalars.recompile()
+    return scalars
 
 
 def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
@@ -297,50 +304,48 @@ def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and not mutable
 
 
-# ---- recordings of what a function calls -----------------------------------------------------------------------------
+# ---- recordings of the operators that a function calls ---------------------------------------------------------------
 
-# The interpreter looks at every value to see where it is to be computed, and by what. For tensors of the same sizes
-# that comes to the same each time, so that a recording of one time, made above the derivative, does for the others.
+# The interpreter chooses device and function for every value. For inputs of the same sizes the
+# choices are the same, so one recording, traced before autograd (`pre_dispatch`), replaces the
+# later calls.
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 _MOST = 16
-"""Recordings of a function: where sizes are always others, these are enough."""
+"""Limit of recordings per function, for inputs whose sizes always change."""
 
 
 class Recording:
     """A function of tensors and arrays as a graph of PyTorch's operators, which may be compiled.
 
-    The arrays are a part of it, and so are those among its results.
+    Arrays are constants of the graph, as inputs and as results.
     """
 
     def __init__(self, run: Run, values: Sequence[Any], compile: Callable[[fx.GraphModule], Any] = lambda graph: graph):
-        self._known: dict[int, Any] = {}
-        self._places = [i for i, value in enumerate(values) if torch.is_tensor(value)]
+        self._static: dict[int, Any] = {}
+        self._indices = [i for i, value in enumerate(values) if torch.is_tensor(value)]
 
         def recorded(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            results = run(list({**dict(enumerate(values)), **dict(zip(self._places, tensors, strict=True))}.values()))
+            results = run(list({**dict(enumerate(values)), **dict(zip(self._indices, tensors, strict=True))}.values()))
             if any(isinstance(result, list) for result in results):
                 raise UnsupportedError("sequences of tensors are not recorded", hint="run without compiling")
             self._count = len(results)
-            self._known = {i: result for i, result in enumerate(results) if not torch.is_tensor(result)}
+            self._static = {i: result for i, result in enumerate(results) if not torch.is_tensor(result)}
             return [result for result in results if torch.is_tensor(result)]
 
-        given = [values[i].detach().requires_grad_(values[i].requires_grad) for i in self._places]
+        examples = [values[i].detach().requires_grad_(values[i].requires_grad) for i in self._indices]
         record = make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
-        with saved_tensors_hooks(_same, _same):  # whoever counts what is kept for the derivative is not to count this
-            self._call = compile(record(*given))
+        # Hides the tensors saved by tracing from outer hooks, which may count saved memory.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            self._call = compile(record(*examples))
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        results = iter(self._call(*(values[i] for i in self._places)))
-        return [self._known[i] if i in self._known else next(results) for i in range(self._count)]
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+        results = iter(self._call(*(values[i] for i in self._indices)))
+        return [self._static[i] if i in self._static else next(results) for i in range(self._count)]
 
 
 class Recorded:
-    """A function that is recorded for each set of sizes, if it depends on no more than these."""
+    """A function that is recorded for each set of sizes, if it depends only on them."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -359,15 +364,18 @@ class Recorded:
     def _recorded(self, values: Sequence[Any]) -> Run:
         try:
             return Recording(self._run, values)
-        except RuntimeError:  # it depends on values, too, or fails, which is better said by itself
+        except RuntimeError:  # it depends on values, or it fails: then a plain call raises the better error
             return self._run
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is no subclass of a tensor, no sequence, no array of texts, whose bytes are only addresses."""
+    """True for a plain tensor or array.
+
+    Not for tensor subclasses, sequences and string arrays (pointers).
+    """
     return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray) and value.dtype != object
 
 
 def kinds_of(values: Iterable[Any]) -> list[Any]:
-    """What a recording is for: tensors of these sizes and types, and these arrays."""
+    """Return the cache key of a recording: sizes and types of tensors, and the content of arrays."""
     return [(x.shape, x.dtype, x.device) if torch.is_tensor(x) else (x.shape, x.dtype.str, x.tobytes()) for x in values]

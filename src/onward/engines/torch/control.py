@@ -1,4 +1,4 @@
-"""Control flow by Python's own, and what of it can be compiled although it depends on values."""
+"""Control flow in Python, and an `If` that can be compiled although it depends on values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ operators = Operators()
 
 @operators.define("If")
 def traced_branch(condition, *, then_branch, else_branch, framework):
-    """Both branches where the condition is not known yet, and a choice of their results, as for accumulated gradients.
+    """Run both branches during tracing and select their results, as accumulated gradients need it.
 
-    Not within a derivative, to which the branch that is not taken could add 0 times infinity.
+    Not within a derivative: the branch that is not taken could add 0 * infinity to a gradient.
     """
     if not torch.is_tensor(condition) or not is_fake(condition):
         return branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)

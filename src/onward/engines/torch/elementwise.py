@@ -21,7 +21,7 @@ operators(Add=by_bits(operator.add), Sub=by_bits(operator.sub), Mul=by_bits(oper
 @operators.define("Div")
 @in_int64
 def div(x, y):
-    floating = any(torch.is_tensor(part) and part.is_floating_point() for part in (x, y))
+    floating = any(torch.is_tensor(operand) and operand.is_floating_point() for operand in (x, y))
     return x / y if floating else torch.div(x, y, rounding_mode="trunc")
 
 
@@ -71,7 +71,7 @@ operators(
 
 @operators.define("BitShift")
 def bit_shift(x, y, *, direction):
-    if x.dtype == torch.uint32 and isinstance(y, np.ndarray) and direction == "RIGHT":  # as random numbers need it
+    if x.dtype == torch.uint32 and isinstance(y, np.ndarray) and direction == "RIGHT":  # the case of random numbers
         mask = (1 << 32 - y.item()) - 1
         return ((x.view(torch.int32) >> y.item()) & mask).view(x.dtype) if y else x
     return _shift(x, y, direction=direction)
@@ -93,7 +93,7 @@ def cast(x, *, to, saturate=1, round_mode="up"):
     if dtype in FLOAT8 and saturate:
         largest = torch.finfo(dtype).max
         x = (x if x.is_floating_point() else x.float()).clamp(-largest, largest)
-    elif dtype == torch.float8_e4m3fn:  # which PyTorch saturates; 464 is where rounding leads out of range
+    elif dtype == torch.float8_e4m3fn:  # PyTorch saturates here; numbers above 464 round to more than 448, the largest
         x = torch.where(x.abs() > 464, torch.nan, x)
     x = widen(x)
     return narrow(x.long(), dtype) if dtype in (torch.uint16, torch.uint32) else x.to(dtype)
@@ -163,10 +163,10 @@ operators(
 
 # ---- quantization ----------------------------------------------------------------------------------------------------
 
-# Quantisation. Rounding counts as the identity when it is differentiated, saturation as Clip.
+# The derivative treats rounding as the identity, and saturation as Clip.
 #
-# Integers have no derivative in PyTorch. So a quantised tensor carries the levels that it was rounded from as floating
-# point, which `DequantizeLinear` finds there.
+# Integers have no derivative in PyTorch. So a quantized tensor has its levels before rounding as an
+# attribute, for `DequantizeLinear`.
 
 
 @operators.define("QuantizeLinear")
@@ -189,13 +189,13 @@ def quantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0
 
 
 _BY_DEFAULT = CODES[torch.uint8]
-"""What a tensor is quantised to where nothing is said."""
+"""Default type of a quantized tensor."""
 
 
-def _with_levels(quantised, levels):
+def _with_levels(quantized, levels):
     if levels.requires_grad:
-        quantised.levels = levels
-    return quantised
+        quantized.levels = levels
+    return quantized
 
 
 @operators.define("DequantizeLinear")

@@ -1,4 +1,4 @@
-"""Normalization, attention, losses, and random numbers of PyTorch's own: training steps of Onward make theirs."""
+"""Normalization, attention, losses, and random numbers of PyTorch (prepared models draw their own)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ operators = Operators()
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
-    if not training_mode and (mean.requires_grad or variance.requires_grad):  # computed, and PyTorch's are not
-        mean, factor, bias = (per_channel(part, x) for part in (mean, scale * (variance + epsilon).rsqrt(), bias))
+    if not training_mode and (mean.requires_grad or variance.requires_grad):  # `F.batch_norm` has no such derivative
+        mean, factor, bias = (per_channel(v, x) for v in (mean, scale * (variance + epsilon).rsqrt(), bias))
         return (x - mean) * factor + bias
     if not training_mode:
         return F.batch_norm(x, mean, variance, scale, bias, False, 0, epsilon)
     y = F.batch_norm(x, None, None, scale, bias, True, 0, epsilon)
     if outputs == 1:
         return y
-    of_batch = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0, keepdim=True)  # as batch_norm has it: shared
+    of_batch = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0, keepdim=True)  # batch_norm computes it, too
     new_variance, new_mean = (
         old * momentum + new.flatten() * (1 - momentum) for old, new in zip((variance, mean), of_batch, strict=True)
     )
@@ -32,7 +32,10 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
 
 
 def batch_normalization_at_once(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
-    """The same where nothing is differentiated by way of the statistics: PyTorch has them when it has the result."""
+    """Return the result and the statistics of one call of PyTorch.
+
+    The statistics have no derivative.
+    """
     if not training_mode or outputs == 1:
         return batch_normalization(
             x, scale, bias, mean, variance,
@@ -41,7 +44,7 @@ def batch_normalization_at_once(x, scale, bias, mean, variance, *, epsilon, mome
     of_batch = torch.zeros_like(mean), torch.zeros_like(variance)
     y = F.batch_norm(x, *of_batch, scale, bias, True, 1, epsilon)
     count = x.numel() // x.shape[1]
-    new_mean, new_variance = of_batch[0], of_batch[1] * ((count - 1) / count)  # PyTorch divides by one less
+    new_mean, new_variance = of_batch[0], of_batch[1] * ((count - 1) / count)  # PyTorch divides by count - 1
     if momentum == 0:
         return y, new_mean, new_variance
     return y, mean * momentum + new_mean * (1 - momentum), variance * momentum + new_variance * (1 - momentum)
@@ -50,9 +53,9 @@ def batch_normalization_at_once(x, scale, bias, mean, variance, *, epsilon, mome
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type, outputs):
     shape = x.shape[axis:]
-    whole = scale.shape == shape and (bias is None or bias.shape == shape)
-    y = F.layer_norm(x, shape, scale if whole else None, bias if whole else None, epsilon)
-    if not whole:
+    fits = scale.shape == shape and (bias is None or bias.shape == shape)
+    y = F.layer_norm(x, shape, scale if fits else None, bias if fits else None, epsilon)
+    if not fits:
         y = y * scale if bias is None else y * scale + bias
     if outputs == 1:
         return y
@@ -83,7 +86,7 @@ operators(
 @operators.define("Attention")
 def attention(q, k, v, mask=None, *, is_causal, kv_num_heads, q_num_heads, scale):
     flat = q.ndim == 3
-    if flat:  # the heads lie side by side in the last axis
+    if flat:  # the last axis is [heads, size]
         heads = (q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads)
         q, k, v = (x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in heads)
     if k.shape[1] != q.shape[1]:
@@ -99,7 +102,7 @@ def attention(q, k, v, mask=None, *, is_causal, kv_num_heads, q_num_heads, scale
 
 
 def _bias(q, k, mask, is_causal):
-    """What is added to the scores; -inf where a query does not see a key, or behind the end of a mask."""
+    """Return the bias of the scores: -inf where a query does not attend to a key."""
     bias = q.new_zeros(()).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask.to(q.dtype)
     if bias.shape[-1] not in (1, k.shape[2]):
         bias = F.pad(bias, (0, k.shape[2] - bias.shape[-1]), value=-torch.inf)
@@ -129,34 +132,34 @@ def nll_loss(x, labels, weights=None, *, ignore_index, reduction):
 
 
 def generator(seed, device):
-    """None stands for PyTorch's own."""
+    """Return a generator for a seed. None stands for the default generator of PyTorch."""
     if seed is None:
         return None
-    bits = struct.unpack("<q", struct.pack("<d", seed))[0]  # a float, of which different ones must not be the same
+    bits = struct.unpack("<q", struct.pack("<d", seed))[0]  # `int(seed)` would merge different floats
     return torch.Generator(device).manual_seed(bits)
 
 
 @operators.define("Dropout")
 def dropout(x, ratio=None, training_mode=None, *, seed, outputs):
-    share = 0.5 if ratio is None else float(ratio)
+    ratio = 0.5 if ratio is None else float(ratio)
     if training_mode is None or not training_mode:
         return x, torch.ones_like(x, dtype=torch.bool)
     if outputs == 1 and seed is None:
-        return F.dropout(x, share)
-    mask = torch.rand(x.shape, generator=generator(seed, x.device), device=x.device) >= share
-    return torch.where(mask, x / (1 - share), 0), mask
+        return F.dropout(x, ratio)
+    mask = torch.rand(x.shape, generator=generator(seed, x.device), device=x.device) >= ratio
+    return torch.where(mask, x / (1 - ratio), 0), mask
 
 
 @operators.define("Bernoulli")
 def bernoulli(x, *, dtype, seed):
-    drawn = torch.rand(x.shape, generator=generator(seed, x.device), device=x.device, dtype=x.dtype) < x
-    return drawn.to(x.dtype if dtype is None else TYPES[dtype])
+    draws = torch.rand(x.shape, generator=generator(seed, x.device), device=x.device, dtype=x.dtype) < x
+    return draws.to(x.dtype if dtype is None else TYPES[dtype])
 
 
 @operators.define("Multinomial")
 def multinomial(x, *, dtype, sample_size, seed):
-    drawn = torch.multinomial(x.softmax(1), sample_size, replacement=True, generator=generator(seed, x.device))
-    return drawn.to(TYPES[dtype])
+    draws = torch.multinomial(x.softmax(1), sample_size, replacement=True, generator=generator(seed, x.device))
+    return draws.to(TYPES[dtype])
 
 
 def _normal(mean, scale, shape, dtype, seed, device):
@@ -164,8 +167,8 @@ def _normal(mean, scale, shape, dtype, seed, device):
 
 
 def _uniform(low, high, shape, dtype, seed, device):
-    drawn = torch.rand(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype])
-    return drawn * (high - low) + low
+    draws = torch.rand(shape, generator=generator(seed, device), device=device, dtype=TYPES[dtype])
+    return draws * (high - low) + low
 
 
 def _like(x, dtype, seed):

@@ -23,8 +23,8 @@ def pad(x, pads, value=None, axes=None, *, mode):
     if mode != "constant":
         for axis, width in enumerate(widths):
             if any(width):
-                places = np.pad(np.arange(x.shape[axis]), width, mode)
-                x = x.index_select(axis, torch.from_numpy(places).to(x.device))
+                indices = np.pad(np.arange(x.shape[axis]), width, mode)
+                x = x.index_select(axis, torch.from_numpy(indices).to(x.device))
         return x
     flat = [amount for pair in reversed(widths) for amount in pair]
     if not torch.is_tensor(value):
@@ -51,7 +51,7 @@ def eye_like(x, *, dtype, k):
 
 @operators.define("Range")
 def range_(start, limit, delta, *, device="cpu"):
-    """The first as it is, and the others from it, as the standard counts them."""
+    """Return start + i * delta, as the standard defines it; `torch.arange` rounds otherwise."""
     count = max(0, math.ceil((limit.item() - start.item()) / delta.item()))
     step, first = (from_array(value).to(device) for value in (delta, start))
     return (torch.arange(count, device=device) * step + first).to(first.dtype)
@@ -60,8 +60,8 @@ def range_(start, limit, delta, *, device="cpu"):
 # ---- indexing --------------------------------------------------------------------------------------------------------
 
 
-def _places(indices, size):
-    """Indices that may count from the end, as those that PyTorch takes."""
+def _wrap(indices, size):
+    """Return int64 indices without negative ones, which count from the end."""
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
 
@@ -71,7 +71,7 @@ def _places(indices, size):
 def gather(x, indices, *, axis):
     if not torch.is_tensor(indices):
         return x.select(axis, indices)
-    indices = _places(indices, x.shape[axis])
+    indices = _wrap(indices, x.shape[axis])
     axis %= x.ndim
     y = x.index_select(axis, indices.reshape(-1))
     return y.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
@@ -80,7 +80,7 @@ def gather(x, indices, *, axis):
 @operators.define("GatherElements")
 @by_bits
 def gather_elements(x, indices, *, axis):
-    return x.gather(axis, _places(indices, x.shape[axis]))
+    return x.gather(axis, _wrap(indices, x.shape[axis]))
 
 
 @operators.define("GatherND")
@@ -100,7 +100,7 @@ _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 @operators.define("ScatterElements")
 @by_bits
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    indices = _places(indices, x.shape[axis])
+    indices = _wrap(indices, x.shape[axis])
     if reduction == "none":
         return x.scatter(axis, indices, updates)
     if reduction == "add":
@@ -111,13 +111,13 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
 @operators.define("ScatterND")
 @by_bits
 def scatter_nd(x, indices, updates, *, reduction):
-    places = indices.long().unbind(-1)
+    coordinates = indices.long().unbind(-1)
     if reduction in ("none", "add"):
-        return x.index_put(places, updates, accumulate=reduction == "add")
-    sizes = x.shape[: len(places)]
-    rows = torch.zeros_like(places[0])
-    for place, size in zip(places, sizes, strict=True):
-        rows = rows * size + _places(place, size)
+        return x.index_put(coordinates, updates, accumulate=reduction == "add")
+    sizes = x.shape[: len(coordinates)]
+    rows = torch.zeros_like(coordinates[0])
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        rows = rows * size + _wrap(coordinate, size)
     flat = x.reshape(math.prod(sizes), -1)
     updates = updates.reshape(-1, flat.shape[1])
     y = flat.scatter_reduce(0, rows.reshape(-1, 1).expand_as(updates), updates, _REDUCTIONS[reduction])
@@ -129,7 +129,7 @@ def scatter_nd(x, indices, updates, *, reduction):
 def one_hot(indices, depth, values, *, axis):
     depth = int(np.ravel(depth)[0])
     axis %= indices.ndim + 1
-    indices = _places(indices, depth).unsqueeze(axis)
+    indices = _wrap(indices, depth).unsqueeze(axis)
     classes = torch.arange(depth, device=indices.device).reshape(-1, *[1] * (indices.ndim - 1 - axis))
     return torch.where(indices == classes, values[1], values[0])
 
@@ -150,8 +150,8 @@ def unique(x, *, axis, sorted):
     if axis is None:
         x, axis = x.reshape(-1), 0
     values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True, dim=axis)
-    places = torch.arange(x.shape[axis], device=x.device)
-    first = torch.zeros_like(counts).scatter_reduce(0, inverse, places, "amin", include_self=False)
+    positions = torch.arange(x.shape[axis], device=x.device)
+    first = torch.zeros_like(counts).scatter_reduce(0, inverse, positions, "amin", include_self=False)
     if not sorted:
         order = first.argsort()
         values, first, counts = values.index_select(axis, order), first[order], counts[order]

@@ -21,7 +21,7 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 
 def pad(x, amounts, value=0.0):
-    """With (before, after) more along the spatial axes; fewer where these are negative."""
+    """Pad spatial axes by (before, after). Negative amounts crop."""
     flat = [amount for pair in reversed(amounts) for amount in pair]
     return F.pad(x, flat, value=value) if any(flat) else x
 
@@ -35,7 +35,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, stride
         before = [before for before, _ in amounts]
     else:
         x, before = pad(x, amounts), [0] * rank
-    if rank == 2:  # the layout for which there are the better kernels
+    if rank == 2:  # this layout has the faster kernels
         x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
     return _CONVOLUTIONS[rank](x, w, b, strides, before, dilations, group)
 
@@ -62,7 +62,7 @@ _AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 def _takes(amounts, kernel):
-    """Whether PyTorch's pools take this padding."""
+    """True if PyTorch's pools take this padding."""
     return all(before == after <= size // 2 for (before, after), size in zip(amounts, kernel, strict=True))
 
 
@@ -76,22 +76,22 @@ def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_o
     if outputs == 1:
         return pool(y, kernel_shape, strides, before, dilations).to(x.dtype)
     sizes = y.shape[2:]
-    y, places = pool(y, kernel_shape, strides, before, dilations, return_indices=True)
+    y, indices = pool(y, kernel_shape, strides, before, dilations, return_indices=True)
     shifts = [begin if size > old else 0 for (begin, _), size, old in zip(amounts, sizes, x.shape[2:], strict=True)]
-    return y.to(x.dtype), _flat_places(places, sizes, shifts, x.shape, storage_order)
+    return y.to(x.dtype), _flat_indices(indices, sizes, shifts, x.shape, storage_order)
 
 
-def _flat_places(places, sizes, shifts, shape, storage_order):
-    """Places in images of `sizes` as those in the whole tensor, without what was added to them."""
+def _flat_indices(indices, sizes, shifts, shape, storage_order):
+    """Convert indices in padded images of `sizes` to flat indices in the tensor without padding."""
     positions = []
     for size, shift in zip(reversed(sizes), reversed(shifts), strict=True):
-        positions.insert(0, places % size - shift)
-        places = places // size
+        positions.insert(0, indices % size - shift)
+        indices = indices // size
     order = list(range(len(positions)))
     if storage_order:  # the last axis is the slowest
         order.reverse()
-    flat = functools.reduce(lambda sum, i: sum * shape[2 + i] + positions[i], order, torch.zeros_like(places))
-    planes = torch.arange(shape[0] * shape[1], device=places.device).reshape(*shape[:2], *[1] * len(sizes))
+    flat = functools.reduce(lambda sum, i: sum * shape[2 + i] + positions[i], order, torch.zeros_like(indices))
+    planes = torch.arange(shape[0] * shape[1], device=indices.device).reshape(*shape[:2], *[1] * len(sizes))
     return flat + planes * math.prod(shape[2:])
 
 
@@ -134,17 +134,17 @@ def resize(x, along, extrapolation_value, mode):
     return y if x.dtype == y.dtype else y.round().to(x.dtype)
 
 
-def _pick(x, places, axis):
-    return x.index_select(axis, torch.from_numpy(places).to(x.device))
+def _pick(x, indices, axis):
+    return x.index_select(axis, torch.from_numpy(indices).to(x.device))
 
 
 def _weigh(x, matrix, axis):
-    """The product with a matrix, of which few elements are not zero."""
+    """Return the matmul with a matrix whose rows have few nonzero elements."""
     count = (matrix != 0).sum(1).max()
-    places = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
-    weights = torch.from_numpy(np.take_along_axis(matrix, places, 1)).to(x)
+    columns = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
+    weights = torch.from_numpy(np.take_along_axis(matrix, columns, 1)).to(x)
     shape = [-1 if i == axis else 1 for i in range(x.ndim)]
-    return sum(_pick(x, places[:, i], axis) * weights[:, i].reshape(shape) for i in range(count))
+    return sum(_pick(x, columns[:, i], axis) * weights[:, i].reshape(shape) for i in range(count))
 
 
 _MODES = {"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"}

@@ -1,4 +1,4 @@
-"""Types of ONNX and numpy as those of PyTorch, which lacks some, and computes with others only in part."""
+"""Types of ONNX and numpy in PyTorch, which lacks some and has few functions for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onward.engines.numpy import Numpy
 
 
 class Functions:
-    """Functions of PyTorch under the names that numpy has for them."""
+    """Functions of PyTorch under the names of numpy."""
 
     expand_dims = staticmethod(torch.unsqueeze)
     repeat = staticmethod(torch.repeat_interleave)
@@ -50,7 +50,7 @@ TYPES = {
     DataType.COMPLEX64: torch.complex64,
     DataType.COMPLEX128: torch.complex128,
 }
-"""Not uint64: it would be half of a type, since there is none that is wider to compute in."""
+"""ONNX type -> type of PyTorch, which has too few functions for uint64."""
 
 CODES = {dtype: code for code, dtype in TYPES.items()}
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
@@ -69,7 +69,7 @@ def has_type(dtype: np.dtype) -> bool:
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:
-    """A copy of an array, bit for bit."""
+    """Copy an array to a tensor, bit for bit."""
     dtype = _OF_ARRAYS[array.dtype]
     copy = np.array(array, order="C")
     if dtype in _WITHOUT_NUMPY:
@@ -78,7 +78,7 @@ def from_array(array: np.ndarray) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array; on the CPU they share memory."""
+    """Return a tensor as an array, which shares the memory of a CPU tensor."""
     if is_fake(tensor):
         raise NotOnHost
     tensor = tensor.detach().cpu()
@@ -89,12 +89,12 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has only a shape, since a step is being traced."""
+    """True if a tensor has only a shape, during tracing."""
     return torch._subclasses.fake_tensor.is_fake(tensor)
 
 
 def on_numpy(name: str, *inputs: Any, **attributes: Any) -> Any:
-    """An operator whose results have no derivative, or a type that PyTorch lacks, as numpy computes it."""
+    """Compute an operator with numpy: one without a derivative, or of a type that PyTorch lacks."""
     function = Numpy.operators[name]
     arrays = (to_array(x) if isinstance(x, torch.Tensor) else x for x in inputs)
     return function(*arrays, **{key: attributes[key] for key in keywords(function) if key in attributes})
@@ -104,7 +104,7 @@ def on_numpy(name: str, *inputs: Any, **attributes: Any) -> Any:
 
 
 def by_bits(function):
-    """For what only moves elements, or does not depend on a sign: takes uint32 as int32, and the like."""
+    """Wrap a function that ignores the sign of integers: pass uint32 as int32, and so on."""
 
     @functools.wraps(function)
     def call(*inputs, **attributes):
@@ -121,14 +121,14 @@ def by_bits(function):
         )
         result = function(*views, **attributes)
         if isinstance(result, tuple):
-            return tuple(part.view(dtype) for part in result)
+            return tuple(tensor.view(dtype) for tensor in result)
         return result.view(dtype) if result.dtype == other else result
 
     return call
 
 
 def in_int64(function):
-    """For all other arithmetic with uint16 and uint32: computes in int64, and keeps the lower bits of the result."""
+    """Wrap a function to compute uint16 and uint32 in int64 and keep the lower bits of the result."""
 
     @functools.wraps(function)
     def call(*inputs, **attributes):
@@ -142,15 +142,15 @@ def in_int64(function):
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """uint16 and uint32 as int64."""
+    """Convert uint16 and uint32 to int64."""
     return x.view(SAME_BITS[x.dtype]).long() & _MASKS[x.dtype] if x.dtype in _MASKS else x
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The lower bits of integers, as uint16 or uint32."""
+    """Convert integers to uint16 or uint32 by their lower bits."""
     return x.to(SAME_BITS[dtype]).view(dtype)
 
 
 def _number(value):
-    """A scalar that is known."""
+    """Return an array of rank 0 as a number, and other values unchanged."""
     return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
