@@ -1,5 +1,5 @@
-"""What only the torch engine has: unsigned integers, compiled steps, precision. Expected values are those of numpy
-and ONNX Runtime."""
+"""What only the torch engine has: unsigned integers, compiled steps, precision. Expected values are
+those of numpy and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def test_quantised_tensors_pass_gradients():
 
 @pytest.mark.slow
 def test_a_step_is_compiled_once_and_not_for_an_odd_batch():
-    """Which runs operator by operator, with the same numbers, in turn with compiled steps that write into the state."""
+    """Which runs operator by operator, with the same numbers, in turn with compiled steps that
+    write into the state.
+    """
     model, batches = digits("adam:lr=0.01", steps=4)
     small = {name: array[:5] for name, array in batches[0].items()}
     large = {name: np.concatenate([array, array]) for name, array in batches[0].items()}
@@ -188,7 +190,7 @@ def test_what_depends_on_values_runs_without_being_compiled():
         warnings.simplefilter("always")
         losses, _ = trained(model, batches, "torch")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert sum("without being compiled" in str(warning.message) for warning in caught) == 1
+    assert sum("the step is not compiled" in str(warning.message) for warning in caught) == 1
 
 
 def test_a_traced_tensor_has_no_values():
@@ -294,7 +296,9 @@ def test_borders_of_regions_round_halves_away_from_zero():
 
 
 def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
-    """The compiler finds it in its cache, and looks no further; where that does not help, the step runs as it is."""
+    """The compiler finds it in its cache, and looks no further; where that does not help, the step
+    runs as it is.
+    """
     import torch
     from torch._inductor.exc import InductorError
 
@@ -315,7 +319,7 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
     assert not library.exists()
     monkeypatch.setattr(compilation, "_is_torn_library", lambda error: False)
     library.touch()
-    with pytest.warns(UserWarning, match="without being compiled.*file too short"):
+    with pytest.warns(UserWarning, match="step is not compiled.*file too short"):
         assert step({}, {}, {"x": torch.ones(3)})[1]["loss"] == 3
     library.unlink()
     library.parent.rmdir()

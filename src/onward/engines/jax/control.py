@@ -1,7 +1,8 @@
-"""Control flow: Python's own where conditions are known, and else JAX's, which is compiled as it is.
+"""Control flow: Python's own where conditions are known, and else JAX's, which is compiled as it
+is.
 
-A Loop whose condition is not known goes on in `lax` from the iteration on in which that turns out. What it collects
-would then have a size that nobody knows.
+A Loop whose condition is not known goes on in `lax` from the iteration on in which that turns out.
+What it collects would then have a size that nobody knows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from onward.engines.step_errors import check_growth
 operators = Operators()
 
 _FEW = 10_000
-"""Up to so many iterations a Loop that may end earlier is a scan, which has a derivative; beyond, it is a while."""
+"""Up to so many iterations a Loop that may end earlier is a scan, which has a derivative; beyond,
+it is a while.
+"""
 
 
 def _if_known(value, framework):
@@ -93,15 +96,9 @@ def _go_on(start, count, goes_on, values, collected, body, framework):
 
 @operators.define("Scan")
 def scan(
-    *inputs,
-    body,
-    num_scan_inputs,
-    scan_input_axes=None,
-    scan_input_directions=None,
-    scan_output_axes=None,
-    scan_output_directions=None,
-    framework,
-):
+    *inputs, body, num_scan_inputs, scan_input_axes=None, scan_input_directions=None, scan_output_axes=None,
+    scan_output_directions=None, framework,
+):  # fmt: skip
     inputs = _place(list(inputs), framework)
     values, scanned = inputs[:-num_scan_inputs], inputs[-num_scan_inputs:]
     axes = scan_input_axes or [0] * num_scan_inputs

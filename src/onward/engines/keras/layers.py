@@ -132,20 +132,9 @@ def apply_mask(scores, mask):
 
 @operators.define("RNN")
 def rnn(
-    x,
-    w,
-    r,
-    b=None,
-    lengths=None,
-    h=None,
-    *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip=None,
-    direction="forward",
-    layout=0,
-):
+    x, w, r, b=None, lengths=None, h=None, *, activation_alpha=None, activation_beta=None, activations=None,
+    clip=None, direction="forward", layout=0,
+):  # fmt: skip
     functions = activations_of(activations or ["Tanh"] * w.shape[0], activation_alpha, activation_beta, clip)
 
     def step(f, given, r, b, more, states):
@@ -156,21 +145,9 @@ def rnn(
 
 @operators.define("GRU")
 def gru(
-    x,
-    w,
-    r,
-    b=None,
-    lengths=None,
-    h=None,
-    *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip=None,
-    direction="forward",
-    layout=0,
-    linear_before_reset=0,
-):
+    x, w, r, b=None, lengths=None, h=None, *, activation_alpha=None, activation_beta=None, activations=None,
+    clip=None, direction="forward", layout=0, linear_before_reset=0,
+):  # fmt: skip
     names = activations or ["Sigmoid", "Tanh"] * w.shape[0]
     functions = activations_of(names, activation_alpha, activation_beta, clip)
 
@@ -192,23 +169,9 @@ def gru(
 
 @operators.define("LSTM")
 def lstm(
-    x,
-    w,
-    r,
-    b=None,
-    lengths=None,
-    h=None,
-    c=None,
-    peepholes=None,
-    *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip=None,
-    direction="forward",
-    input_forget=0,
-    layout=0,
-):
+    x, w, r, b=None, lengths=None, h=None, c=None, peepholes=None, *, activation_alpha=None, activation_beta=None,
+    activations=None, clip=None, direction="forward", input_forget=0, layout=0,
+):  # fmt: skip
     names = activations or ["Sigmoid", "Tanh", "Tanh"] * w.shape[0]
     functions = activations_of(names, activation_alpha, activation_beta, clip)
 
@@ -225,7 +188,10 @@ def lstm(
 
 
 def layer(step, functions, x, w, r, b, lengths, initial, direction, layout, more=None):
-    """All outputs, and the last of each state. Samples that have ended keep their state, and 0 is their output."""
+    """All outputs, and the last of each state.
+
+    Samples that have ended keep their state, and 0 is their output.
+    """
     if layout:
         x, initial = ops.swapaxes(x, 0, 1), [None if s is None else ops.swapaxes(s, 0, 1) for s in initial]
     directions, rows, hidden = r.shape
@@ -264,7 +230,10 @@ def scaled_tanh(x, *, alpha=1.0, beta=1.0):
 
 
 def activations_of(names, alphas, betas, clip):
-    """The activations of all directions. Each takes the next of the numbers given, if it has such a parameter."""
+    """The activations of all directions.
+
+    Each takes the next of the numbers given, if it has such a parameter.
+    """
     plain = {
         "Relu": ops.relu,
         "Tanh": ops.tanh,
@@ -349,7 +318,9 @@ def random_bits(key, shape):
 
 @functions.define(f"{DOMAIN}.PairedRandomBits")
 def paired_random_bits(key, shape):
-    """Random uint32, two from each encryption: elements i and i + half are the words of the pair (i, i + half)."""
+    """Random uint32, two from each encryption: elements i and i + half are the words of the pair
+    (i, i + half).
+    """
     size = product_of(shape)
     half = (size + 1) // 2
     second = ops.concatenate([counters(half, size), ops.zeros((2 * half - size,), "uint32")])

@@ -1,4 +1,7 @@
-"""Convolutions, pools, and images of other sizes. Channels come second; on TensorFlow's CPUs they must come last."""
+"""Convolutions, pools, and images of other sizes.
+
+Channels come second; on TensorFlow's CPUs they must come last.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +53,9 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, pads=No
 
 @operators.define("ConvTranspose")
 def conv_transpose(
-    x,
-    w,
-    bias=None,
-    *,
-    auto_pad="NOTSET",
-    dilations=None,
-    group=1,
-    output_padding=None,
-    output_shape=None,
-    pads=None,
-    strides=None,
-):
+    x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, output_padding=None, output_shape=None,
+    pads=None, strides=None,
+):  # fmt: skip
     count, sizes = len(x.shape) - 2, x.shape[2:]
     strides, dilations, extra = strides or [1] * count, dilations or [1] * count, output_padding or [0] * count
     covered = list(map(reach, w.shape[2:], dilations))
@@ -126,17 +120,9 @@ def add_up(first, second):
 
 @operators.define("MaxPool")
 def max_pool(
-    x,
-    *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    dilations=None,
-    kernel_shape,
-    pads=None,
-    storage_order=0,
-    strides=None,
+    x, *, auto_pad="NOTSET", ceil_mode=0, dilations=None, kernel_shape, pads=None, storage_order=0, strides=None,
     outputs=1,
-):
+):  # fmt: skip
     strides, dilations, _, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     lowest = -np.inf if is_float(x) else np.iinfo(dtype_of(x)).min
     if outputs == 1 and is_float(x) and set(dilations) == {1}:
@@ -155,16 +141,9 @@ def max_pool(
 
 @operators.define("AveragePool")
 def average_pool(
-    x,
-    *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    count_include_pad=0,
-    dilations=None,
-    kernel_shape,
-    pads=None,
+    x, *, auto_pad="NOTSET", ceil_mode=0, count_include_pad=0, dilations=None, kernel_shape, pads=None,
     strides=None,
-):
+):  # fmt: skip
     strides, dilations, asked, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     counted = asked if count_include_pad else [(0, 0)] * len(asked)
     per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
@@ -211,21 +190,10 @@ def global_lp_pool(x, *, p=2):
 
 @operators.define("Resize")
 def resize(
-    x,
-    roi=None,
-    scales=None,
-    sizes=None,
-    *,
-    antialias=0,
-    axes=None,
-    coordinate_transformation_mode="half_pixel",
-    cubic_coeff_a=-0.75,
-    exclude_outside=0,
-    extrapolation_value=0.0,
-    keep_aspect_ratio_policy="stretch",
-    mode="nearest",
-    nearest_mode="round_prefer_floor",
-):
+    x, roi=None, scales=None, sizes=None, *, antialias=0, axes=None, coordinate_transformation_mode="half_pixel",
+    cubic_coeff_a=-0.75, exclude_outside=0, extrapolation_value=0.0, keep_aspect_ratio_policy="stretch",
+    mode="nearest", nearest_mode="round_prefer_floor",
+):  # fmt: skip
     """A size that is not known stays as it is."""
     changes = resized_axes(
         [size or 1 for size in x.shape],

@@ -1,7 +1,9 @@
-"""Control flow by Python's own, for frameworks that run operators at once, or that unroll what they trace.
+"""Control flow by Python's own, for frameworks that run operators at once, or that unroll what they
+trace.
 
-Operators with nested graphs get their inputs as they are, on the host or not, and may ask for the `framework`. A nested
-graph is a function; its `types` are those of its outputs, as (dtype, shape) with None for what is not known.
+Operators with nested graphs get their inputs as they are, on the host or not, and may ask for the
+`framework`. A nested graph is a function; its `types` are those of its outputs, as (dtype, shape)
+with None for what is not known.
 """
 
 from __future__ import annotations
@@ -46,16 +48,9 @@ def loop(trips=None, condition=None, *carried, body, framework):
 
 @operators.define("Scan")
 def scan(
-    *inputs,
-    body,
-    num_scan_inputs,
-    scan_input_axes,
-    scan_input_directions,
-    scan_output_axes,
-    scan_output_directions,
-    framework,
-    length=None,
-):
+    *inputs, body, num_scan_inputs, scan_input_axes, scan_input_directions, scan_output_axes,
+    scan_output_directions, framework, length=None,
+):  # fmt: skip
     """`length` says how many rounds there are where tensors do not."""
     values, scanned = list(inputs[:-num_scan_inputs]), inputs[-num_scan_inputs:]
     axes = scan_input_axes or [0] * num_scan_inputs

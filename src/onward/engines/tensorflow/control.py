@@ -1,6 +1,8 @@
-"""Control flow: by Python's own where it is known which way it goes, and as part of the graph where it is traced.
+"""Control flow: by Python's own where it is known which way it goes, and as part of the graph where
+it is traced.
 
-What is short is unrolled when it is traced: that is faster, and shapes may differ from one iteration to the next.
+What is short is unrolled when it is traced: that is faster, and shapes may differ from one
+iteration to the next.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def loop(trips=None, condition=None, *carried, body, framework):
 
 
 def _is_traced(trips, condition, carried, body, framework):
-    """Whether a loop must be part of the graph: nobody knows yet how often it will go round, or it is too often."""
+    """Whether a loop must be part of the graph: nobody knows yet how often it will go round, or it
+    is too often.
+    """
     if any(tf.is_symbolic_tensor(value) for value in (trips, condition)):
         return True
     if tf.executing_eagerly() or any(isinstance(value, list) for value in carried):
@@ -78,15 +82,9 @@ def _is_traced(trips, condition, carried, body, framework):
 
 @operators.define("Scan")
 def scan(
-    *inputs,
-    body,
-    num_scan_inputs,
-    scan_input_axes,
-    scan_input_directions,
-    scan_output_axes,
-    scan_output_directions,
-    framework,
-):
+    *inputs, body, num_scan_inputs, scan_input_axes, scan_input_directions, scan_output_axes,
+    scan_output_directions, framework,
+):  # fmt: skip
     values, scanned = _place(framework, inputs[:-num_scan_inputs]), _place(framework, inputs[-num_scan_inputs:])
     kinds = body.types[len(values) :]
     axes = scan_input_axes or [0] * num_scan_inputs

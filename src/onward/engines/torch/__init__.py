@@ -55,11 +55,12 @@ class Torch(Framework):
         threads: int | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        """`precision` is that of products in the model and its derivative; what follows from them
-        is as PyTorch has it (`torch.autocast`), and the state, the update and all results are as
-        the model has them.
+        """Create the framework.
 
-        Products in float16 need a loss that is scaled: a matter of the recipe (`loss_scale`).
+        Args:
+            precision: Type of matmuls and convolutions in the forward and backward pass, by
+                `torch.autocast`. The rest keeps the types of the model. float16 needs a
+                `loss_scale`
         """
         if precision not in PRECISIONS:
             names = [name for name in PRECISIONS if name]
