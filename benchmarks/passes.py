@@ -92,7 +92,7 @@ KERNELS: dict[str, Switch] = {
     "gradients of softmax": _no_rules("Softmax", "LogSoftmax"),
     "cross entropy": _off("onward.kernels.use_cross_entropy"),
     "gradients of embeddings": _no_rules("Gather"),
-    "products, and sums of rows": _off("onward.kernels.use_products"),
+    "matmuls, and sums of rows": _off("onward.kernels.use_matmuls"),
     "updates in one pass": _off("onward.kernels.fuse_updates"),
 }
 IN_LAYERS: dict[str, Switch] = {

@@ -16,7 +16,7 @@ import onward
 from onward.engines import start
 from onward.kernels import PASSES, update_in_place
 from onward.kernels.build import SOURCES
-from onward.kernels.updates import OPERATORS
+from onward.kernels.fused_updates import OPERATORS
 from onward.lowering.contract import contract_of
 from onward.lowering.step import LoweringOptions, lower_for_engine
 from onward.model.serde import from_proto

@@ -1,19 +1,19 @@
 """Native kernels for ONNX Runtime on the CPU, and the passes that put them into a step.
 
-Nothing native is ever written into a file: they are chosen when an engine is started, and where the library is missing,
-the plain graph runs. See docs/decisions/0045-native-kernels.md.
+Kernels are chosen when an engine starts and are never written into a file. Without the library, the
+plain graph runs. See docs/decisions/0045-native-kernels.md.
 """
 
 from __future__ import annotations
 
 from onward.kernels.attention import use_attention
 from onward.kernels.channels_last import put_channels_last
+from onward.kernels.fused_updates import fuse_updates, update_in_place
 from onward.kernels.images import write_out_scales
 from onward.kernels.layers import use_activations, use_cross_entropy, use_recurrent
 from onward.kernels.library import DOMAIN, library
-from onward.kernels.products import use_products
+from onward.kernels.matmuls import use_matmuls
 from onward.kernels.rules import find_rule
-from onward.kernels.updates import fuse_updates, update_in_place
 from onward.lowering.step import Passes
 from onward.model import Model
 from onward.model.core import gradients_in, is_gradient, string, tie, untie, visible
@@ -35,7 +35,7 @@ def _differentiates_once(model: Model) -> bool:
 
 
 def use_kernels(context: Context) -> None:
-    """Let kernels compute what they can of a forward pass, in place. `find_rule` has their derivatives."""
+    """Let kernels compute parts of a forward pass, in place. `find_rule` has their derivatives."""
     graph = context.graph
     operators = {node.op_type for node in graph}
     if "Resize" in operators:
@@ -59,11 +59,11 @@ def use_kernels(context: Context) -> None:
 
 
 def finish_with_kernels(context: Context) -> None:
-    """Let kernels compute what they can of a step that is lowered already, in place."""
-    use_products(context)
+    """Let kernels compute parts of a lowered step, in place."""
+    use_matmuls(context)
     fuse_updates(context)
     remove_unused(context.graph)
 
 
 PASSES = Passes(_differentiates_once, use_kernels, find_rule, finish_with_kernels)
-"""What the engine of ONNX Runtime adds to the lowering of a step."""
+"""Passes that the ONNX Runtime engine adds to the lowering of a step."""

@@ -1,8 +1,9 @@
-"""Attention that an exporter has written out, or that is an operator of the standard: found, and given to a kernel.
+"""Attention, as an operator of the standard or written out by an exporter, replaced by a kernel.
 
     MatMul(Softmax(MatMul(q * a, kᵀ * b) * c + mask), v)
 
-Heads are often made by transposing [N, T, H, D]. The kernel reads that as it is, and no Transpose is left.
+Heads often come from a Transpose of [N, T, H, D]. The kernel reads that order, so no Transpose is
+left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.kernels.library import DOMAIN
-from onward.kernels.patterns import Known, made_by, only_made_by, with_gradient
+from onward.kernels.patterns import Constants, differentiable_values, producer_of, sole_producer
 from onward.model import Model
 from onward.model.walk import attributes
 from onward.shapes import dims
@@ -30,97 +31,99 @@ def use_attention(context: Context) -> None:
     search = _Search(context.model)
     for node in list(context.graph):
         if is_standard(node) and node.op_type in ("MatMul", "Attention"):
-            found = search.written_out(node) if node.op_type == "MatMul" else search.operator(node)
-            if found is not None:
-                _replace(context, node, found)
+            match = search.written_out(node) if node.op_type == "MatMul" else search.operator(node)
+            if match is not None:
+                _replace(context, node, match)
 
 
 @dataclasses.dataclass
-class _Found:
-    """What attention is of; queries, keys and values by heads, or by position where `length_first`."""
+class _Match:
+    """Inputs and settings of an attention; inputs are [N, H, T, D] or [N, T, H, D]."""
 
     q: ir.Value
     k: ir.Value
     v: ir.Value
     mask: ir.Value | None = None
     factors: list[tuple[ir.Value, bool]] = dataclasses.field(default_factory=list)
-    """What scores are multiplied by, or (True) divided by, and is not known before."""
+    """Factors of the scores that are not constant, with True for divisors."""
     scale: float = 1.0
     causal: bool = False
     guarded: bool = False
-    """Whether queries that see nothing get zeros."""
+    """True if queries that see no key return zeros."""
     fill: float | None = None
-    """If the mask is made of truth values: what is added where it does not hold."""
-    turned: bool = False
-    """Whether keys, alone, are by position."""
+    """Number added where a Boolean mask is false."""
+    keys_by_position: bool = False
+    """True if only the keys are [N, T, H, D]."""
     heads: int | None = None
-    """If heads lie side by side in the last axis: how many there are."""
+    """Number of heads that the last axis holds; None if they have their own axis."""
 
 
 class _Search:
     def __init__(self, model: Model):
-        self._opset, self._known = model.opset, Known()
-        self._trained = with_gradient(model.graph)
+        self._opset, self._constants = model.opset, Constants()
+        self._trained = differentiable_values(model.graph)
 
     # ---- the operator ------------------------------------------------------------------------------------------------
 
-    def operator(self, node: ir.Node) -> _Found | None:
-        """The operator of the standard, as far as the kernel does the same."""
-        given = attributes(node, self._opset)
+    def operator(self, node: ir.Node) -> _Match | None:
+        """Return the match of an Attention operator, if the kernel computes the same."""
+        settings = attributes(node, self._opset)
         q, k, v, mask = (*node.inputs, None)[:4]
-        more = any(value is not None for value in node.inputs[4:]) or any(value.name for value in node.outputs[1:])
-        windows = {given.get(f"{side}_window_size") for side in ("left", "right")} - {None, -1}
-        if more or windows or given["softcap"] or q is None or k is None or v is None:
+        has_others = any(value is not None for value in node.inputs[4:]) or any(
+            value.name for value in node.outputs[1:]
+        )
+        windows = {settings.get(f"{side}_window_size") for side in ("left", "right")} - {None, -1}
+        if has_others or windows or settings["softcap"] or q is None or k is None or v is None:
             return None
-        found = _Found(q, k, v, causal=bool(given["is_causal"]), guarded=mask is not None)
+        match = _Match(q, k, v, causal=bool(settings["is_causal"]), guarded=mask is not None)
         sizes, key_sizes = dims(q) or (), dims(k) or ()
         width = sizes[-1] if sizes else None
         if len(sizes) == RANK - 1 and q.dtype == k.dtype == v.dtype == ir.DataType.FLOAT:
-            heads = found.heads = given["q_num_heads"]
-            width = width // heads if isinstance(width, int) and heads and heads == given["kv_num_heads"] else None
-        elif not _go_together(q, k, v):
+            heads = match.heads = settings["q_num_heads"]
+            width = width // heads if isinstance(width, int) and heads and heads == settings["kv_num_heads"] else None
+        elif not _are_compatible(q, k, v):
             return None
         if not isinstance(width, int):
             return None
-        found.scale = width**-0.5 if given["scale"] is None else given["scale"]
+        match.scale = width**-0.5 if settings["scale"] is None else settings["scale"]
         if mask is not None:
             shape = dims(mask)
             if not self._is_mask(mask) or not shape or shape[-1] != key_sizes[-2]:  # it may be shorter
                 return None
-            found.mask, found.fill = mask, -np.inf if mask.dtype == ir.DataType.BOOL else None
-        return found
+            match.mask, match.fill = mask, -np.inf if mask.dtype == ir.DataType.BOOL else None
+        return match
 
     # ---- written out -------------------------------------------------------------------------------------------------
 
-    def written_out(self, last: ir.Node) -> _Found | None:
-        """The attention that a product of weights and values ends."""
+    def written_out(self, last: ir.Node) -> _Match | None:
+        """Return the attention that ends with this matmul of weights and values."""
         weights, v = last.inputs
         softmax, guarded = self._softmax(weights)
         if softmax is None or v is None:
             return None
-        found = _Found(v, v, v, guarded=guarded)
-        scores = self._unmasked(softmax.inputs[0], found)
+        match = _Match(v, v, v, guarded=guarded)
+        scores = self._without_mask(softmax.inputs[0], match)
         if scores is not None:
-            scores = self._unscaled(scores, found)
-        product = only_made_by(scores, "MatMul")
-        if product is None:
+            scores = self._without_factors(scores, match)
+        matmul = sole_producer(scores, "MatMul")
+        if matmul is None:
             return None
-        q, turned = (self._unscaled(value, found) for value in product.inputs if value is not None)
-        found.turned, k = _untransposed(turned)
-        if k is None or not _go_together(q, k, v, found.turned):
+        q, keys = (self._without_factors(value, match) for value in matmul.inputs if value is not None)
+        match.keys_by_position, k = _untransposed(keys)
+        if k is None or not _are_compatible(q, k, v, match.keys_by_position):
             return None
-        found.q, found.k = q, k
-        return found
+        match.q, match.k = q, k
+        return match
 
     def _softmax(self, weights: ir.Value | None) -> tuple[ir.Node | None, bool]:
-        """The softmax over the last axis, behind `Where(IsNaN(weights), 0, weights)` if that is there."""
-        guard = only_made_by(weights, "Where")
+        """Return the softmax, and True if `Where(IsNaN(weights), 0, weights)` guards it."""
+        guard = sole_producer(weights, "Where")
         if guard is None:
-            node = only_made_by(weights, "Softmax")
+            node = sole_producer(weights, "Softmax")
         else:
             condition, zero, inner = guard.inputs
-            test, node = only_made_by(condition, "IsNaN"), made_by(inner, "Softmax")
-            if test is None or test.inputs[0] is not inner or self._known.number(zero) != 0 or inner is None:
+            test, node = sole_producer(condition, "IsNaN"), producer_of(inner, "Softmax")
+            if test is None or test.inputs[0] is not inner or self._constants.number(zero) != 0 or inner is None:
                 return None, False
             if inner.is_graph_output() or {use.node for use in inner.uses()} != {guard, test}:
                 return None, False
@@ -128,38 +131,40 @@ class _Search:
             return None, False
         return node, guard is not None
 
-    def _unmasked(self, value: ir.Value | None, found: _Found) -> ir.Value | None:
-        """The scores before a mask is added, or takes the place of some."""
-        if (node := only_made_by(value, "Add")) is not None:
+    def _without_mask(self, value: ir.Value | None, match: _Match) -> ir.Value | None:
+        """Return the scores before a mask is added or selects."""
+        if (node := sole_producer(value, "Add")) is not None:
             pairs = (node.inputs, node.inputs[::-1])
-            way = next(((a, b) for a, b in pairs if only_made_by(a, "MatMul", "Mul", "Div") and self._is_mask(b)), None)
-            if way is None:
+            pair = next(
+                ((a, b) for a, b in pairs if sole_producer(a, "MatMul", "Mul", "Div") and self._is_mask(b)), None
+            )
+            if pair is None:
                 return None
-            value, mask = way
-            if self._is_causal(self._known.array(mask)):
-                found.causal = True
+            value, mask = pair
+            if self._is_causal(self._constants.array(mask)):
+                match.causal = True
             else:
-                found.mask = mask
-        elif (node := only_made_by(value, "Where")) is not None:
-            return self._unhidden(node, found)
+                match.mask = mask
+        elif (node := sole_producer(value, "Where")) is not None:
+            return self._scores_in_where(node, match)
         return value
 
-    def _unhidden(self, node: ir.Node, found: _Found) -> ir.Value | None:
-        """The scores in `Where(mask, scores, fill)`, if what is hidden by the fill has no part in anything."""
+    def _scores_in_where(self, node: ir.Node, match: _Match) -> ir.Value | None:
+        """Return the scores in `Where(mask, scores, fill)`, if the fill removes masked scores."""
         condition, scores, fill = node.inputs
-        number, holds = self._known.number(fill), self._known.array(condition)
-        if condition is None or number is None or number > -1e30 or not self._is_mask(condition):
+        fill_number, mask = self._constants.number(fill), self._constants.array(condition)
+        if condition is None or fill_number is None or fill_number > -1e30 or not self._is_mask(condition):
             return None
-        if holds is not None and self._is_causal(np.where(holds, 0, number)):
-            found.causal = True
-        elif number == -np.inf or (holds is not None and holds.any(-1).all()):
-            found.mask, found.fill = condition, number
+        if mask is not None and self._is_causal(np.where(mask, 0, fill_number)):
+            match.causal = True
+        elif fill_number == -np.inf or (mask is not None and mask.any(-1).all()):
+            match.mask, match.fill = condition, fill_number
         else:
             return None
         return scores
 
     def _is_mask(self, value: ir.Value | None) -> bool:
-        array = self._known.array(value)
+        array = self._constants.array(value)
         if value is None or value.dtype not in (ir.DataType.FLOAT, ir.DataType.BOOL):
             return False
         if array is None and value in self._trained:
@@ -169,26 +174,26 @@ class _Search:
 
     @staticmethod
     def _is_causal(mask: np.ndarray | None) -> bool:
-        """Whether a query sees the keys up to its own position, and no others."""
+        """True if a query sees exactly the keys up to its own position."""
         if mask is None or mask.ndim < 2 or mask.size != mask.shape[-1] * mask.shape[-2] or 1 in mask.shape[-2:]:
             return False
         seen = np.tri(*mask.shape[-2:], dtype=np.bool_)
         flat = mask.reshape(seen.shape)
         return bool((flat[seen] == 0).all() and (flat[~seen] <= np.finfo(np.float32).min).all())
 
-    def _unscaled(self, value: ir.Value, found: _Found) -> ir.Value:
-        """What is before factors that are single numbers."""
-        while (node := only_made_by(value, "Mul", "Div")) is not None:
+    def _without_factors(self, value: ir.Value, match: _Match) -> ir.Value:
+        """Return the value before scalar factors."""
+        while (node := sole_producer(value, "Mul", "Div")) is not None:
             source, factor = node.inputs
             if node.op_type == "Mul" and not _is_number(factor):
                 source, factor = factor, source
             if source is None or factor is None or not _is_number(factor):
                 break
-            number = self._known.number(factor)
+            number = self._constants.number(factor)
             if number is None:
-                found.factors.append((factor, node.op_type == "Div"))
+                match.factors.append((factor, node.op_type == "Div"))
             else:
-                found.scale = found.scale / number if node.op_type == "Div" else found.scale * number
+                match.scale = match.scale / number if node.op_type == "Div" else match.scale * number
             value = source
         return value
 
@@ -199,14 +204,14 @@ def _is_number(value: ir.Value | None) -> bool:
 
 
 def _untransposed(value: ir.Value) -> tuple[bool, ir.Value | None]:
-    """What is transposed for the product with queries, by one node or between two Reshapes; whether by position."""
-    node = made_by(value, "Transpose", "Reshape")
+    """Return the keys before their transpose, and True if they are [N, T, H, D]."""
+    node = producer_of(value, "Transpose", "Reshape")
     if node is not None and node.op_type == "Transpose":
         perm = list(node.attributes.get_ints("perm", ()))
         return perm == [0, 2, 3, 1], node.inputs[0] if perm in ([0, 1, 3, 2], [0, 2, 3, 1]) else None
-    turned = made_by(node.inputs[0], "Transpose") if node is not None else None
-    before = made_by(turned.inputs[0], "Reshape") if turned is not None else None
-    if turned is None or before is None or list(turned.attributes.get_ints("perm", ())) != [0, 2, 1]:
+    transpose = producer_of(node.inputs[0], "Transpose") if node is not None else None
+    before = producer_of(transpose.inputs[0], "Reshape") if transpose is not None else None
+    if transpose is None or before is None or list(transpose.attributes.get_ints("perm", ())) != [0, 2, 1]:
         return False, None
     sizes, between, after = dims(before.inputs[0]), dims(before.outputs[0]), dims(value)
     if sizes is None or between is None or len(sizes) != RANK:
@@ -215,12 +220,12 @@ def _untransposed(value: ir.Value) -> tuple[bool, ir.Value | None]:
     return False, before.inputs[0] if swaps else None
 
 
-def _go_together(q: ir.Value, k: ir.Value, v: ir.Value, turned: bool = False) -> bool:
-    """Whether these are floats whose samples and heads are the same, none being broadcast."""
+def _are_compatible(q: ir.Value, k: ir.Value, v: ir.Value, keys_by_position: bool = False) -> bool:
+    """True for floats with the same samples and heads, none of them broadcast."""
     shapes = [dims(value) or () for value in (q, k, v)]
     if any(len(shape) != RANK for shape in shapes) or any(value.dtype != ir.DataType.FLOAT for value in (q, k, v)):
         return False
-    if turned:
+    if keys_by_position:
         shapes[1] = tuple(shapes[1][axis] for axis in SWAP)
     return all(shape[:2] == shapes[0][:2] for shape in shapes)
 
@@ -228,40 +233,45 @@ def _go_together(q: ir.Value, k: ir.Value, v: ir.Value, turned: bool = False) ->
 # ---- what takes its place --------------------------------------------------------------------------------------------
 
 
-def _replace(context: Context, last: ir.Node, found: _Found) -> None:
+def _replace(context: Context, last: ir.Node, match: _Match) -> None:
     with context.before(last) as op:
-        length_first = found.heads is not None
-        parts: list[Expr | ir.Value] = [found.q, found.k, found.v]
-        unswapped = [_unswapped(found.q), found.k if found.turned else _unswapped(found.k), _unswapped(found.v)]
-        if found.heads is not None:
-            parts = [op.Reshape(value, [0, 0, found.heads, -1]) for value in parts]
+        length_first = match.heads is not None
+        parts: list[Expr | ir.Value] = [match.q, match.k, match.v]
+        unswapped = [
+            _unswapped(match.q),
+            match.k if match.keys_by_position else _unswapped(match.k),
+            _unswapped(match.v),
+        ]
+        if match.heads is not None:
+            parts = [op.Reshape(value, [0, 0, match.heads, -1]) for value in parts]
         elif None not in unswapped:
             length_first, parts = True, [value for value in unswapped if value is not None]
-        elif found.turned:
-            parts[1] = op.Transpose(found.k, perm=SWAP)
-        for factor, over in found.factors:
+        elif match.keys_by_position:
+            parts[1] = op.Transpose(match.k, perm=SWAP)
+        for factor, over in match.factors:
             parts[0] = op.Div(parts[0], factor) if over else op.Mul(parts[0], factor)
-        mask: Expr | ir.Value | None = found.mask
-        if found.fill is not None:
-            mask = op.Where(found.mask, np.float32(0), np.float32(found.fill))
+        mask: Expr | ir.Value | None = match.mask
+        if match.fill is not None:
+            mask = op.Where(match.mask, np.float32(0), np.float32(match.fill))
         y, sums = op.node(
             DOMAIN,
             "Attention",
             *parts,
             mask,
-            scale=float(found.scale),
-            causal=int(found.causal),
-            guarded=int(found.guarded),
+            scale=float(match.scale),
+            causal=int(match.causal),
+            guarded=int(match.guarded),
             length_first=int(length_first),
             outputs=2,
         )
-        for made in (y, sums):
-            made.value.type = ir.TensorType(ir.DataType.FLOAT)
-        _hand_over(context, op, last.outputs[0], y, found.heads, length_first)
+        y.value.type = sums.value.type = ir.TensorType(ir.DataType.FLOAT)
+        _replace_output(context, op, last.outputs[0], y, match.heads, length_first)
 
 
-def _hand_over(context: Context, op: Builder, output: ir.Value, y: Expr, heads: int | None, length_first: bool) -> None:
-    """Let others read what the kernel computes. What they would transpose is in the order that they want."""
+def _replace_output(
+    context: Context, op: Builder, output: ir.Value, y: Expr, heads: int | None, length_first: bool
+) -> None:
+    """Replace the output by the result of the kernel, and drop Transposes after it."""
     if heads is not None:
         context.replace(output, op.Reshape(y, [0, 0, -1]))
         return
@@ -277,6 +287,6 @@ def _hand_over(context: Context, op: Builder, output: ir.Value, y: Expr, heads: 
 
 
 def _unswapped(value: ir.Value) -> ir.Value | None:
-    """What heads were made of by swapping two axes."""
-    node = made_by(value, "Transpose")
+    """Return the value whose two middle axes were swapped."""
+    node = producer_of(value, "Transpose")
     return node.inputs[0] if node is not None and list(node.attributes.get_ints("perm", ())) == SWAP else None

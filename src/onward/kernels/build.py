@@ -1,6 +1,7 @@
-"""Compiling the library: `python -m onward.kernels.build`. Only the standard library is used, since installing runs it.
+"""Compilation of the library: `python -m onward.kernels.build`.
 
-The kernels are compiled once for each set of instructions, and the library takes the best that a machine has.
+Only the standard library is used, since the installation runs it. The kernels are compiled once per
+instruction set, and the library selects the best that a machine has.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def compiler() -> str | None:
-    """A compiler of C++ that is here: what `CXX` names, else one of the usual."""
+    """Return a C++ compiler: the one that `CXX` names, or a usual one."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
 
 
 def is_up_to_date() -> bool:
-    """Whether the library is there, and newer than all that it is made of."""
+    """True if the library exists and is newer than all its sources."""
     sources = [Path(__file__), *SOURCES.iterdir()]
     return LIBRARY.exists() and all(LIBRARY.stat().st_mtime >= source.stat().st_mtime for source in sources)
 
 
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
-    """Compile the library, if there is a compiler and the system is one of those that it is for; else say why not."""
+    """Compile the library; print the reason if there is no compiler or the system is not supported."""
     cxx = compiler()
     if cxx is None or sys.platform != "linux":
         reason = "no C++ compiler was found" if cxx is None else f"there are none for {sys.platform} yet"
@@ -46,22 +47,30 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         jobs: list[tuple[str, str, tuple[str, ...]]] = [("library.cpp", "library.o", ())]
         jobs += [("kernels.cpp", f"{name}.o", (f"-DONWARD_ISA={name}", *flags)) for name, flags in INSTRUCTIONS.items()]
-        # Of functions of the standard library that are in several of them, the first is linked: that for any machine.
-        objects = [str(Path(folder) / made) for _, made, _ in jobs]
+        # The linker takes standard-library functions from the first object that has them: the one for any machine.
+        objects = [str(Path(folder) / library) for _, library, _ in jobs]
 
-        def compile_one(source: str, made: str, flags: tuple[str, ...]) -> None:
-            command = [cxx, *FLAGS, *flags, *more, "-c", str(SOURCES / source), "-o", str(Path(folder) / made)]
+        def compile_one(source: str, library: str, flags: tuple[str, ...]) -> None:
+            command = [cxx, *FLAGS, *flags, *more, "-c", str(SOURCES / source), "-o", str(Path(folder) / library)]
             subprocess.run(command, check=True)
 
         try:
             list(pool.map(lambda job: compile_one(*job), jobs))
-            made = str(Path(folder) / "library.so")
-            linked = [cxx, "-shared", f"-Wl,--version-script={SOURCES / 'exports.map'}", *more, "-o", made, *objects]
-            subprocess.run(linked, check=True)
+            library = str(Path(folder) / "library.so")
+            link = [
+                cxx,
+                "-shared",
+                f"-Wl,--version-script={SOURCES / 'exports.map'}",
+                *more,
+                "-o",
+                library,
+                *objects,
+            ]
+            subprocess.run(link, check=True)
         except subprocess.CalledProcessError:
             print("onward: native kernels are left out (they did not compile)", file=sys.stderr)
             return False
-        shutil.copyfile(made, f"{to}.new")
+        shutil.copyfile(library, f"{to}.new")
         Path(f"{to}.new").replace(to)  # at once: another process may have the old one open
     return True
 

@@ -1,8 +1,8 @@
-"""Images with their channels last, from convolution to convolution.
+"""Conversion of images to channels-last order, from convolution to convolution.
 
-Kernels read the channels of a pixel in one go. Convolutions are replaced by kernels that want this order, and it is
-kept through what does not care about it, so that images are transposed where the model begins and ends and not between.
-It is done before differentiation: gradients follow the order of what they are gradients of. Signals, [N, C, W], are
+Kernels read the channels of a pixel at once. They replace convolutions, and operators that do not
+depend on the order keep it, so that images are transposed only where the model begins and ends. The
+pass runs before differentiation: gradients have the order of their values. Signals, [N, C, W], are
 images of one line: [N, 1, W, C].
 """
 
@@ -31,9 +31,9 @@ POINTWISE = {
     *("LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Selu", "Sigmoid"),
     *("Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh", "ThresholdedRelu"),
 }
-"""Operators that treat every element alike, whatever the order of axes."""
+"""Elementwise operators, independent of the order of axes."""
 _ACTIVATIONS = {"Relu": 1, "HardSwish": 2}
-"""What kernels of normalizations compute along with them, by number."""
+"""Activation that a normalization kernel also computes -> its number."""
 
 
 def put_channels_last(context: Context) -> None:
@@ -42,7 +42,7 @@ def put_channels_last(context: Context) -> None:
 
 
 def _image_sizes(value: ir.Value | None) -> Dims | None:
-    """[N, C, H, W] of an image or [N, C, W] of a signal; None of anything else."""
+    """Return [N, C, H, W] of an image or [N, C, W] of a signal; else None."""
     sizes = dims(value)
     if value is None or value.dtype != ir.DataType.FLOAT or sizes is None:
         return None
@@ -60,12 +60,12 @@ def _is_signal(value: ir.Value) -> bool:
 
 class _ChannelsLast:
     _op: Builder
-    """What is built with it goes where the node is that is being converted."""
+    """Builder that inserts before the node that is converted."""
 
     def __init__(self, context: Context):
         self._context, self._graph, self._opset = context, context.graph, context.model.opset
         self._last: dict[ir.Value, ir.Value] = {}
-        """An image -> the same with channels last."""
+        """Image -> the image with channels last."""
 
     def convert(self) -> None:
         replaced: list[ir.Node] = []
@@ -76,12 +76,12 @@ class _ChannelsLast:
             with self._context.before(node) as self._op:
                 if convert(self, node):
                     replaced.append(node)
-        for node in reversed(replaced):  # so that those are gone that have read its results
-            self._give_back_order(node)
+        for node in reversed(replaced):  # so that the readers of its results are gone
+            self._restore_order(node)
             self._graph.remove(node, safe=True)
 
-    def _give_back_order(self, node: ir.Node) -> None:
-        """Transpose what others read, who do not know of the new order."""
+    def _restore_order(self, node: ir.Node) -> None:
+        """Transpose outputs that other nodes read."""
         for output in node.outputs:
             last = self._last.get(output)
             if last is not None and (output.uses() or output.is_graph_output()):
@@ -95,68 +95,68 @@ class _ChannelsLast:
         if value in self._last:
             return self._op(self._last[value])
         image = self._op.Unsqueeze(value, [2]) if _is_signal(value) else value
-        self._made(value, self._kernel("ChannelsLast", image))
+        self._record(value, self._kernel("ChannelsLast", image))
         return self._op(self._last[value])
 
-    def _made(self, value: ir.Value, turned: Expr) -> None:
-        """Say what an image is with channels last."""
-        turned.value.type = value.type
+    def _record(self, value: ir.Value, image: Expr) -> None:
+        """Record the channels-last form of an image."""
+        image.value.type = value.type
         sizes = dims(value)
-        turned.value.shape = None if sizes is None else ir.Shape([sizes[0], *of_two_axes(sizes[2:], 1), sizes[1]])
-        self._last[value] = turned.value
+        image.value.shape = None if sizes is None else ir.Shape([sizes[0], *of_two_axes(sizes[2:], 1), sizes[1]])
+        self._last[value] = image.value
 
     def _kernel(self, name: str, *inputs: Any, **settings: Any) -> Any:
         return self._op.node(DOMAIN, name, *inputs, **settings)
 
-    # ---- operators; each says whether it was converted ---------------------------------------------------------------
+    # ---- operators; each method returns True if it converted the node ------------------------------------------------
 
     def _convolution(self, node: ir.Node) -> bool:
-        """Transposed ones, too."""
+        """Convert a Conv or ConvTranspose."""
         x, w = node.inputs[:2]
-        sizes, weights, given = _image_sizes(x), dims(w), attributes(node, self._opset)
+        sizes, weights, settings_of_node = _image_sizes(x), dims(w), attributes(node, self._opset)
         if x is None or w is None or sizes is None or weights is None or len(weights) != len(sizes):
             return False
         kernel = [n for n in weights[2:] if isinstance(n, int)]
-        window = window_of(given, kernel, sizes) if all(isinstance(n, int) for n in weights) else None
+        window = window_of(settings_of_node, kernel, sizes) if all(isinstance(n, int) for n in weights) else None
         if window is None:
             return False
-        settings: dict[str, Any] = {"group": given["group"]}
+        settings: dict[str, Any] = {"group": settings_of_node["group"]}
         if node.op_type == "ConvTranspose":
-            settings["output_padding"] = of_two_axes(given["output_padding"] or [0] * len(kernel), 0)
+            settings["output_padding"] = of_two_axes(settings_of_node["output_padding"] or [0] * len(kernel), 0)
             is_long = any(n >= step for n, step in zip(settings["output_padding"], window["strides"], strict=True))
-            if is_long or given["output_shape"] or given["auto_pad"] not in ("NOTSET", "VALID"):
+            if is_long or settings_of_node["output_shape"] or settings_of_node["auto_pad"] not in ("NOTSET", "VALID"):
                 return False
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         kernels = self._op.Unsqueeze(w, [2]) if _is_signal(x) else w
-        self._made(node.outputs[0], self._kernel(node.op_type, self._image(x), kernels, bias, **window, **settings))
+        self._record(node.outputs[0], self._kernel(node.op_type, self._image(x), kernels, bias, **window, **settings))
         return True
 
     def _batch_normalization(self, node: ir.Node) -> bool:
-        given, values = attributes(node, self._opset), [value for value in node.inputs if value is not None]
+        settings, values = attributes(node, self._opset), [value for value in node.inputs if value is not None]
         x, scale, bias, mean, var = values
         if x not in self._last or any(value.dtype != ir.DataType.FLOAT for value in values):
             return False
-        if not given["training_mode"]:
+        if not settings["training_mode"]:
             op = self._op
-            slope = op(scale) / op.Sqrt(op(var) + given["epsilon"])
-            self._made(node.outputs[0], op(self._last[x]) * slope + (op(bias) - op(mean) * slope))
+            slope = op(scale) / op.Sqrt(op(var) + settings["epsilon"])
+            self._record(node.outputs[0], op(self._last[x]) * slope + (op(bias) - op(mean) * slope))
             return True
-        if given["momentum"] != 0:  # running statistics are averaged beside it, see recipe/forward.py
+        if settings["momentum"] != 0:  # running statistics are averaged beside it, see recipe/forward.py
             return False
-        made = self._kernel("BatchNormalization", self._last[x], scale, bias, epsilon=given["epsilon"], outputs=3)
-        self._made(node.outputs[0], made[0])
-        for old, new in zip(node.outputs[1:], made[1:], strict=False):
+        results = self._kernel("BatchNormalization", self._last[x], scale, bias, epsilon=settings["epsilon"], outputs=3)
+        self._record(node.outputs[0], results[0])
+        for old, new in zip(node.outputs[1:], results[1:], strict=False):
             self._context.replace(old, new)
         return True
 
     def _pool(self, node: ir.Node) -> bool:
-        x, given = node.inputs[0], attributes(node, self._opset)
-        sizes = dims(x) if x in self._last and len(node.outputs) == 1 and not given["ceil_mode"] else None
-        window = window_of(given, given["kernel_shape"], sizes) if sizes is not None else None
+        x, settings = node.inputs[0], attributes(node, self._opset)
+        sizes = dims(x) if x in self._last and len(node.outputs) == 1 and not settings["ceil_mode"] else None
+        window = window_of(settings, settings["kernel_shape"], sizes) if sizes is not None else None
         if x is None or window is None:
             return False
-        counting = {"count_include_pad": given["count_include_pad"]} if node.op_type == "AveragePool" else {}
-        self._made(node.outputs[0], self._kernel(node.op_type, self._last[x], **window, **counting))
+        counting = {"count_include_pad": settings["count_include_pad"]} if node.op_type == "AveragePool" else {}
+        self._record(node.outputs[0], self._kernel(node.op_type, self._last[x], **window, **counting))
         return True
 
     def _resized(self, node: ir.Node) -> bool:
@@ -166,11 +166,11 @@ class _ChannelsLast:
             return False
         whole = Table(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32))
         lines, columns = of_two_axes(tables, whole)
-        self._made(node.outputs[0], self._kernel("Resize", self._last[x], *lines, *columns))
+        self._record(node.outputs[0], self._kernel("Resize", self._last[x], *lines, *columns))
         return True
 
     def _activation(self, node: ir.Node) -> bool:
-        """What only follows a normalization is computed along with it."""
+        """Let the kernel of a normalization compute the activation that is its only reader."""
         x = node.inputs[0]
         before = self._last[x].producer() if x is not None and x in self._last else None
         is_normal = before is not None and before.op_type == "BatchNormalization" and before.domain == DOMAIN
@@ -179,11 +179,11 @@ class _ChannelsLast:
         if len(x.uses()) > 1 or x.is_graph_output():
             return self._pointwise(node)
         before.attributes["activation"] = ir.AttrInt64("activation", _ACTIVATIONS[node.op_type])
-        self._made(node.outputs[0], self._op(self._last.pop(x)))
+        self._record(node.outputs[0], self._op(self._last.pop(x)))
         return True
 
     def _pointwise(self, node: ir.Node) -> bool:
-        """Of several inputs, others than such images must be single numbers."""
+        """Convert an elementwise operator; inputs other than images must be scalars."""
         images = [value for value in node.inputs if value in self._last]
         output = node.outputs[0]
         if not images or len(node.outputs) != 1 or _image_sizes(output) is None:
@@ -194,11 +194,11 @@ class _ChannelsLast:
             return False
         inputs = [self._last.get(value, value) if value is not None else None for value in node.inputs]
         settings = {name: attribute.value for name, attribute in node.attributes.items()}
-        self._made(output, self._op.node("", node.op_type, *inputs, **settings))
+        self._record(output, self._op.node("", node.op_type, *inputs, **settings))
         return True
 
     def _mean(self, node: ir.Node) -> bool:
-        """The mean over height and width: what is left has no order to speak of."""
+        """Convert the mean over height and width, after which the order does not matter."""
         x = node.inputs[0]
         if x not in self._last:
             return False
@@ -210,13 +210,13 @@ class _ChannelsLast:
             keeps = bool(attributes(node, self._opset)["keepdims"])
         mean = self._op.ReduceMean(self._last[x], [1, 2], keepdims=int(keeps))
         if keeps:
-            self._made(node.outputs[0], mean)
+            self._record(node.outputs[0], mean)
         else:
             self._context.replace(node.outputs[0], mean)
         return True
 
     def _transposition(self, node: ir.Node) -> bool:
-        """Where a model changes the order itself, what it asks for is there already, or is what kernels want."""
+        """Drop a Transpose of the model that converts to or from channels last."""
         x, output, order = node.inputs[0], node.outputs[0], attributes(node, self._opset)["perm"]
         if x is None or _image_sizes(output) is None or order is None:
             return False
@@ -227,16 +227,16 @@ class _ChannelsLast:
                 output, self._op.Squeeze(image, [1]) if _is_signal(output) else self._op.Identity(image)
             )
             return True
-        if x in self._last or list(order) != to_first or not self._is_wanted(output):
+        if x in self._last or list(order) != to_first or not self._feeds_kernels(output):
             return False
-        self._made(output, self._op.Unsqueeze(x, [1]) if _is_signal(output) else self._op.Identity(x))
+        self._record(output, self._op.Unsqueeze(x, [1]) if _is_signal(output) else self._op.Identity(x))
         return True
 
-    def _is_wanted(self, value: ir.Value) -> bool:
-        """Whether kernels read an image, or what is computed of it element by element."""
+    def _feeds_kernels(self, value: ir.Value) -> bool:
+        """True if kernels read an image, or the result of elementwise operators on it."""
         reached = [value]
-        for one in reached:  # which grows
-            for node, index in one.uses():
+        for image in reached:  # the list grows
+            for node, index in image.uses():
                 if node.op_type in ("Conv", "ConvTranspose") and index == 0:
                     return True
                 if node.op_type in POINTWISE:
@@ -251,14 +251,14 @@ class _ChannelsLast:
         axis = node.attributes["axis"].as_int() % _rank(node.inputs[0])
         axis += 1 if axis > 1 and _is_signal(node.outputs[0]) else 0
         parts = [self._last[value] for value in node.inputs if value is not None]
-        self._made(node.outputs[0], self._op.Concat(*parts, axis=TO_LAST.index(axis)))
+        self._record(node.outputs[0], self._op.Concat(*parts, axis=TO_LAST.index(axis)))
         return True
 
 
 def _constant_axes(value: ir.Value | None) -> Sequence[int] | None:
-    """Axes that are known, also where an exporter shapes them at run time."""
-    shaped = value.producer() if value is not None else None
-    return constant_ints(shaped.inputs[0] if shaped is not None and shaped.op_type == "Reshape" else value)
+    """Return constant axes, also if an exporter reshapes them at run time."""
+    producer = value.producer() if value is not None else None
+    return constant_ints(producer.inputs[0] if producer is not None and producer.op_type == "Reshape" else value)
 
 
 def _is_number(value: ir.Value) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled library: whether it is there, whether this ONNX Runtime takes it, and whether it is wanted."""
+"""The compiled library, if it exists, ONNX Runtime loads it, and it is not turned off."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from onward.standard import KERNELS
 
 DOMAIN = KERNELS
 SWITCH = "ONWARD_KERNELS"
-"""The variable of the environment that turns them off, `ONWARD_KERNELS=0`, or names another library."""
+"""Environment variable that turns kernels off, `ONWARD_KERNELS=0`, or names another library."""
 
 
 class Library(NamedTuple):
-    """The native kernels of this installation."""
+    """Native kernels of this installation."""
 
     path: Path | None
-    """None where they cannot be used."""
+    """None if they cannot be used."""
     note: str
-    """The instructions that they use, or why there are none."""
+    """Instruction set that they use, or the reason why there are none."""
 
 
 def library() -> Library:
-    """The kernels to use now."""
-    wanted = os.environ.get(SWITCH, str(LIBRARY))
-    return Library(None, f"turned off by {SWITCH}=0") if wanted == "0" else _load(Path(wanted))
+    """Return the kernels to use."""
+    path = os.environ.get(SWITCH, str(LIBRARY))
+    return Library(None, f"turned off by {SWITCH}=0") if path == "0" else _load(Path(path))
 
 
 @functools.cache
 def _load(path: Path) -> Library:
-    """Whether ONNX Runtime loads a library: a test of both, since neither knows the other."""
+    """Return the library if ONNX Runtime loads it: neither states its version to the other."""
     if not path.exists():
         missing = "not compiled: `python -m onward.kernels.build`"
         return Library(None, missing if path == LIBRARY else f"{SWITCH} names `{path}`, which does not exist")

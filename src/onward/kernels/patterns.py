@@ -1,4 +1,4 @@
-"""Values that are the same in every run, computed from constants and from sizes that are known: scales and masks."""
+"""Constant folding of scales and masks, and helpers to match patterns of nodes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from onward.model.walk import read_by
 from onward.standard import is_standard
 
 _MOST = 2**22
-"""Elements of what is worth computing beforehand."""
+"""Largest number of elements that are computed ahead."""
 
 
-class Known:
-    """Computes what is known, each value once."""
+class Constants:
+    """Evaluates values that are the same in every run, each once."""
 
     def __init__(self) -> None:
-        self._found: dict[ir.Value, np.ndarray | None] = {}
+        self._arrays: dict[ir.Value, np.ndarray | None] = {}
 
     def array(self, value: ir.Value | None) -> np.ndarray | None:
-        """A value as an array; None if it depends on anything that may change."""
+        """Return a value as an array; None if it may change from run to run."""
         if value is None or (value.is_graph_input() and not value.is_initializer()):
             return None
-        if value not in self._found:
-            self._found[value] = None  # also what reads itself
-            self._found[value] = self._computed(value)
-        return self._found[value]
+        if value not in self._arrays:
+            self._arrays[value] = None  # ends recursion in a cyclic graph
+            self._arrays[value] = self._computed(value)
+        return self._arrays[value]
 
     def number(self, value: ir.Value | None) -> float | None:
         array = self.array(value)
@@ -45,7 +45,7 @@ class Known:
         try:
             with np.errstate(all="ignore"):
                 return self._applied(node)
-        except (IndexError, TypeError, ValueError):  # a node that is wrong says so when it runs
+        except (IndexError, TypeError, ValueError):  # an invalid node fails when it runs
             return None
 
     def _applied(self, node: ir.Node) -> np.ndarray | None:
@@ -54,8 +54,7 @@ class Known:
         if node.op_type in ("Cast", "CastLike"):
             array, dtype = self.array(node.inputs[0]), node.outputs[0].dtype
             return None if array is None or dtype is None else array.astype(dtype.numpy())
-        function = _FUNCTIONS.get(node.op_type)
-        if function is None:
+        if (function := _FUNCTIONS.get(node.op_type)) is None:
             return None
         inputs = [_sizes(node.inputs[0])] if node.op_type == "Shape" else [self.array(x) for x in node.inputs]
         arrays = [array for array in inputs if array is not None]
@@ -64,7 +63,7 @@ class Known:
         return function(*arrays, **{name: attribute.value for name, attribute in node.attributes.items()})
 
     def _gathered(self, node: ir.Node) -> np.ndarray | None:
-        """Of sizes of which not all are known, these may be."""
+        """Gather from a constant, or from the known sizes of a partly dynamic shape."""
         source, indices = node.inputs[0], self.array(node.inputs[1])
         shape = source.producer() if source is not None else None
         if indices is None or node.attributes.get_int("axis", 0) != 0:
@@ -72,8 +71,8 @@ class Known:
         if shape is None or shape.op_type != "Shape" or set(shape.attributes) - {"start"}:
             array = self.array(source)
             return None if array is None else np.take(array, indices, 0)
-        whole = () if shape.inputs[0] is None else tuple(shape.inputs[0].shape or ())
-        dims = whole[shape.attributes.get_int("start", 0) :]
+        sizes = () if shape.inputs[0] is None else tuple(shape.inputs[0].shape or ())
+        dims = sizes[shape.attributes.get_int("start", 0) :]
         picked = [dims[i] for i in indices.reshape(-1) if -len(dims) <= i < len(dims)]
         if len(picked) != indices.size or not all(isinstance(n, int) for n in picked):
             return None
@@ -113,34 +112,34 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(axes.tolist())),
     "Where": np.where,
 }
-"""Those that exporters compute scales and causal masks with."""
+"""Operators with which exporters compute scales and causal masks."""
 
 
 # ---- nodes around a value --------------------------------------------------------------------------------------------
 
 
-def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
-    """The node that computes a value, if it is one of some operators of the standard."""
+def producer_of(value: ir.Value | None, *operators: str) -> ir.Node | None:
+    """Return the producer of a value, if it is one of these standard operators."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type in operators and is_standard(node) else None
 
 
-def only_made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
-    """The same, if nothing else reads what it computes."""
-    node = made_by(value, *operators)
+def sole_producer(value: ir.Value | None, *operators: str) -> ir.Node | None:
+    """Return the producer like `made_by`, if only one node reads its result."""
+    node = producer_of(value, *operators)
     if node is None or value is None or value.is_graph_output() or len({use.node for use in value.uses()}) != 1:
         return None
     return node
 
 
-def with_gradient(graph: ir.Graph) -> Container[ir.Value | None]:
-    """What depends on variables of a Gradient, by more than its shape and type."""
+def differentiable_values(graph: ir.Graph) -> Container[ir.Value | None]:
+    """Return the values that depend on variables of a Gradient, not only by shape or type."""
     reached: set[ir.Value | None] = set()
     for node, scope in gradients_in(graph):
-        known = visible(scope)
-        reached.update(known[x] for x in strings(node, "xs"))
+        known_values = visible(scope)
+        reached.update(known_values[x] for x in strings(node, "xs"))
     for node in graph:
-        read = node.inputs[:1] if node.op_type == "CastLike" else read_by(node)
-        if any(value in reached for value in read):
+        inputs = node.inputs[:1] if node.op_type == "CastLike" else read_by(node)
+        if any(value in reached for value in inputs):
             reached.update(v for v in node.outputs if v.dtype is None or v.dtype.is_floating_point())
     return reached

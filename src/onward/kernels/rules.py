@@ -1,4 +1,4 @@
-"""The derivatives of kernels, which are kernels, too; and kernels for derivatives of operators that stay."""
+"""Derivatives of kernels, which are kernels too, and kernels for derivatives of standard operators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from onward.shapes import dims
 from onward.standard import domain_of
 
 When = Callable[[ir.Node], bool]
-"""Whether a kernel can do what a node does."""
+"""Predicate: True if a kernel supports a node."""
 
 _RULES: dict[tuple[str, str], tuple[Rule, When]] = {}
 
 
 def find_rule(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
-    """How a node is differentiated where kernels are used."""
+    """Return the rule of a node with kernels in use."""
     rule, when = _RULES.get((domain_of(node), node.op_type), (None, None))
     floats = all(value is None or value.dtype == ir.DataType.FLOAT for value in node.outputs)
     return rule if when is not None and floats and when(node) else lookup(node)
@@ -50,7 +50,7 @@ def channels_last(op, dy, x):
 
 @_native("Conv")
 def conv(op, dy, x, w, b, *, node):
-    """As the plain rule has it, without copies of windows."""
+    """Return the gradients of the plain rule, without copies of windows."""
     dx = op.node(DOMAIN, "ConvInputGradient", dy, w, op.Shape(x), **_settings(node))
     dw = op.node(DOMAIN, "ConvWeightGradient", x, dy, **_settings(node))
     return dx, dw, op.ReduceSum(dy, [0, 1, 2], keepdims=0)
@@ -58,7 +58,7 @@ def conv(op, dy, x, w, b, *, node):
 
 @_native("ConvTranspose")
 def conv_transpose(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, group):
-    """Conv with the roles of image and gradient exchanged."""
+    """Return the gradients by Conv, with image and gradient exchanged."""
     window = {"kernel_shape": kernel_shape, "strides": strides, "dilations": dilations, "pads": pads, "group": group}
     dw = op.node(DOMAIN, "ConvWeightGradient", dy, x, **window)
     return op.node(DOMAIN, "Conv", dy, w, **window), dw, op.ReduceSum(dy, [0, 1, 2], keepdims=0)
@@ -66,7 +66,7 @@ def conv_transpose(op, dy, x, w, b, *, kernel_shape, strides, dilations, pads, g
 
 @_native("BatchNormalization")
 def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon, activation=0):
-    """Y = f(N scale + bias) with the statistics of the batch, which may be asked for themselves."""
+    """Differentiate Y = f(N scale + bias) with batch statistics, which may have gradients too."""
     dy, dmean, dvariance = dys
     _, mean, variance = ys
     dx, dscale, dbias = None, None, None
@@ -81,16 +81,16 @@ def batch_normalization(op, dys, x, scale, bias, *, ys, epsilon, activation=0):
         )
     if dmean is not None or dvariance is not None:
         count = op.CastLike(op.ReduceProd(op.Shape(x, end=3), keepdims=0), x)
-        direct = [] if dmean is None else [dmean / count]
-        direct += [] if dvariance is None else [(x - mean) * (dvariance * 2 / count)]
-        for part in direct:
-            dx = part + op.filled_like(x.value, 0) if dx is None else dx + part
+        by_statistics = [] if dmean is None else [dmean / count]
+        by_statistics += [] if dvariance is None else [(x - mean) * (dvariance * 2 / count)]
+        for summand in by_statistics:
+            dx = summand + op.filled_like(x.value, 0) if dx is None else dx + summand
     return dx, dscale, dbias
 
 
 @_native("MaxPool")
 def max_pool(op, dy, x, *, node):
-    """To the first of the largest of each window."""
+    """Return the gradient at the first maximum of each window."""
     return op.node(DOMAIN, "MaxPoolGradient", dy, x, **_settings(node))
 
 
@@ -101,7 +101,7 @@ def average_pool(op, dy, x, *, node):
 
 @_native("Resize", inputs=(0,))
 def resize(op, dy, x, lines, parts_of_lines, columns, parts_of_columns):
-    """Each gets its parts back."""
+    """Return the gradient of each pixel: the weighted gradients of the pixels computed from it."""
     return op.node(DOMAIN, "ResizeGradient", dy, lines, parts_of_lines, columns, parts_of_columns, op.Shape(x))
 
 
@@ -112,13 +112,13 @@ def relu(op, dy, x, *, y):
 
 @_native("Attention", inputs=(0, 1, 2))
 def attention(op, dys, q, k, v, mask, *, ys, node):
-    """Scores are computed again: of them, only the largest and the sum of exponentials of each query were kept."""
+    """Return the gradients with recomputed scores; the forward pass saves their maxima and sums."""
     return op.node(DOMAIN, "AttentionGradient", dys[0], q, k, v, *ys, mask, outputs=3, **_settings(node))
 
 
 @_native("CrossEntropy", inputs=(0,))
 def cross_entropy(op, dys, scores, labels, weights, *, ys, node):
-    """The share of a row in the loss, times (softmax - 1 at the label)."""
+    """Return the weight of each row in the loss times (softmax - 1 at the label)."""
     return op.node(DOMAIN, "CrossEntropyGradient", dys[0], ys[1], scores, labels, weights, **_settings(node))
 
 
@@ -126,32 +126,32 @@ def cross_entropy(op, dys, scores, labels, weights, *, ys, node):
 
 
 def _back_through_steps(op, kernel, dys, ys, items, r, states, lengths, backwards, more=()):
-    """Gradients of items and initial states; then the hidden states before each step, and `more` that a kernel has."""
+    """Return gradients of items and first states, the states before each step, and `more`."""
     count = len(states)
-    every, kept, dlast = ys[:count], ys[2 * count :], dys[count : 2 * count]
-    found = op.node(
+    all_states, saved, dlast = ys[:count], ys[2 * count :], dys[count : 2 * count]
+    results = op.node(
         DOMAIN,
         kernel,
-        *(r, *states, *every, *kept, dys[0], *dlast, lengths),
+        *(r, *states, *all_states, *saved, dys[0], *dlast, lengths),
         backwards=backwards,
         outputs=2 + count + len(more),
     )
-    for value, like in zip(found, (items, *states, every[0], *more), strict=True):
+    for value, like in zip(results, (items, *states, all_states[0], *more), strict=True):
         value.like(like.value)
-    return found[0], found[1 : 1 + count], *found[1 + count :]
+    return results[0], results[1 : 1 + count], *results[1 + count :]
 
 
 def _weight_gradient(op, dproducts, states):
-    """That of weights that all states were multiplied with."""
+    """Return the gradient of weights that multiply all states."""
     return op.Gemm(_as_rows(op, dproducts), _as_rows(op, states), transA=1)
 
 
 def _as_rows(op, x):
-    """All steps of all sequences, one below the other."""
+    """Return all steps of all sequences as rows of a matrix."""
     steps, batch, width = x.value.shape
     rows = op.Reshape(x, [-1, width])
-    known = isinstance(steps, int) and isinstance(batch, int)
-    rows.value.shape = ir.Shape([steps * batch if known else op.names.fresh("rows"), width])
+    is_static = isinstance(steps, int) and isinstance(batch, int)
+    rows.value.shape = ir.Shape([steps * batch if is_static else op.names.fresh("rows"), width])
     return rows
 
 
@@ -171,7 +171,7 @@ def lstm(op, dys, items, r, state, memory, lengths, *, ys, backwards):
 
 @_native("LinearGRU", inputs=(0, 1, 2, 3))
 def linear_gru(op, dys, items, r, state, b, lengths, *, ys, backwards):
-    """Products with states have a gradient of their own, as they are reset before they are added to the items."""
+    """Differentiate with a separate gradient of the matmuls with states, which are reset later."""
     ditems, dstates, before, dproducts = _back_through_steps(
         op, "LinearGRUGradient", dys, ys, items, r, [state], lengths, backwards, more=[items]
     )
@@ -182,7 +182,7 @@ def linear_gru(op, dys, items, r, state, b, lengths, *, ys, backwards):
 
 @_native("GRU", inputs=(0, 1, 2))
 def gru(op, dys, items, r, state, lengths, *, ys, backwards):
-    """The candidate is made of states that were reset, gates of those that were not."""
+    """Differentiate; the candidate reads reset states, the gates plain ones."""
     ditems, dstates, before, reset = _back_through_steps(
         op, "GRUGradient", dys, ys, items, r, [state], lengths, backwards, more=[ys[0]]
     )
@@ -192,26 +192,22 @@ def gru(op, dys, items, r, state, lengths, *, ys, backwards):
     return ditems, dr, *dstates
 
 
-# ---- functions of each element ---------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
-def _activation(name: str, kernel: str, *, by_output: bool = False, domain: str = "", **settings: Any) -> None:
-    """dX = dY times the slope, which is computed from the input or, if that says more, from the output."""
+def _activation(name: str, *, by_output: bool = False, domain: str = "") -> None:
+    """Register dX = dY times the slope, computed from the input or the output."""
 
     def rule(op, dy, x, *, y, alpha):
-        return op.node(DOMAIN, f"{kernel}Gradient", dy, y if by_output else x, alpha=alpha)
+        return op.node(DOMAIN, f"{name}Gradient", dy, y if by_output else x, alpha=alpha)
 
-    _native(name, domain, **settings)(rule)
+    _native(name, domain)(rule)
 
 
-_activation("HardSigmoid", "HardSigmoid", by_output=True)
-_activation("HardSwish", "HardSwish")
-_activation("LeakyRelu", "LeakyRelu")
-_activation("Sigmoid", "Sigmoid", by_output=True)
-_activation("Swish", "Swish")
-_activation("Tanh", "Tanh", by_output=True)
+for _name in ("HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid", "Swish", "Tanh"):
+    _activation(_name, by_output=_name in ("HardSigmoid", "Sigmoid", "Tanh"))
 for _name in ("Gelu", "GeluOfTanh", "Swish"):
-    _activation(_name, _name, domain=DOMAIN)
+    _activation(_name, domain=DOMAIN)
 
 
 @_native("Gelu", domain="")
@@ -223,7 +219,7 @@ def gelu(op, dy, x, *, approximate):
 
 
 def _has_weights_of_rows(node: ir.Node) -> bool:
-    """Whether scale and bias have a number for each element of a row, and nobody asks for statistics."""
+    """True if scale and bias have an element per element of a row, and statistics are unused."""
     shapes = [dims(value) for value in node.inputs if value is not None]
     rank, axis = len(shapes[0] or ()), node.attributes.get_int("axis", -1)
     is_known = None not in shapes and -rank <= axis < rank and len(node.outputs) == 1
@@ -232,7 +228,7 @@ def _has_weights_of_rows(node: ir.Node) -> bool:
 
 @_native("LayerNormalization", domain="", when=_has_weights_of_rows)
 def layer_normalization(op, dy, x, scale, bias, *, node, axis):
-    """As the plain rule has it, with the statistics of the forward pass."""
+    """Return the gradients from the statistics of the forward pass."""
     mean, inverse = (further_output(op, node, i, ir.DataType.FLOAT, None) for i in (1, 2))
     return op.node(DOMAIN, "LayerNormalizationGradient", dy, x, scale, mean, inverse, axis=axis, outputs=3)
 
@@ -259,9 +255,9 @@ def log_softmax(op, dy, x, *, y):
 
 @_native("Gather", domain="")
 def gather(op, dy, x, indices, *, axis):
-    """Rows of a table: they are added up in their order."""
+    """Return the gradient of a lookup of rows, summed in the order of the indices."""
     rank, single = x.value.shape and x.value.shape.rank(), constant_ints(indices.value)
     if rank is None or axis % rank or (single is not None and len(single) == 1):
         return indexing.gather(op, dy, x, indices, axis=axis)
-    places = indices if indices.dtype is ir.DataType.INT64 else op.Cast(indices, to=ir.DataType.INT64)
-    return op.node(DOMAIN, "LookupGradient", places, dy, op.Shape(x)).like(x.value)
+    positions = indices if indices.dtype is ir.DataType.INT64 else op.Cast(indices, to=ir.DataType.INT64)
+    return op.node(DOMAIN, "LookupGradient", positions, dy, op.Shape(x)).like(x.value)

@@ -1,8 +1,8 @@
-"""Updates of parameters as one pass over memory: the elementwise end of a step, in a few nodes.
+"""Fused updates: the elementwise end of a step in a few nodes, one pass over memory.
 
-Optimizers, clipping, averages and what else follows a gradient are elementwise operators whose results nobody else
-reads. Those of one parameter become a program, and parameters with the same program share a node. What a program
-computes is what the operators compute, in their order, so that no optimizer needs a kernel of its own.
+Optimizers, clipping and averages are elementwise operators whose results nothing else reads. Those
+of one parameter become a program, and parameters with equal programs share a node. A program runs
+the same operators in the same order, so no optimizer needs a kernel of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from onward.standard import is_standard
 from onward.transform.context import Context
 
 OPERATORS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Sqrt", "Neg", "Abs", "Sign", "Where")
-"""In the order of native/programs.h."""
+"""Operators in the order of native/programs.h."""
 ELEMENTWISE = "Elementwise"
 _FEWEST = 1 << 20
-"""Numbers that are worth a node of their own: one node for all would keep all gradients in memory."""
+"""Elements per node: a single node for all parameters would keep all gradients in memory."""
 
 
 def fuse_updates(context: Context) -> None:
-    """Let kernels compute the elementwise end of a step, in place; an update now and then is in a nested graph."""
+    """Let kernels compute the elementwise end of a step, in place, also in nested graphs."""
     for graph in (context.graph, *context.graph.subgraphs()):
         if _fuse(graph, context.names):
             context.graph.opset_imports[DOMAIN] = 1
@@ -36,17 +36,17 @@ def fuse_updates(context: Context) -> None:
 
 def _fuse(graph: ir.Graph, names: Names) -> bool:
     ends = {value: i for i, value in enumerate(graph.outputs)}
-    place = {node: i for i, node in enumerate(graph)}
+    positions = {node: i for i, node in enumerate(graph)}
     programs = [_Program(nodes, ends) for nodes in _regions(graph) if len(nodes) > 1]
-    for group in _groups(programs, place):
-        last = max((node for program in group for node in program.nodes), key=place.__getitem__)
+    for group in _groups(programs, positions):
+        last = max((node for program in group for node in program.nodes), key=positions.__getitem__)
         _write(graph, last, group, names, ends)
     graph.remove([node for program in programs for node in program.nodes], safe=True)
     return bool(programs)
 
 
 def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
-    """Elementwise nodes of one shape whose results only others of the same region read: nothing comes after them."""
+    """Yield sets of elementwise nodes of one shape whose results only the same set reads."""
     region: dict[ir.Node, list[ir.Node]] = {}
     for node in reversed(graph):
         if not _is_elementwise(node):
@@ -59,18 +59,14 @@ def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
         for nodes in {id(region[reader]): region[reader] for reader in readers}.values():
             merged += nodes
         region.update(dict.fromkeys(merged, merged))
-    seen: set[int] = set()
-    for nodes in region.values():
-        if id(nodes) not in seen:
-            seen.add(id(nodes))
-            yield nodes
+    yield from {id(nodes): nodes for nodes in region.values()}.values()
 
 
 def _shape(node: ir.Node) -> tuple[int, ...] | None:
-    """The sizes of what it computes, where all are known."""
+    """Return the sizes of the first output, if all are known."""
     sizes = dims(node.outputs[0]) or ()
-    known = tuple(n for n in sizes if isinstance(n, int))
-    return known if dims(node.outputs[0]) is not None and len(known) == len(sizes) else None
+    numbers = tuple(n for n in sizes if isinstance(n, int))
+    return numbers if dims(node.outputs[0]) is not None and len(numbers) == len(sizes) else None
 
 
 def _is_elementwise(node: ir.Node) -> bool:
@@ -91,13 +87,13 @@ def _is_elementwise(node: ir.Node) -> bool:
 
 
 def _is_number(value: ir.Value | None, beside: Sequence[int]) -> bool:
-    """Whether it is one number that keeps its neighbour's shape, which has more."""
+    """True if a value has one element and does not change the shape that it broadcasts with."""
     sizes = dims(value)
     return sizes is not None and len(sizes) <= len(beside) and all(n == 1 for n in sizes) and math.prod(beside) != 1
 
 
 class _Program:
-    """What one region computes, in terms that do not depend on which parameter it is of."""
+    """The program of one region, independent of its parameter."""
 
     def __init__(self, nodes: list[ir.Node], ends: dict[ir.Value, int]):
         self.nodes = nodes
@@ -109,7 +105,7 @@ class _Program:
         self.tensors: list[ir.Value] = []
         order: dict[ir.Value, int] = {}
         waiting = [(value, False) for value in reversed(self.results)]
-        while waiting:  # operands come before what reads them
+        while waiting:  # operands precede their readers
             value, ready = waiting.pop()
             node = value.producer()
             if value in order or value in self.numbers or value in self.tensors:
@@ -120,15 +116,15 @@ class _Program:
                 order[value] = len(order)
             else:
                 waiting += [(value, True), *((v, False) for v in reversed(node.inputs) if v is not None)]
-        known = {value: i for i, value in enumerate((*self.numbers, *self.tensors, *order))}
+        registers = {value: i for i, value in enumerate((*self.numbers, *self.tensors, *order))}
         steps = []
         for value in order:
             node = value.producer()
             assert node is not None
-            read = [known[operand] for operand in node.inputs if operand is not None]
-            steps += [OPERATORS.index(node.op_type), *read, *[read[0]] * (3 - len(read))]
+            operands = [registers[operand] for operand in node.inputs if operand is not None]
+            steps += [OPERATORS.index(node.op_type), *operands, *[operands[0]] * (3 - len(operands))]
         self.attributes = _Attributes(
-            tuple(steps), tuple(known[value] for value in self.results), len(self.numbers), len(self.tensors)
+            tuple(steps), tuple(registers[value] for value in self.results), len(self.numbers), len(self.tensors)
         )
 
 
@@ -139,10 +135,10 @@ class _Attributes(NamedTuple):
     tensors: int
 
 
-def _groups(programs: list[_Program], place: dict[ir.Node, int]) -> Iterator[list[_Program]]:
-    """Programs that are the same, with the same numbers, in the order of the graph."""
+def _groups(programs: list[_Program], positions: dict[ir.Node, int]) -> Iterator[list[_Program]]:
+    """Yield groups of equal programs with the same scalars, in the order of the graph."""
     open_groups: dict[object, list[_Program]] = {}
-    for program in sorted(programs, key=lambda p: max(place[node] for node in p.nodes)):
+    for program in sorted(programs, key=lambda p: max(positions[node] for node in p.nodes)):
         key = (program.attributes, *program.numbers)
         group = open_groups.setdefault(key, [])
         group.append(program)
@@ -152,7 +148,7 @@ def _groups(programs: list[_Program], place: dict[ir.Node, int]) -> Iterator[lis
 
 
 def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Names, ends: dict[ir.Value, int]) -> None:
-    """One node for them all."""
+    """Write one node for a group of programs."""
     attributes = programs[0].attributes
     numbers = []
     for value in programs[0].numbers:
@@ -163,16 +159,11 @@ def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Name
             last, value = cast, cast.outputs[0]
         numbers.append(value)
     results = [value for program in programs for value in program.results]
-    node = ir.Node(
-        DOMAIN,
+    node = ir.node(
         ELEMENTWISE,
         [*numbers, *(value for program in programs for value in program.tensors)],
-        [
-            ir.AttrInt64s("program", attributes.program),
-            ir.AttrInt64s("results", attributes.results),
-            ir.AttrInt64("numbers", attributes.numbers),
-            ir.AttrInt64("tensors", attributes.tensors),
-        ],
+        attributes._asdict(),
+        domain=DOMAIN,
         num_outputs=len(results),
         name=names.fresh(ELEMENTWISE),
     )
@@ -185,45 +176,45 @@ def _write(graph: ir.Graph, last: ir.Node, programs: list[_Program], names: Name
 
 # ---- updates in place ------------------------------------------------------------------------------------------------
 #
-# State that a step writes into the memory that it was read from, instead of a second one of the same size. A node may
-# write there when nothing else will read the old value. So all that is no update comes first: `Ready` takes what is
-# computed last of it, and all updates take `Ready`: ONNX Runtime knows no other way to say what comes first. An update
-# reads each block of a tensor before it writes it, and leaves all as it was if the loss is not finite.
+# A step writes state into the memory that it was read from, which saves a copy of all state. A node may write there
+# when nothing else will read the old value. So all other nodes run first: `Ready` reads their last results, and all
+# updates read `Ready`, since ONNX Runtime has no other way to order nodes. An update reads each block of a tensor
+# before it writes it, and changes nothing if the loss is not finite.
 
 
 def update_in_place(model: Model, update: Mapping[str, str], loss: str | None) -> set[str]:
-    """Let state be written in place where that is right, and say which. `update` has the new value of each by name."""
+    """Write state in place where that is safe; return its names. `update` maps state to new values."""
     graph = model.graph
     results = {value.name: value for value in graph.outputs}
-    given = {value.name: value for value in graph.inputs}
-    minimised = results.get(loss)
-    if minimised is None or minimised.dtype != ir.DataType.FLOAT:
+    inputs = {value.name: value for value in graph.inputs}
+    minimized = results.get(loss)
+    if minimized is None or minimized.dtype != ir.DataType.FLOAT:
         return set()
     updates, inside = _updates(graph)
     in_place = {
         name
         for name, new in update.items()
-        if name in given and new in results and _is_written_last(given[name], results[new], inside)
+        if name in inputs and new in results and _can_be_overwritten(inputs[name], results[new], inside)
     }
     if in_place:
-        _put_last(graph, updates, inside, minimised, model.names())
+        _order_last(graph, updates, inside, minimized, model.names())
     return in_place
 
 
 def _updates(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Node]]:
-    """The nodes that make updates which nothing but other updates read; and these with all nodes in their branches."""
-    found: list[ir.Node] = []
+    """Return the updates that only updates read, and these with the nodes of their branches."""
+    updates: list[ir.Node] = []
     inside: set[ir.Node] = set()
     for node in reversed(graph):
         executed = set(_executed(node))
         if any(map(_is_update, executed)) and all(use.node in inside for value in node.outputs for use in value.uses()):
-            found.append(node)
+            updates.append(node)
             inside |= executed
-    return found[::-1], inside
+    return updates[::-1], inside
 
 
 def _executed(node: ir.Node) -> Iterator[ir.Node]:
-    """A node, and all in the branches that it chooses from: an update may be made now and then."""
+    """Yield a node and all nodes in the branches of an If, which makes an update now and then."""
     yield node
     if node.op_type == "If":
         for branch in _branches(node):
@@ -238,8 +229,8 @@ def _is_update(node: ir.Node) -> bool:
     return node.op_type == ELEMENTWISE and node.domain == DOMAIN
 
 
-def _is_written_last(state: ir.Value, new: ir.Value, updates: Set[ir.Node]) -> bool:
-    """Whether, of all updates, only the computation of its new value reads a state, and that element by element."""
+def _can_be_overwritten(state: ir.Value, new: ir.Value, updates: Set[ir.Node]) -> bool:
+    """True if, of all updates, only its own reads a state, element by element."""
     node = new.producer()
     if node is None or node not in updates:
         return False
@@ -249,7 +240,7 @@ def _is_written_last(state: ir.Value, new: ir.Value, updates: Set[ir.Node]) -> b
 
 
 def _writes_over(node: ir.Node, index: int, new: ir.Value) -> bool:
-    """Whether what a node reads as one of its inputs only goes to the same elements of `new`."""
+    """True if a node reads an input only for the same elements of `new`."""
     if node is not new.producer():
         return False
     if not _is_update(node):
@@ -259,8 +250,10 @@ def _writes_over(node: ir.Node, index: int, new: ir.Value) -> bool:
     return index >= numbers and (index - numbers) // tensors == (new.index() or 0) // per_item
 
 
-def _put_last(graph: ir.Graph, updates: Sequence[ir.Node], inside: Set[ir.Node], loss: ir.Value, names: Names) -> None:
-    """Make all updates, with what is `inside` of them, depend on all other nodes."""
+def _order_last(
+    graph: ir.Graph, updates: Sequence[ir.Node], inside: Set[ir.Node], loss: ir.Value, names: Names
+) -> None:
+    """Make all updates, with the nodes `inside` of them, depend on all other nodes."""
     ends = [
         next(value for value in node.outputs if value.name)
         for node in graph
