@@ -1,4 +1,4 @@
-"""Keras 3, both ways: compiled models as training models, and training models as compiled models."""
+"""Compiled Keras 3 models as training models, and back."""
 
 import onward.engines.keras  # noqa: F401 (before Keras, which would print more)
 from onward.frameworks.keras.capture import from_keras

@@ -92,7 +92,7 @@ def _types(model: Any) -> list[str]:
 
 
 def _sparse(model: Any) -> list[str]:
-    """Refuse optimizers that are not linear in the gradients of an Embedding, whose rows repeat on TensorFlow."""
+    """Refuse optimizers that are not linear in gradients of an Embedding, whose rows repeat."""
     name = type(model.optimizer).__name__
     tables = [
         layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable

@@ -36,9 +36,7 @@ _SAME = "only_first_replica"
 
 
 class TrainingModel(keras.Model):  # type: ignore[misc]
-    """Keras model that `to_keras` returns. `variables_by_name` has its variables by name in the
-    training model.
-    """
+    """Keras model of a training model. `variables_by_name` has its names."""
 
     def __init__(self, model: Model):
         super().__init__(name=_identifier(model.graph.name or "model"))
@@ -92,9 +90,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return dict(zip(names, arrays, strict=True))
 
     def compile_as(self, optimizer: Any, **losses: Any) -> None:
-        """Compile the model with the optimizer of its training model; `losses` replace the loss
-        graph.
-        """
+        """Compile the model with an optimizer; `losses` replace the loss graph."""
         self._compiled_with, self.losses_given = optimizer, losses
         if losses:
             self._loss_graph = None
@@ -113,9 +109,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return model
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the training state and the frozen weights, by name and in the types of the
-        training model.
-        """
+        """Return the training state and frozen weights, named and typed as in the training model."""
         if isinstance(self.optimizer, GraphOptimizer):
             state = self.optimizer.state()
         else:
@@ -129,7 +123,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return {name: ops.convert_to_tensor(variable.value) for name, variable in self.variables_by_name.items()}
 
     def _named(self, inputs: Any) -> dict[str, Any]:
-        """Return inputs by name. To build a model for several devices, Keras passes floats in place of integers."""
+        """Return inputs by name. To build for several devices, Keras passes floats for integers."""
         pairs = inputs if isinstance(inputs, Mapping) else zip(self.input_names, _as_list(inputs), strict=True)
         named = dict(pairs)
         return named | {name: ops.cast(named[name], dtype) for name, dtype in self._integers.items() if name in named}

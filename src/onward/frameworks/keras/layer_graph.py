@@ -24,7 +24,7 @@ REGULARIZATION = "regularization"
 
 
 class LayerGraph:
-    """Graph of a Keras model; `problems` lists the layers and variables that cannot be converted."""
+    """Graph of a Keras model; `problems` lists what cannot be converted."""
 
     def __init__(self, model: Any):
         self.problems: list[str] = []
@@ -107,9 +107,7 @@ class LayerGraph:
         ]
 
     def _regularize(self, variables: Sequence[Any]) -> bool:
-        """Add the sum of the penalties of the variables, which only training computes; True if
-        there are any.
-        """
+        """Add the penalties of the variables, which only training computes; False if none."""
         op = self.op.scoped(REGULARIZATION)
         terms = [term for v in variables if v.regularizer is not None for term in self._penalties(op, v)]
         if terms:
@@ -136,9 +134,7 @@ _SAMPLES = 3  # of example inputs, with which layers are traced
 
 
 def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], Expr]) -> list[Expr]:
-    """Return the results of a custom layer, traced on Keras's backend; `arguments` contain our
-    tensors.
-    """
+    """Return the results of a custom layer, traced on Keras's backend."""
     layer = node.operation
     if not isinstance(layer, keras.layers.Layer):
         raise Refused("is an operation without a counterpart")

@@ -41,9 +41,7 @@ def read_loss(model: Any, outputs: Sequence[Tensor]) -> list[Term]:
 
 
 def _flat_losses(model: Any) -> list[tuple[int, Any, float]]:
-    """Return the index of the output, the loss and its weight, as Keras resolves the user's
-    arguments.
-    """
+    """Return the index of the output, the loss and its weight, as Keras resolves them."""
     compiled_loss = model._compile_loss
     if compiled_loss is None or compiled_loss._user_loss is None:
         raise Refused("model was compiled without a loss")
@@ -145,9 +143,7 @@ def _draw(draws: str, shape: Sequence[int | None], rng: np.random.Generator, sam
 
 
 def make_loss(run: RunState, model: Model) -> dict[str, Any] | None:
-    """Return the arguments of `compile`; None unless each output has a Keras loss that computes the
-    same.
-    """
+    """Return arguments of `compile`; None if Keras has no equal loss for an output."""
     if not isinstance(run.loss, list) or not all(isinstance(term, Mapping) for term in run.loss):
         return None
     outputs, losses = {value.name: value for value in model.outputs}, {}

@@ -1,6 +1,4 @@
-"""Keras optimizers with their state: read as those of a recipe, and made from them. Custom classes
-are traced.
-"""
+"""Keras optimizers with their state, from and to those of a recipe. Custom classes are traced."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any
 
 
 def copy_optimizer(optimizer: Any, variables: Sequence[tuple[Any, Any]]) -> Any:
-    """Return an optimizer with the same settings and state for other variables (pairs, as for
-    `twin_of`).
-    """
+    """Return an optimizer with the same settings and state for other variables."""
     twin = twin_of(optimizer, variables)
     if optimizer.built:
         twins = {id(ours): theirs for ours, theirs in variables}
@@ -190,7 +186,7 @@ class _Slot(NamedTuple):
 
 
 def trace_update(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
-    """Return the traced update of all variables, after a comparison with the optimizer; `names` are by `id`."""
+    """Return the traced and tested update of all variables; `names` are by `id`."""
     class_name = type(optimizer).__name__
     twin = _Twin(optimizer, variables, lr)
     parameters = [names[id(variable)] for variable in variables]

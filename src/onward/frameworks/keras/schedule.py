@@ -12,7 +12,7 @@ from onward.vocabulary.keras import SCHEDULES, Rate, Refused, shortest_decimal, 
 
 
 def read_schedule(optimizer: Any) -> Rate:
-    """Return the learning rate of an optimizer; raise `Refused` for a schedule that no recipe has."""
+    """Return the learning rate; raise `Refused` for a schedule without a counterpart."""
     rate = optimizer._learning_rate
     if hasattr(rate, "numpy"):
         return Rate(shortest_decimal(rate.numpy()))

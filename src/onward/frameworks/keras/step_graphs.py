@@ -38,7 +38,7 @@ from onward.transform.training import keep_only
 
 
 class GraphKeras(Keras):
-    """Keras while it executes or traces the graph of a model, on any device. Sizes may be dynamic."""
+    """Keras while it executes or traces a graph, on any device. Sizes may be dynamic."""
 
     def __init__(self) -> None:
         rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
@@ -80,7 +80,7 @@ class GraphKeras(Keras):
 
 
 def interpret(model: Model, framework: GraphKeras) -> Interpreter:
-    """Return the interpreter of the graph of a model. Functions with a row in the table stay calls."""
+    """Return the interpreter of a graph. Functions with a row in the table stay calls."""
     functions = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
     return interpreter(inline(model, functions), framework)
 
@@ -238,9 +238,7 @@ def has_replicas() -> bool:
 
 
 def share_of_replica(loss: Any) -> Any:
-    """Return the part of a replica in the loss of all. Batches are divided evenly, as for Keras's
-    losses.
-    """
+    """Return the loss divided by the number of replicas, whose batches are equally large."""
     context = _context()
     return loss if context is None else loss / ops.cast(context.num_replicas_in_sync, loss.dtype)
 
@@ -266,9 +264,7 @@ def batch_normalization(
     momentum: float = 0.9,
     training_mode: int = 0,
 ) -> Any:
-    """Compute BatchNormalization; in training with the statistics of all replicas, whose batches
-    are equally large.
-    """
+    """Compute BatchNormalization; in training with the statistics of all replicas."""
     context = _context() if training_mode else None
     if context is None:
         return keras_layers.batch_normalization(

@@ -1,11 +1,11 @@
-"""Layers of Keras with operators of ONNX: what a row of the table is, and the values that rows take.
+"""Rows of Keras layers, and the values that they take.
 
     @row("Dense")
     def dense(c: Call, x: Tensor) -> Expr:
         return x.plain @ c.weight(c.layer.kernel)
 
-The arguments are those with which the model calls the layer. A row returns expressions in the layout of Keras, or
-tensors.
+The arguments are those of the call of the layer. A row returns expressions in the layout of Keras,
+or tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ Shape = tuple[int | None, ...]
 
 
 class Tensor:
-    """A value as Keras has it (`plain`), and with the last axis moved to the second place, where ONNX has channels.
+    """Value in the layout of Keras (`plain`), and with the last axis second, the channels of ONNX (`moved`).
 
-    Either is made of the other when it is asked for, and only once: neighbours that agree need no Transpose.
+    A layout is computed from the other one on first access, so layers that agree need no Transpose.
     """
 
     def __init__(self, shape: Sequence[int | None], *, plain: Expr | None = None, moved: Expr | None = None):
         self.shape: Shape = tuple(shape)
-        self.logits: Tensor | None = None
-        """What this is the softmax or sigmoid of."""
-        self.below: int | None = None
-        """The number of rows of the table that this is an index into."""
+        self.logits: Tensor | None = None  # the input of the softmax or sigmoid that made this
+        self.below: int | None = None  # the number of rows of the table that this indexes
         self._plain = plain
         self._moved = moved if len(self.shape) > 2 else None
         if len(self.shape) <= 2 and plain is None:
@@ -67,17 +65,17 @@ class Tensor:
 
     @property
     def is_moved(self) -> bool:
-        """Whether only the layout of ONNX is there so far."""
+        """True if only the layout of ONNX exists so far."""
         return self._plain is None
 
     def map(self, function: Callable[[Expr], Expr]) -> Tensor:
-        """What a function of single elements makes of it, in the layout that is there."""
+        """Apply an elementwise function in the layout that exists."""
         if self.is_moved:
             return Tensor(self.shape, moved=function(self.moved))
         return Tensor(self.shape, plain=function(self.plain))
 
     def _declare(self) -> None:
-        """Shapes are known from Keras."""
+        """Set the shapes, which Keras knows."""
         sizes = [size if size is not None else ("batch" if axis == 0 else None) for axis, size in enumerate(self.shape)]
         if self._plain is not None:
             self._plain.value.shape = ir.Shape(sizes)
@@ -86,28 +84,25 @@ class Tensor:
 
 
 def elementwise(function: Callable[..., Expr], *tensors: Tensor) -> Expr | Tensor:
-    """What a function of the elements of several tensors makes of them; they may be broadcast."""
+    """Apply an elementwise function to several tensors, with broadcasting."""
     first = tensors[0]
     if all(x.is_moved and x.shape == first.shape for x in tensors):
         return Tensor(first.shape, moved=function(*(x.moved for x in tensors)))
     return function(*(x.plain for x in tensors))
 
 
-ROWS = Operators()
-"""Names of Keras's classes, of layers and operations, -> how they are written."""
+ROWS = Operators()  # by the name of a Keras layer or operation
 row = ROWS.define
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a layer: what its row works with."""
+    """Call of a layer, as its row gets it."""
 
     op: Builder
     layer: Any
-    shape: Shape
-    """Of the result, or of the first one."""
-    weight: Callable[[Any], Expr]
-    """The initializer of a variable."""
+    shape: Shape  # of the first result
+    weight: Callable[[Any], Expr]  # from a variable to its initializer
 
     def refuse_unless(self, condition: bool, reason: str) -> None:
         if not condition:
@@ -117,20 +112,19 @@ class Call:
         return self.op.constant(np.asarray(array))
 
     def of(self, layer: Any) -> Call:
-        """The same for a layer inside of this one."""
+        """Return the call of a layer inside this one."""
         return dataclasses.replace(self, layer=layer)
 
 
 def find(layer: Any) -> Function | None:
-    """The row of one of Keras's own layers or operations; what others derive from these is their own."""
-    kind = type(layer)
-    return ROWS.get(kind.__name__) if kind.__module__.startswith("keras.") else None
+    """Return the row of a layer or operation of Keras; None for a subclass of another package."""
+    return ROWS.get(type(layer).__name__) if type(layer).__module__.startswith("keras.") else None
 
 
 def accepted_arguments(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a row takes, if the others say nothing."""
-    known = inspect.signature(function).parameters
+    """Return the arguments that a row takes; raise `Refused` for others that are set."""
+    parameters = inspect.signature(function).parameters
     for name, value in arguments.items():
-        if name not in known and value is not None and value is not False:
+        if name not in parameters and value is not None and value is not False:
             raise Refused(f"is called with `{name}`")
-    return {name: value for name, value in arguments.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in parameters}

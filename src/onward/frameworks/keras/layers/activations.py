@@ -1,4 +1,4 @@
-"""Activations: functions of `keras.activations`, and the layers that are one."""
+"""Functions of `keras.activations`, and activation layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from onward.vocabulary.keras import Refused
 
 
 def activate(c: Call, function: Any, x: Tensor) -> Tensor:
-    """What an activation function makes of a tensor."""
     if function is None:
         return x
     name = getattr(function, "__name__", type(function).__name__)
-    own = getattr(function, "__module__", "").startswith("keras.")
-    if own and name == "linear":
+    is_keras = getattr(function, "__module__", "").startswith("keras.")
+    if is_keras and name == "linear":
         return x
-    if own and name == "softmax":
+    if is_keras and name == "softmax":
         return softmax(c, x, -1)
-    if own and name == "log_softmax":
+    if is_keras and name == "log_softmax":
         return Tensor(x.shape, plain=c.op.LogSoftmax(x.plain, axis=-1))
-    if not own or name not in _ELEMENTWISE:
+    if not is_keras or name not in _ELEMENTWISE:
         raise Refused(f"has the activation `{name}`")
     result = x.map(lambda expr: _ELEMENTWISE[name](c.op, expr))
     if name == "sigmoid":
@@ -40,37 +39,33 @@ def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
     return result
 
 
-def _relu6(op: Builder, x: Expr) -> Expr:
-    return op.Clip(x, 0.0, 6.0)
-
-
 def _hard_tanh(op: Builder, x: Expr) -> Expr:
-    """Return x from -1 to 1. At both, the slope is 0 on PyTorch, and 1, that of a Clip, on other backends."""
+    """Clip to -1 and 1. The slope at the bounds is 0 on PyTorch, and 1 on other backends."""
     if keras.backend.backend() != "torch":
         return op.Clip(x, -1.0, 1.0)
     return op.Where(x <= -1.0, -1.0, op.Where(x >= 1.0, 1.0, x))
 
 
 def _leaky_relu(op: Builder, x: Expr, slope: float) -> Expr:
-    """Return x, below 0 times a slope. At 0, the slope is 1 on JAX, and that below 0 on other backends."""
+    """Multiply x by a slope below 0. At 0, the slope is 1 on JAX, and `slope` on other backends."""
     return op.Where(x < 0.0, x * slope, x) if keras.backend.backend() == "jax" else op.LeakyRelu(x, alpha=slope)
 
 
 def _at_most(op: Builder, x: Expr, most: float) -> Expr:
-    """Return `min(x, most)`. Where both are equal, the slope is 0.5 on JAX, and 1 on other backends."""
+    """Return `min(x, most)`. If they are equal, the slope is 0.5 on JAX, and 1 elsewhere."""
     return op.Min(x, most) if keras.backend.backend() == "jax" else op.Clip(x, None, most)
 
 
 def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
-    """Not the operator of that name, which rounds in another way: logarithms of it are taken."""
-    return _relu6(op, x + 3.0) / 6.0
+    """Compute relu6(x + 3) / 6. HardSigmoid rounds differently, and losses take logarithms."""
+    return op.Clip(x + 3.0, 0.0, 6.0) / 6.0
 
 
 _SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     **{name.lower(): same_operator(name) for name in _SAME},
     "leaky_relu": lambda op, x: _leaky_relu(op, x, 0.2),
-    "relu6": _relu6,
+    "relu6": lambda op, x: op.Clip(x, 0.0, 6.0),
     "elu": lambda op, x: op.Elu(x, alpha=1.0),
     "celu": lambda op, x: op.Celu(x, alpha=1.0),
     "soft_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.5),
@@ -104,7 +99,7 @@ def relu(c: Call, x: Tensor) -> Tensor:
     c.refuse_unless(not layer.threshold, f"has the threshold {layer.threshold}")
     slope, most = float(layer.negative_slope), layer.max_value
     if most == 6 and not slope:
-        return x.map(lambda e: _relu6(c.op, e))
+        return x.map(lambda e: c.op.Clip(e, 0.0, 6.0))
     result = x.map(lambda e: _leaky_relu(c.op, e, slope) if slope else c.op.Relu(e))
     return result if most is None else result.map(lambda e: _at_most(c.op, e, float(most)))
 
@@ -126,7 +121,7 @@ def prelu(c: Call, x: Tensor) -> Expr:
 
 @row("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 def dropout(c: Call, x: Tensor) -> Tensor | Expr:
-    """Where whole slices are dropped together, ones of the shape that they have in common are."""
+    """Drop elements, or whole slices by dropping ones of their common shape."""
     ratio = np.float32(c.layer.rate)
     shape = _noise_shape(c, x)
     if shape is None:

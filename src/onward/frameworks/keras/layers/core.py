@@ -1,4 +1,4 @@
-"""Layers without an axis of channels, and normalizations."""
+"""Dense, shape, merge, attention and normalization layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def embedding(c: Call, x: Tensor) -> Expr:
 
 @row("TimeDistributed")
 def time_distributed(c: Call, x: Tensor) -> Any:
-    """A layer that works along the last axis does the same at every time."""
+    """Apply an inner layer that works along the last axis, which is the same at every time."""
     inner = c.layer.layer
     c.refuse_unless(type(inner).__name__ in _PER_POSITION, f"applies {type(inner).__name__} at every time")
     function = find(inner)
@@ -63,18 +63,14 @@ def time_distributed(c: Call, x: Tensor) -> Any:
 _PER_POSITION = {"Dense", "Activation", "ReLU", "LeakyReLU", "ELU", "Dropout", "LayerNormalization", "Identity"}
 
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
-
-
 @row("Flatten")
 def flatten(c: Call, x: Tensor) -> Expr:
-    first = c.layer.data_format == "channels_first" and x.rank > 2
-    value = Tensor(x.shape, plain=x.plain)
-    if first:  # Keras puts the channels last before it flattens
-        value = Tensor(x.shape, plain=c.op.Transpose(x.plain, perm=[0, *range(2, x.rank), 1]))
     if x.rank == 1:
-        return c.op.Unsqueeze(value.plain, [1])
-    return c.op.Flatten(value.plain, axis=1)
+        return c.op.Unsqueeze(x.plain, [1])
+    y = x.plain
+    if c.layer.data_format == "channels_first" and x.rank > 2:  # Keras moves the channels last before it flattens
+        y = c.op.Transpose(y, perm=[0, *range(2, x.rank), 1])
+    return c.op.Flatten(y, axis=1)
 
 
 @row("Reshape")
@@ -95,7 +91,9 @@ def repeat_vector(c: Call, x: Tensor) -> Expr:
 @row("Rescaling")
 def rescaling(c: Call, x: Tensor) -> Tensor | Expr:
     scale, offset = np.asarray(c.layer.scale, np.float32), np.asarray(c.layer.offset, np.float32)
-    value = Tensor(x.shape, plain=c.op.Cast(x.plain, to=ir.DataType.FLOAT)) if _is_integer(x) else x
+    dtype = (x.moved if x.is_moved else x.plain).dtype
+    is_integer = dtype is not None and dtype.is_integer()
+    value = Tensor(x.shape, plain=c.op.Cast(x.plain, to=ir.DataType.FLOAT)) if is_integer else x
     if scale.ndim or offset.ndim:
         return value.plain * scale + offset
     return value.map(lambda e: e * float(c.layer.scale) + float(c.layer.offset))
@@ -108,13 +106,6 @@ def normalization(c: Call, x: Tensor) -> Expr:
     return (x.plain - mean) / np.maximum(deviation, np.float32(keras.config.epsilon()))
 
 
-def _is_integer(x: Tensor) -> bool:
-    dtype = x.plain.dtype if not x.is_moved else x.moved.dtype
-    return dtype is not None and dtype.is_integer()
-
-
-# ---- several tensors -------------------------------------------------------------------------------------------------
-
 _PAIRS: dict[str, Callable[[Expr, Expr], Expr]] = {
     "Add": lambda a, b: a + b,
     "Subtract": lambda a, b: a - b,
@@ -126,11 +117,11 @@ _PAIRS: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 
 
-@row("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum")
-def merge(c: Call, *given: Any) -> Tensor | Expr:
-    """A layer of a list of tensors, or an operation of two of which one may be a number."""
+@row(*_PAIRS)
+def merge(c: Call, *operands: Any) -> Tensor | Expr:
+    """Combine a list of tensors, or two operands of which one may be a number."""
     function = _PAIRS[type(c.layer).__name__]
-    tensors = list(given[0]) if isinstance(given[0], list | tuple) else list(given)
+    tensors = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
     if all(isinstance(x, Tensor) for x in tensors):
         c.refuse_unless(len({x.rank for x in tensors}) == 1, "joins tensors of different ranks")
         return elementwise(lambda *values: reduce(function, values), *tensors)
@@ -160,9 +151,6 @@ def dot(c: Call, tensors: Sequence[Tensor]) -> Expr:
     fits = a.rank == b.rank == 2 and not c.layer.normalize and all(axis % 2 == 1 for axis in axes)
     c.refuse_unless(fits, "is more than the product of vectors")
     return c.op.ReduceSum(a.plain * b.plain, [1], keepdims=1)
-
-
-# ---- normalization without state -------------------------------------------------------------------------------------
 
 
 @row("UnitNormalization")
@@ -203,12 +191,11 @@ def multi_head_attention(
     return _join_heads(c, layer.output_dense, context)
 
 
-_MASKED = -1e9
-"""Far below any score: its softmax is 0."""
+_MASKED = -1e9  # far below any score: its softmax is 0
 
 
 def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
-    """[batch, heads, time, size]; or with time last, as the second factor of the scores."""
+    """Project to [batch, heads, time, size]; with `last`, to [batch, heads, size, time]."""
     op, (width, heads, size) = c.op, projection.kernel.shape
     y = x.plain @ op.Reshape(c.weight(projection.kernel), [width, heads * size])
     if projection.bias is not None:
@@ -221,9 +208,6 @@ def _join_heads(c: Call, projection: Any, x: Expr) -> Expr:
     kernel = op.Reshape(c.weight(projection.kernel), [heads * size, width])
     y = op.Reshape(x, [0, 0, heads * size]) @ kernel
     return y if projection.bias is None else y + c.weight(projection.bias)
-
-
-# ---- Normalization ---------------------------------------------------------------------------------------------------
 
 
 @row("BatchNormalization")
@@ -247,9 +231,9 @@ def batch_normalization(c: Call, x: Tensor) -> Tensor:
 
 
 def _scale(c: Call, like: Expr, variable: Any, number: float) -> Expr:
-    """A variable, or what stands in where the layer has none.
+    """Return a variable of the layer, or a constant vector if the layer has none.
 
-    A frozen scale says that statistics are frozen, too; so this one is computed, unless they are.
+    A constant scale means frozen statistics, so the vector is computed unless the layer is frozen.
     """
     if variable is not None:
         return c.weight(variable)
@@ -263,8 +247,8 @@ def layer_normalization(c: Call, x: Tensor) -> Expr:
     axes = sorted(axis % x.rank for axis in ([layer.axis] if isinstance(layer.axis, int) else layer.axis))
     c.refuse_unless(axes == list(range(axes[0], x.rank)), f"normalizes along the axes {axes}")
     c.refuse_unless(not layer.rms_scaling, "scales by the root of the mean square")
-    scale = c.constant(np.ones([x.shape[a] or 1 for a in axes], np.float32)) if layer.gamma is None else None
-    scale = c.weight(layer.gamma) if scale is None else scale
+    ones = np.ones([x.shape[a] or 1 for a in axes], np.float32)
+    scale = c.constant(ones) if layer.gamma is None else c.weight(layer.gamma)
     bias = None if layer.beta is None else c.weight(layer.beta)
     return c.op.LayerNormalization(x.plain, scale, bias, axis=axes[0] - x.rank, epsilon=float(layer.epsilon))
 

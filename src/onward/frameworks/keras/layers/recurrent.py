@@ -1,4 +1,4 @@
-"""LSTM, GRU and SimpleRNN. Variables stay as Keras has them; the graph puts their gates in ONNX's order."""
+"""LSTM, GRU and SimpleRNN. The graph reorders the gates of the variables to ONNX's order."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from onward.frameworks.formulas.graph_building import reverse
 from onward.frameworks.keras.layers import Call, Tensor, row
 
 _FUNCTIONS = {"tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "softsign": "Softsign", "softplus": "Softplus"}
+# Indices in Keras (input, forget, cell, output) of the gates in ONNX's order (input, output, forget, cell).
 _LSTM_GATES = (0, 3, 1, 2)
-"""Where the gates that ONNX has (input, output, forget, cell) are in Keras (input, forget, cell, output)."""
-
-
-_WHICH = {
+_ACTIVATIONS = {  # attributes of a layer, in ONNX's order
     "LSTM": ("recurrent_activation", "activation", "activation"),
     "GRU": ("recurrent_activation", "activation"),
     "SimpleRNN": ("activation",),
 }
-"""The functions in ONNX's order."""
 
 
 class _Outcome(NamedTuple):
-    """The outputs of all times, each at the time of its input, and the states after the last step."""
-
-    sequence: Expr
-    states: list[Expr]
+    sequence: Expr  # outputs, at the time of their input
+    states: list[Expr]  # after the last step
 
 
 @row("LSTM", "GRU", "SimpleRNN")
@@ -45,7 +40,7 @@ def recurrent(c: Call, x: Tensor, initial_state: Any = None) -> Any:
 def bidirectional(c: Call, x: Tensor) -> Any:
     layer = c.layer
     c.refuse_unless(not layer.return_state, "returns its states")
-    outcomes = [_run(c.of(each), x, None) for each in (layer.forward_layer, layer.backward_layer)]
+    outcomes = [_run(c.of(inner), x, None) for inner in (layer.forward_layer, layer.backward_layer)]
     forward, backward = (o.sequence if layer.return_sequences else o.states[0] for o in outcomes)
     if layer.merge_mode == "concat":
         return c.op.Concat(forward, backward, axis=-1)
@@ -57,47 +52,38 @@ def bidirectional(c: Call, x: Tensor) -> Any:
 
 
 def _run(c: Call, x: Tensor, initial_state: Any) -> _Outcome:
-    layer, op = c.layer, c.op
-    _check(c)
-    kind = type(layer).__name__
-    units, operator = int(layer.units), {"SimpleRNN": "RNN"}.get(kind, kind)
+    layer, op, name = c.layer, c.op, type(c.layer).__name__
+    c.refuse_unless(name in ("LSTM", "GRU", "SimpleRNN"), f"runs {name}")
+    c.refuse_unless(not layer.stateful, "is stateful")
+    c.refuse_unless(not layer.dropout and not layer.recurrent_dropout, "has dropout inside")
     states = [initial_state] if isinstance(initial_state, Tensor) else list(initial_state or [])
     hidden = [op.Unsqueeze(state.plain, [0]) for state in states] or [None]
-    results = op.node(
+    sequence, *last = op.node(
         "",
-        operator,
+        "RNN" if name == "SimpleRNN" else name,
         op.Transpose(x.plain, perm=[1, 0, 2]),
-        *_weights(c, kind),
+        *_weights(c, name),
         None,
         *hidden,
-        outputs=3 if kind == "LSTM" else 2,
-        hidden_size=units,
+        outputs=3 if name == "LSTM" else 2,
+        hidden_size=int(layer.units),
         direction="reverse" if layer.go_backwards else "forward",
-        activations=_activations(c, kind),
-        linear_before_reset=int(layer.reset_after) if kind == "GRU" else None,
+        activations=_activations(c, name),
+        linear_before_reset=int(layer.reset_after) if name == "GRU" else None,
     )
-    sequence, *last = results
     return _Outcome(op.Transpose(op.Squeeze(sequence, [1]), perm=[1, 0, 2]), [op.Squeeze(h, [0]) for h in last])
 
 
-def _check(c: Call) -> None:
-    layer = c.layer
-    c.refuse_unless(type(layer).__name__ in ("LSTM", "GRU", "SimpleRNN"), f"runs {type(layer).__name__}")
-    c.refuse_unless(not layer.stateful, "is stateful")
-    c.refuse_unless(not layer.dropout and not layer.recurrent_dropout, "has dropout inside")
-
-
-def _activations(c: Call, kind: str) -> list[str]:
-    layer = c.layer
-    names = [getattr(getattr(layer, which), "__name__", "?") for which in _WHICH[kind]]
+def _activations(c: Call, layer_name: str) -> list[str]:
+    names = [getattr(getattr(c.layer, attribute), "__name__", "?") for attribute in _ACTIVATIONS[layer_name]]
     for name in names:
         c.refuse_unless(name in _FUNCTIONS, f"has the activation `{name}`")
     return [_FUNCTIONS[name] for name in names]
 
 
-def _weights(c: Call, kind: str) -> list[Expr | None]:
+def _weights(c: Call, layer_name: str) -> list[Expr | None]:
     cell, op = c.layer.cell, c.op
-    order = {"LSTM": _LSTM_GATES, "GRU": (0, 1, 2)}.get(kind, (0,))
+    order = {"LSTM": _LSTM_GATES, "GRU": (0, 1, 2)}.get(layer_name, (0,))
     kernel = _gates(op.Transpose(c.weight(cell.kernel), perm=[1, 0]), order)
     recurrence = _gates(op.Transpose(c.weight(cell.recurrent_kernel), perm=[1, 0]), order)
     bias = _bias(c, order) if cell.use_bias else None
@@ -105,16 +91,16 @@ def _weights(c: Call, kind: str) -> list[Expr | None]:
 
 
 def _bias(c: Call, order: Sequence[int]) -> Expr:
-    """One for the input and one for the state: Keras has both only in a GRU."""
-    bias, op = c.weight(c.layer.cell.bias), c.op
-    if len(c.layer.cell.bias.shape) == 2:
-        return op.Reshape(bias, [1, -1])
-    of_state = np.zeros(c.layer.cell.bias.shape, np.float32)
-    return op.Unsqueeze(op.Concat(_gates(bias, order), of_state, axis=0), [0])
+    """Return the bias of the input and that of the state, which only a GRU of Keras has."""
+    variable, op = c.layer.cell.bias, c.op
+    if len(variable.shape) == 2:
+        return op.Reshape(c.weight(variable), [1, -1])
+    state_bias = np.zeros(variable.shape, np.float32)
+    return op.Unsqueeze(op.Concat(_gates(c.weight(variable), order), state_bias, axis=0), [0])
 
 
 def _gates(stacked: Expr, order: Sequence[int]) -> Expr:
-    """The gates along the first axis, in another order."""
+    """Reorder the gates along the first axis."""
     if list(order) == sorted(order):
         return stacked
     parts = stacked.op.Split(stacked, outputs=len(order), axis=0, num_outputs=len(order))

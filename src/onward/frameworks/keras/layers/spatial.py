@@ -1,4 +1,4 @@
-"""Layers with windows: convolutions, pooling, padding, cropping and upsampling, in one, two or three dimensions."""
+"""Convolution, pooling, padding, cropping and upsampling layers in one, two or three dimensions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from onward.frameworks.keras.layers.activations import activate
 
 
 def _channels_last(c: Call) -> bool:
-    """Some layers of one dimension have no choice."""
     return getattr(c.layer, "data_format", "channels_last") == "channels_last"
 
 
 def _entry(c: Call, x: Tensor) -> Expr:
-    """The input with its channels where ONNX has them."""
+    """Return the input with the channels second."""
     return x.moved if _channels_last(c) else x.plain
 
 
@@ -28,25 +27,20 @@ def _result(c: Call, y: Expr) -> Tensor:
     return Tensor(c.shape, moved=y) if _channels_last(c) else Tensor(c.shape, plain=y)
 
 
-def _extent(c: Call, x: Tensor) -> list[int | None]:
-    """The sizes that windows move over."""
-    return list(x.shape[1:-1] if _channels_last(c) else x.shape[2:])
-
-
 def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
-    """Attributes: `same` has more at the end where it is uneven; `causal` has all at the beginning."""
+    """Return attributes. `same` pads more at the end if odd; `causal` at the beginning."""
     if c.layer.padding == "valid":
         return {}
     if c.layer.padding == "causal":
         return {"pads": [reach(kernel[0], dilations[0]) - 1, 0]}
-    extent = _extent(c, x)
+    extent = list(x.shape[1:-1] if _channels_last(c) else x.shape[2:])
     if any(size is None and stride > 1 for size, stride in zip(extent, strides, strict=True)):
         return {"auto_pad": "SAME_UPPER"}
     return {"pads": as_pads(paddings("SAME_UPPER", None, [size or 1 for size in extent], kernel, strides, dilations))}
 
 
 def _add_bias(c: Call, y: Expr) -> Tensor:
-    """With the bias of the layer, and its activation."""
+    """Add the bias of the layer, and apply its activation."""
     layer = c.layer
     if layer.use_bias:
         bias = c.weight(layer.bias)
@@ -55,7 +49,7 @@ def _add_bias(c: Call, y: Expr) -> Tensor:
 
 
 def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
-    """A kernel (*window, a, b) as (b, a, *window), or as (a, b, *window)."""
+    """Transpose a kernel (*window, a, b) to (b, a, *window), or to (a, b, *window)."""
     front = [rank - 2, rank - 1] if swap else [rank - 1, rank - 2]
     return kernel.op.Transpose(kernel, perm=[*front, *range(rank - 2)])
 
@@ -81,12 +75,12 @@ def depthwise(c: Call, x: Tensor) -> Tensor:
 
 @row("SeparableConv1D", "SeparableConv2D")
 def separable(c: Call, x: Tensor) -> Tensor:
-    each = _each_channel(c, x, c.layer.depthwise_kernel)
-    return _add_bias(c, c.op.Conv(each, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
+    depthwise_result = _each_channel(c, x, c.layer.depthwise_kernel)
+    return _add_bias(c, c.op.Conv(depthwise_result, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
 
 
 def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
-    """Every channel with windows of its own."""
+    """Convolve each channel with its own kernels."""
     *window, channels, _ = (int(size) for size in kernel.shape)
     grouped = c.op.Reshape(_outermost(c.weight(kernel), x.rank, swap=True), [-1, 1, *window])
     return _convolve(c, x, grouped, window, channels)
@@ -111,9 +105,6 @@ def convolution_transpose(c: Call, x: Tensor) -> Tensor:
     return _add_bias(c, y)
 
 
-# ---- pooling ---------------------------------------------------------------------------------------------------------
-
-
 @row("MaxPooling1D", "MaxPooling2D", "MaxPooling3D", "AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
 def pooling(c: Call, x: Tensor) -> Tensor:
     window, strides = _sizes(c.layer.pool_size, x), _sizes(c.layer.strides, x)
@@ -122,8 +113,8 @@ def pooling(c: Call, x: Tensor) -> Tensor:
     return _result(c, operator(_entry(c, x), kernel_shape=window, strides=strides, **padding))
 
 
-def _sizes(given: Any, x: Tensor) -> list[int]:
-    return [int(given)] * (x.rank - 2) if isinstance(given, int) else [int(size) for size in given]
+def _sizes(sizes: Any, x: Tensor) -> list[int]:
+    return [int(sizes)] * (x.rank - 2) if isinstance(sizes, int) else [int(size) for size in sizes]
 
 
 _DIMENSIONS = ("1D", "2D", "3D")
@@ -138,9 +129,6 @@ def global_pooling(c: Call, x: Tensor) -> Tensor:
     return _result(c, reduce(_entry(c, x), list(range(2, x.rank)), keepdims=keep))
 
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
-
-
 @row("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
 def zero_padding(c: Call, x: Tensor) -> Tensor:
     return _result(c, c.op.Pad(_entry(c, x), as_pads([(0, 0), (0, 0), *_margins(c.layer.padding)])))
@@ -152,8 +140,8 @@ def cropping(c: Call, x: Tensor) -> Tensor:
     return _result(c, c.op.Slice(_entry(c, x), begins, ends, list(range(2, x.rank))))
 
 
-def _margins(given: Any) -> list[list[int]]:
-    return [list(map(int, pair)) for pair in ([given] if isinstance(given[0], int) else given)]
+def _margins(margins: Any) -> list[list[int]]:
+    return [list(map(int, pair)) for pair in ([margins] if isinstance(margins[0], int) else margins)]
 
 
 @row("UpSampling1D", "UpSampling2D", "UpSampling3D")

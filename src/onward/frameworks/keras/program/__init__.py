@@ -1,4 +1,4 @@
-"""Runs as a `.keras` file with the module beside it that Keras needs to load it, and back."""
+"""Runs as a `.keras` file, with the module that Keras needs to load it, and back."""
 
 from __future__ import annotations
 
@@ -40,59 +40,48 @@ from onward.transform.declare import require_shapes
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write the run to `path`, and beside it the module with the classes that it is made of; both."""
+    """Write the run to `path` and the module with its classes; return both paths."""
     require_shapes(model, step_of(model), "a program of Keras")
     live, program = to_keras(model), program_beside(path)
     source = write_program(model, live, program.stem, path.name)
-    made = standing_in(source, live)
+    stand_in = standing_in(source, live)
     with replacing(path.parent, path) as folder:
         (folder / program.name).write_text(source.text, encoding="utf-8")
-        made.save(folder / path.name)
+        stand_in.save(folder / path.name)
         try_files(folder / program.name, folder / path.name, live)
     return [path, program]
 
 
-# ---- back ------------------------------------------------------------------------------------------------------------
-
-
 def restore(path: Path, like: Model) -> Model:
-    """The training model `like` with the state of a file. Nothing in it is executed."""
+    """Return the training model `like` with the state of a file, which is not executed."""
     live = to_keras(like)
-    held = list(live.variables_by_name.values())
-    in_order = [*(v for v in held if v.trainable), *(v for v in held if not v.trainable)]
-    places = {"vars": in_order, "optimizer/vars": live.optimizer.variables}
-    arrays = read_weights(path, places)
+    variables = sorted(live.variables_by_name.values(), key=lambda variable: not variable.trainable)
+    groups = {"vars": variables, "optimizer/vars": live.optimizer.variables}
+    arrays = read_weights(path, groups)
     problems = Problems(f"the state of `{path}`")
-    for place, variables in places.items():
-        if len(arrays[place]) < len(variables):
-            found = f"`{place}` has {len(arrays[place])} arrays"
-            problems.add(f"{found}, where the training model has {len(variables)}", OTHER)
-        for variable, array in zip(variables, arrays[place], strict=False):
+    for group, variables in groups.items():
+        if (count := len(arrays[group])) < len(variables):
+            problems.add(f"`{group}` has {count} arrays, where the training model has {len(variables)}", OTHER)
+        for variable, array in zip(variables, arrays[group], strict=False):
+            dtype = array_of(variable).dtype
             if tuple(variable.shape) != array.shape:
                 shapes = f"{list(array.shape)}, where the training model has {list(variable.shape)}"
                 problems.add(f"`{variable.path}` is {shapes}", OTHER)
-            elif not _is_alike(array.dtype, array_of(variable).dtype):
-                problems.add(f"`{variable.path}` is of {array.dtype}, not {array_of(variable).dtype}", OTHER)
+            # Backends store numbers in other sizes, but floats as floats. Kind "V" is bfloat16.
+            elif (array.dtype.kind in "fV", array.dtype.kind == "b") != (dtype.kind in "fV", dtype.kind == "b"):
+                problems.add(f"`{variable.path}` is of {array.dtype}, not {dtype}", OTHER)
     problems.refuse()
-    for place, variables in places.items():
-        for variable, array in zip(variables, arrays[place], strict=False):
+    for group, variables in groups.items():
+        for variable, array in zip(variables, arrays[group], strict=False):
             variable.assign(array.astype(array_of(variable).dtype))
     return with_state(like, live.state(), str(path))
 
 
-def _is_alike(found: np.dtype, expected: np.dtype) -> bool:
-    """Backends store numbers in other sizes, but floats as floats."""
-    return (found.kind in "fV") == (expected.kind in "fV") and (found.kind == "b") == (expected.kind == "b")
-
-
-# ---- arrays of a file, which anybody may have written: only what lies in it itself -----------------------------------
-
-
-_MEMBER = "model.weights.h5"
-
-
 def read_weights(path: Path, groups: Iterable[str]) -> dict[str, list[np.ndarray]]:
-    """The arrays of groups, in their order; none of a group that is not there."""
+    """Return the arrays of groups, in their order; an empty list for a missing group.
+
+    The file may be hostile: only data inside the file is read.
+    """
     sentence = f"`{path}` is not a file of Keras with weights and an optimizer"
     with (
         blame_file(sentence, *BAD_ZIP, *DAMAGED, KeyError, hint="write it with `model.save`"),
@@ -100,8 +89,8 @@ def read_weights(path: Path, groups: Iterable[str]) -> dict[str, list[np.ndarray
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         zipfile.ZipFile(file) as archive,
     ):
-        found = read_hdf5(data, *stored_range(archive, archive.getinfo(_MEMBER)))
-        return {name: [_copy(data, array) for array in _in_order(found, name)] for name in groups}
+        stored = read_hdf5(data, *stored_range(archive, archive.getinfo("model.weights.h5")))
+        return {name: [_copy(data, array) for array in _in_order(stored, name)] for name in groups}
 
 
 def _in_order(groups: Mapping[str, Mapping[str, Any]], name: str) -> list[Stored | np.ndarray]:
@@ -111,95 +100,88 @@ def _in_order(groups: Mapping[str, Mapping[str, Any]], name: str) -> list[Stored
     return [arrays[key] for key in sorted(arrays, key=int)]
 
 
-def _copy(data: mmap.mmap, found: Stored | np.ndarray) -> np.ndarray:
-    if isinstance(found, np.ndarray):
-        return found
-    return np.frombuffer(data, found.dtype, math.prod(found.shape), found.offset).reshape(found.shape).copy()
-
-
-# ---- the model of a program without the program: it holds the same variables, and so is written to the same file -----
+def _copy(data: mmap.mmap, array: Stored | np.ndarray) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    return np.frombuffer(data, array.dtype, math.prod(array.shape), array.offset).reshape(array.shape).copy()
 
 
 def standing_in(source: Source, live: TrainingModel) -> Any:
-    """A compiled model that Keras writes as it would write that of the program, with the state of the live one."""
-    made = _model(source)(name=live.name)
-    for held in source.model:
-        getattr(made, held.attribute).assign(held.array)
-    made.compile(optimizer=_optimizer(made, live, source), **live.losses_given)
-    return made
+    """Return a compiled model that Keras saves as it would save that of the program, with the state
+    of the live one.
 
+    It has the same variables, and does not execute the program.
+    """
 
-def _model(source: Source) -> Any:
     def initialize(self: Any, **options: Any) -> None:
         keras.Model.__init__(self, **options)
         for name, array, trainable in source.model:
             dtype, shape = available(str(array.dtype)), array.shape
-            made = self.add_weight(name=name, shape=shape, dtype=dtype, initializer="zeros", trainable=trainable)
-            setattr(self, name, made)
+            weight = self.add_weight(name=name, shape=shape, dtype=dtype, initializer="zeros", trainable=trainable)
+            setattr(self, name, weight)
         self.built = True
 
-    return _register(source, type(source.class_name, (keras.Model,), {"__init__": initialize}))
+    model = _register(source, source.class_name, keras.Model, __init__=initialize)(name=live.name)
+    for stored in source.model:
+        getattr(model, stored.attribute).assign(stored.array)
+    model.compile(optimizer=_optimizer(model, live, source), **live.losses_given)
+    return model
 
 
-def _optimizer(made: Any, live: TrainingModel, source: Source) -> Any:
-    given = live.optimizer
-    if isinstance(given, GraphOptimizer):
-        optimizer = _update(source)(learning_rate=float(given.learning_rate), name="update")
-        optimizer.build(made.trainable_variables)
-        for held in source.optimizer:
-            getattr(optimizer, held.attribute).assign(held.array)
-        optimizer.iterations.assign(given.iterations.value)
-        return optimizer
-    return copy_optimizer(given, list(zip(live.trainable_variables, made.trainable_variables, strict=True)))
+def _optimizer(model: Any, live: TrainingModel, source: Source) -> Any:
+    if not isinstance(live.optimizer, GraphOptimizer):
+        pairs = zip(live.trainable_variables, model.trainable_variables, strict=True)
+        return copy_optimizer(live.optimizer, list(pairs))
 
-
-def _update(source: Source) -> Any:
     def build(self: Any, variables: Any) -> None:
         if not self.built:
             keras.optimizers.Optimizer.build(self, variables)
             for name, array, _ in source.optimizer:
                 setattr(self, name, self.add_variable(array.shape, dtype=available(str(array.dtype)), name=name))
 
-    return _register(source, type("Update", (keras.optimizers.Optimizer,), {"build": build}))
+    update = _register(source, "Update", keras.optimizers.Optimizer, build=build)
+    optimizer = update(learning_rate=float(live.optimizer.learning_rate), name="update")
+    optimizer.build(model.trainable_variables)
+    for stored in source.optimizer:
+        getattr(optimizer, stored.attribute).assign(stored.array)
+    optimizer.iterations.assign(live.optimizer.iterations.value)
+    return optimizer
 
 
-def _register(source: Source, made: Any) -> Any:
-    return keras.saving.register_keras_serializable(package=source.package)(made)
-
-
-# ---- what was written, in a process of its own -----------------------------------------------------------------------
+def _register(source: Source, name: str, base: Any, **methods: Any) -> Any:
+    return keras.saving.register_keras_serializable(package=source.package)(type(name, (base,), methods))
 
 
 def try_files(program: Path, file: Path, live: TrainingModel) -> None:
-    """Compare what both compute of inputs that are made up, and the losses of steps."""
+    """Compare outputs and losses of the program, in a separate process, with the live model."""
     inputs, expected = _example(live)
     trial = _step_trial(live)
     with tempfile.TemporaryDirectory() as folder:
-        given, results = Path(folder, "given.npz"), Path(folder, "results.npz")
-        np.savez(given, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
+        examples, results = Path(folder, "examples.npz"), Path(folder, "results.npz")
+        np.savez(examples, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
         environment = {"KERAS_BACKEND": keras.backend.backend()}
         batch = [] if trial is None else [trial.save(Path(folder), inputs=live.input_names, targets=_targets(live))]
-        if not try_out(trial_script.__file__, program, file, given, results, *batch, environment=environment):
+        if not try_out(trial_script.__file__, program, file, examples, results, *batch, environment=environment):
             return
         with np.load(results) as arrays:
-            found, losses = [arrays[str(i)] for i in range(len(arrays) - 1)], arrays["losses"]
+            outputs, losses = [arrays[str(i)] for i in range(len(arrays) - 1)], arrays["losses"]
     names = [value.name or "" for value in live.source.outputs]
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.source)), least=0.0, equal_nan=True)
     hint = "please report the model; the live model is `onward.to_keras(training)`"
     compare = Comparison("that of the live model", hint, tolerance, "`{}` of the program".format)
-    compare(dict(zip(names, found, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
+    compare(dict(zip(names, outputs, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
     if trial is not None:
         trial.compare(losses, same_random_numbers=False)
 
 
 def _step_trial(live: TrainingModel) -> StepTrial | None:
-    """Steps to repeat, if what they are fed is all that a model takes."""
+    """Return steps to repeat; None if a step takes more than inputs and targets."""
     trial = step_trial(live.source)
     return trial if trial is not None and {*live.input_names, *_targets(live)} <= trial.batch.keys() else None
 
 
 def _targets(live: TrainingModel) -> list[str]:
-    """Return the targets in the order in which Keras takes them: losses of its own are in that of outputs."""
+    """Return the targets in the order of Keras, whose losses are in the order of outputs."""
     terms = list(describe(live.source).steps[0].loss.terms)
     if live.losses_given:
         outputs = [value.name for value in live.source.outputs]
@@ -208,13 +190,15 @@ def _targets(live: TrainingModel) -> list[str]:
 
 
 def _example(live: TrainingModel) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Inputs with which the live model runs, and its outputs; none if it takes none that are made up."""
+    """Return inputs with which the live model runs, and its outputs; empty if none work."""
     model = strip(live.source)
     runs = array_function("numpy", model.copy())
     for arrays in example_inputs(model):
         inputs = [arrays[name] for name in live.input_names]
         with contextlib.suppress(Error):
             runs(dict(zip(live.input_names, inputs, strict=True)))
-            made = live(inputs, training=False)
-            return inputs, [keras.ops.convert_to_numpy(x) for x in (made if isinstance(made, list) else [made])]
+            outputs = live(inputs, training=False)
+            return inputs, [
+                keras.ops.convert_to_numpy(x) for x in (outputs if isinstance(outputs, list) else [outputs])
+            ]
     return [], []

@@ -1,7 +1,8 @@
-"""Graphs as calls of Keras: the table is executed with values of a program in the place of tensors.
+"""Graphs as calls of Keras: the rows of the table are executed with values of a program instead of
+tensors.
 
-Each value has two shapes, one for each of two choices of the sizes that are not known. Where they are the same, the
-size does not depend on the choice; where they differ, it is asked for when the program runs.
+Each value has two shapes, for two choices of the dynamic sizes. A size that is the same in both
+does not depend on the choice; another one is computed when the program runs.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from onward.transform.declare import way_out
 
 
 class _Computation(keras.Operation):  # type: ignore[misc]
-    """A function of the table, which Keras tells the shape of. Only tensors are arguments: JAX takes nothing else."""
+    """Row of the table as an operation. On JAX, all arguments must be tensors."""
 
     def __init__(self, function: Function, inputs: list[Any], attributes: Mapping[str, Any]):
         super().__init__()
-        self._given = function, inputs, attributes
+        self._computation = function, inputs, attributes
 
     def call(self, tensors: list[Any]) -> Any:
-        function, inputs, attributes = self._given
+        function, inputs, attributes = self._computation
         remaining = iter(tensors)
 
         def filled(x: Any) -> Any:
@@ -58,8 +59,7 @@ class _Computation(keras.Operation):  # type: ignore[misc]
         return function(*map(filled, inputs), **attributes)
 
 
-_LITERAL = 64
-"""Up to so many numbers are written into the program."""
+_LITERAL = 64  # arrays with at most this many elements are written into the program
 
 
 class Recorder(GraphKeras):
@@ -105,24 +105,24 @@ class Recorder(GraphKeras):
         return short if isinstance(short, Value) else self._record(short, function, inputs, attributes)
 
     def _keeps(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> bool:
-        """Whether the result is the first input. For conversions, a backend that lacks bits cannot tell."""
+        """True if the result is the first input. Without 64 bits, conversions are unknown."""
         if function in (same, dropout):
             return function is same or (attributes["outputs"] == 1 and function(*inputs, **attributes) is inputs[0])
-        wanted = attributes["to"] if function is convert else inputs[1].tensor.dtype
-        return available("float64") == "float64" and inputs[0].tensor.dtype == wanted
+        dtype = attributes["to"] if function is convert else inputs[1].tensor.dtype
+        return available("float64") == "float64" and inputs[0].tensor.dtype == dtype
 
     def _record(
         self, short: ProgramStep | None, function: Function, inputs: list[Any], attributes: dict[str, Any]
     ) -> Any:
-        """The results of a call, which may have a short form; what was computed before is the same."""
-        made = short or _call_of(function, inputs, attributes)
-        step = self._known.setdefault(call_key(made), made)
-        if step is made:
+        """Return the results of a call or its short form. Repeated calls share results."""
+        recorded = short or _call_of(function, inputs, attributes)
+        step = self._known.setdefault(call_key(recorded), recorded)
+        if step is recorded:
             first, second = (self._computed(function, inputs, attributes, choice) for choice in (0, 1))
             step.is_tuple = isinstance(first, list | tuple)
             pairs = zip(first, second, strict=True) if step.is_tuple else [(first, second)]
-            kinds = [Shaped((tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs]
-            step.results = [Value(kind, step=step) for kind in kinds]
+            shaped = [Shaped((tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs]
+            step.results = [Value(tensor, step=step) for tensor in shaped]
             self._lists.update([step] if isinstance(first, list) else [])
         if not step.is_tuple:
             return step.results[0]
@@ -145,27 +145,24 @@ class Recorder(GraphKeras):
 
 
 def _nested(array: np.ndarray) -> Any:
-    """Return an array as lists of its numbers, which keep their type and so are printed with its digits."""
+    """Return an array as nested lists of its numbers, which keep their type and so their digits."""
     return [_nested(row) for row in array] if array.ndim else array[()]
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
 def _call_of(function: Function, inputs: list[Any], attributes: Mapping[str, Any]) -> ProgramStep:
-    """A call as it stands, without what need not be said."""
+    """Return a call without the arguments that are defaults."""
     arguments = list(inputs)
     while arguments and arguments[-1] is None:
         arguments.pop()
     defaults = {key: p.default for key, p in inspect.signature(function).parameters.items()}
-    named = {key: x for key, x in attributes.items() if not _is_same(key, x, defaults.get(key))}
+    named = {key: x for key, x in attributes.items() if not _is_default(key, x, defaults.get(key))}
     is_theirs = function.__module__.startswith("keras.")
     name = f"ops.{function.__name__}" if is_theirs else function.__name__
     return ProgramStep(name, arguments, named, call=None if is_theirs else function)
 
 
 def _known(x: Any) -> Any:
-    """What is known while the program is written: anything but a tensor, and a whole number that is one."""
+    """Return an argument that is known while writing: no tensor, or an integer constant."""
     if not isinstance(x, Value):
         return x
     number = x.step.arguments[0] if _is_constant(x) and x.step is not None else None
@@ -180,14 +177,14 @@ def _is_zero(x: Any) -> bool:
     return _is_constant(x) and not np.any(x.step.arguments[0])
 
 
-def _cast(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
-    dtype = given.attributes["to"]
-    return ProgramStep("ops.cast", [given.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
+def _cast(call: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
+    dtype = call.attributes["to"]
+    return ProgramStep("ops.cast", [call.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
 
 
-def _softmax(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep:
-    axis = given.attributes.get("axis", -1)
-    return ProgramStep("ops.softmax", [given.inputs[0], *([] if axis == -1 else [axis])])
+def _softmax(call: OperatorArguments, _: Mapping[str, str]) -> ProgramStep:
+    axis = call.attributes.get("axis", -1)
+    return ProgramStep("ops.softmax", [call.inputs[0], *([] if axis == -1 else [axis])])
 
 
 _OPS = ("sum", "mean", "squeeze", "expand_dims", "concatenate", "broadcast_to", "reshape", "transpose", "log_softmax")
@@ -198,7 +195,7 @@ _DIALECT = Dialect(
 )
 
 
-def _is_same(name: str, value: Any, default: Any) -> bool:
+def _is_default(name: str, value: Any, default: Any) -> bool:
     if default is None and is_idle(name, value):
         return True
     if isinstance(value, float) and isinstance(default, float):
@@ -211,52 +208,48 @@ class KerasPrinter(Printer):
         return Expression(f"ops.shape({x.text})[{axis}]", depth=x.depth + 1)
 
 
-# ---- whole graphs ----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A graph as calls."""
+    """Graph as calls."""
 
-    results: dict[str, Value]
-    """By the names of outputs."""
-    taken: list[str]
+    results: dict[str, Value]  # by the names of outputs
+    taken: list[str]  # identifiers that variables must not use
     roles: dict[Value, str]
 
     def steps(self, stores: Mapping[str, str] | None = None) -> list[ProgramStep]:
-        """All calls; `stores` says where some results are kept, by their names."""
-        kept = [
-            ProgramStep(".assign", [Value(path=place), self.results[name]]) for name, place in (stores or {}).items()
+        """Return all calls. `stores` are targets to which results are assigned, by name."""
+        assignments = [
+            ProgramStep(".assign", [Value(path=target), self.results[name]]) for name, target in (stores or {}).items()
         ]
         outputs = [value for name, value in self.results.items() if name not in (stores or {})]
-        found = with_stores(in_order(outputs), kept)
-        take_single_results(found, outputs)
-        return found
+        steps = with_stores(in_order(outputs), assignments)
+        take_single_results(steps, outputs)
+        return steps
 
     def statements(
         self, steps: Iterable[ProgramStep], outputs: Iterable[Value], names: Mapping[Value, str] | None = None
     ) -> FunctionWriter:
-        """Lines. State may be assigned before results are read, so all of these have names."""
-        wanted = [*outputs] * 2
-        folded = fold_repeats(list(steps), wanted)
-        return FunctionWriter(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
+        """Return the statements. All results get names: state is assigned before they are read."""
+        results = [*outputs] * 2
+        folded = fold_repeats(list(steps), results)
+        return FunctionWriter(folded, results, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
 
 
 def _place(value: Value) -> Expression:
     return Expression(value.path)
 
 
+# Names that methods of a program read, besides their own variables.
 MENTIONED = frozenset({
     "inputs", "training", "grads", "variables", "trainable_variables", "sample_weight", "available", "as_single",
     "fit_target", "constant", "ops", "keras", "np", "math", "params", "slots", "gradients", "name", "names", "i",
     *(function.__name__ for function in ROWS.values() if not function.__module__.startswith("keras.")),
 })  # fmt: skip
-"""What methods read beside their own variables."""
 
 
-def record(model: Model, given: Mapping[str, str], choices: Choices, constants: dict[str, np.ndarray]) -> Program:
-    """The graph of a model as a program, in which inputs are the expressions that are given."""
-    names = Identifiers([*MENTIONED, *given.values()])
+def record(model: Model, expressions: Mapping[str, str], choices: Choices, constants: dict[str, np.ndarray]) -> Program:
+    """Return the graph of a model as a program; `expressions` are its inputs."""
+    names = Identifiers([*MENTIONED, *expressions.values()])
     recorder = Recorder(constants)
     inputs = {}
     for value in model.graph.inputs:
@@ -264,16 +257,15 @@ def record(model: Model, given: Mapping[str, str], choices: Choices, constants: 
             continue
         if value.shape is None or value.dtype is None:
             raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=way_out(value.name or ""))
-        kind = Shaped(choices.shapes(value), available(value.dtype.numpy().name))
-        made = inputs[value.name or ""] = Value(kind, path=given[value.name or ""])
+        shaped = Shaped(choices.shapes(value), available(value.dtype.numpy().name))
+        recorded = inputs[value.name or ""] = Value(shaped, path=expressions[value.name or ""])
         dims = [None if isinstance(size, int) else _dim(value, i, size.value) for i, size in enumerate(value.shape)]
         fresh = [None if dim is None else names.fresh(identifier(dim)) for dim in dims]
-        recorder.known_sizes.name(made, fresh, lambda x: ("ops.shape", [x]))
+        recorder.known_sizes.name(recorded, fresh, lambda x: ("ops.shape", [x]))
     results = {name: recorder.place(x) for name, x in interpret(model, recorder)(inputs).items()}
-    taken = [*MENTIONED, *(text for text in given.values() if is_identifier(text))]
+    taken = [*MENTIONED, *(text for text in expressions.values() if is_identifier(text))]
     return Program(results, taken, recorder.known_sizes.roles)
 
 
 def _dim(value: ir.Value, axis: int, name: str | None) -> str:
-    """What a size is called."""
     return "batch" if axis == 0 else name or f"{value.name}_{axis}"

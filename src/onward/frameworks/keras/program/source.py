@@ -1,4 +1,4 @@
-"""A run as a program of Keras: a model class with its passes and its loss, and where Keras has none, its optimizer."""
+"""Source of a Keras program: a model class, and an optimizer if Keras has none."""
 
 from __future__ import annotations
 
@@ -32,31 +32,28 @@ from onward.model.state import STEP, states
 
 
 class Held(NamedTuple):
-    """A variable of the program."""
+    """Variable of the program, with its initial value."""
 
-    attribute: str
-    """What the model that stands in for it calls it."""
+    attribute: str  # of the model that `standing_in` makes
     array: np.ndarray
-    """What it holds when the program is written."""
     trainable: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A program, and its variables, in their order."""
+    """Program, and its variables in their order."""
 
     text: str
     package: str
     class_name: str
     model: Sequence[Held]
-    optimizer: Sequence[Held]
-    """Those of the program's own optimizer; none if that is one of Keras."""
+    optimizer: Sequence[Held]  # none for an optimizer of Keras
 
 
 def write_program(model: Model, live: TrainingModel, package: str, file: str) -> Source:
-    """The program that computes what a live model does.
+    """Return the program that computes what a live model computes.
 
-    `package` is what Keras registers its classes under, and `file` what holds its state.
+    Keras registers its classes under `package`; `file` holds its state.
     """
     return _Writer(model, live, package, file).source()
 
@@ -103,12 +100,10 @@ class _Writer:
             "    loaded.fit(...)  # goes on where the run is\n"
         )
 
-    # ---- the model ---------------------------------------------------------------------------------------------------
-
     def _heading(self) -> list[str]:
         names = list(self._live.variables_by_name)
         variables = dict(zip([*names, *self._constants], self._variables(), strict=True))
-        lines = [
+        return [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
             f"class {self._class_name}(keras.Model):",
             "    def __init__(self, **options):",
@@ -127,13 +122,12 @@ class _Writer:
             '        return self.add_weight(name=plain_name(name), initializer="zeros", **options)',
             "",
         ]
-        return lines
 
     def _variables(self) -> list[Held]:
-        held = self._live.variables_by_name.items()
-        made = [(array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
-        made += [(array, False) for array in self._constants.values()]
-        return [Held(f"held_{i}", array, trainable) for i, (array, trainable) in enumerate(made)]
+        variables = self._live.variables_by_name.items()
+        stored = [(array_of(v).astype(self._live.source.array(n).dtype), v.trainable) for n, v in variables]
+        stored += [(array, False) for array in self._constants.values()]
+        return [Held(f"held_{i}", array, trainable) for i, (array, trainable) in enumerate(stored)]
 
     def _slots(self) -> list[Held]:
         return [Held(f"held_{i}", array) for i, array in enumerate(self._state.values())]
@@ -167,11 +161,11 @@ class _Writer:
         lines.append(f"return {outputs[0] if len(outputs) == 1 else write_list(outputs)}")
         return _indent(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
 
-    def _record(self, graph: Model, given: Mapping[str, str]) -> Program:
-        return record(graph, {**self._held, **given}, self._choices, self._constants)
+    def _record(self, graph: Model, expressions: Mapping[str, str]) -> Program:
+        return record(graph, {**self._held, **expressions}, self._choices, self._constants)
 
     def _computed(self, program: Program, stores: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
-        """The lines of a program, and the expressions for its results."""
+        """Return the statements of a program, and the expressions of its results."""
         steps = program.steps(stores)
         self._use(steps)
         results = {name: value for name, value in program.results.items() if name not in (stores or {})}
@@ -179,7 +173,7 @@ class _Writer:
         return written.lines(), {name: written.name(value).text for name, value in results.items()}
 
     def _use(self, steps: Iterable[ProgramStep]) -> None:
-        """Have the functions of ours that are called."""
+        """Collect the functions that are copied into the program."""
         self._used |= {step.call.__name__: step.call for step in steps if step.call is not None}
 
     def _loss(self) -> list[str]:
@@ -188,16 +182,11 @@ class _Writer:
         watched = {name: names.like(name) for name in loss.watched}
         targets = {value.name or "": names.like(value.name or "") for value in loss.targets}
         body, texts = self._computed(self._record(loss.graph, {**watched, **targets}))
-        lines = [
-            'assert sample_weight is None, "the loss has no weights of samples"',
-            *(["params = self.params"] if "params[" in "".join(body) else []),
-            f"{write_list(list(watched.values()))} = self.watched",
-            *(
-                [f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]"]
-                if targets
-                else []
-            ),
-        ]
+        lines = ['assert sample_weight is None, "the loss takes no sample_weight"']
+        lines += ["params = self.params"] if "params[" in "".join(body) else []
+        lines.append(f"{write_list(list(watched.values()))} = self.watched")
+        if targets:
+            lines.append(f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]")
         for value in loss.targets:
             rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")
             lines.append(f'{targets[value.name or ""]} = fit_target({targets[value.name or ""]}, "{dtype}", {rank})')
@@ -208,12 +197,12 @@ class _Writer:
         ]
 
     def _exclusions(self) -> list[str]:
-        """What weight decay spares: Keras does not keep it in a file."""
+        """Return a method that restores variables without weight decay, which Keras drops."""
         optimizer = self._live.optimizer
         if isinstance(optimizer, GraphOptimizer) or not optimizer.weight_decay:
             return []
-        held = self._live.variables_by_name.items()
-        spared = [self._held[name] for name, v in held if v.trainable and not optimizer._use_weight_decay(v)]
+        variables = self._live.variables_by_name.items()
+        spared = [self._held[name] for name, v in variables if v.trainable and not optimizer._use_weight_decay(v)]
         if not spared:
             return []
         return [
@@ -230,15 +219,13 @@ class _Writer:
             ),
         ]
 
-    # ---- the optimizer -----------------------------------------------------------------------------------------------
-
     def _optimizer(self) -> list[str]:
         graph, contract = self._parts.apply()
         trained = [name for name, v in self._live.variables_by_name.items() if v.trainable]
         own = {name: f"slots[{quote(name)}]" for name in self._state}
         places = {**{name: f"params[{quote(name)}]" for name in trained}, **own}
-        given = {fed: f"gradients[{quote(name)}]" for fed, name in contract.gradients.items()}
-        program = record(graph, {**places, **given}, self._choices, self._constants)
+        gradients = {fed: f"gradients[{quote(name)}]" for fed, name in contract.gradients.items()}
+        program = record(graph, {**places, **gradients}, self._choices, self._constants)
         self._use(program.steps())
         slots = {state.name: state.parameter for state in states(self._model) if state.parameter in trained}
         owners = {name: slots.get(name, name if name in trained else "") or "" for name in places}
@@ -264,7 +251,7 @@ class _Writer:
             "            return",
             "        super().build(variables)",
             "        self.slots = {",
-            *(f"            {quote(name)}: self._slot({_weight(quote(name), held)})," for name, held in variables),
+            *(f"            {quote(name)}: self._slot({_weight(quote(name), slot)})," for name, slot in variables),
             "        }",
             "",
             '    def _slot(self, name, shape, dtype="float32"):',
@@ -278,7 +265,7 @@ class _Writer:
 def _by_parameter(
     program: Program, updates: Mapping[str, str], owners: Mapping[str, str], places: Mapping[str, str]
 ) -> list[str]:
-    """An update: what all parameters have in common, and a loop over those that are updated in the same way."""
+    """Return an update: common statements, and loops over parameters with equal statements."""
     parts: dict[str, list[str]] = {}
     for name in updates:
         parts.setdefault(owners[name], []).append(name)
@@ -288,10 +275,10 @@ def _by_parameter(
     common = parts.pop("", [])
     shared = [s for s in every if sum(s in steps for steps in needed.values()) > 1 or s in needed.get("", ())]
     outside = {value for step in every if step not in set(shared) for value in step.values()}
-    kept = [value for step in shared for value in step.results if value in outside]
-    first = program.statements(shared, [*kept, *(values[name] for name in common)])
+    reused = [value for step in shared for value in step.results if value in outside]
+    first = program.statements(shared, [*reused, *(values[name] for name in common)])
     lines = first.lines()
-    names = {value: first.name(value).text for value in (*kept, *(values[name] for name in common))}
+    names = {value: first.name(value).text for value in (*reused, *(values[name] for name in common))}
     loops: dict[str, list[str]] = {}
     for owner, slots in parts.items():
         steps = [step for step in every if step in needed[owner] and step not in set(shared)]
@@ -308,21 +295,17 @@ def _by_parameter(
 
 
 def _of_any(text: str, owner: str) -> str:
-    """The update of a parameter, as that of any `name`."""
+    """Return the update of one parameter as that of any `name`."""
     text = text.replace(f"[{quote(owner)}]", "[name]")
     is_plain = quote(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
     return text.replace(f'["{owner}/', '[f"{name}/') if is_plain else text
 
 
-def _weight(name: str, held: Held) -> str:
-    dtype = str(held.array.dtype)
-    options = [name, str(held.array.shape)]
+def _weight(name: str, variable: Held) -> str:
+    dtype = str(variable.array.dtype)
+    options = [name, str(variable.array.shape)]
     options += [] if dtype == "float32" else [f'dtype="{dtype}"']
-    return ", ".join([*options, *(["trainable=True"] if held.trainable else [])])
-
-
-def _dtype(live: TrainingModel, name: str) -> str:
-    return str(live.source.array(name).dtype)
+    return ", ".join([*options, *(["trainable=True"] if variable.trainable else [])])
 
 
 def _class_name(name: str) -> str:

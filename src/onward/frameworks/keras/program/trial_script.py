@@ -15,17 +15,18 @@ import numpy as np
 
 
 def make_steps(model: Any, batch: str) -> list[float]:
-    """Train on a batch, operator by operator: to compile a step takes longer than to make a few."""
+    """Train on a batch, operator by operator: compiling takes longer than a few steps."""
     with np.load(batch) as arrays:
         settings = json.loads(str(arrays["settings"]))
-        given = {name: arrays[str(i)] for i, name in enumerate(settings["names"])}
-    x, y = ([given[name] for name in settings[part]] for part in ("inputs", "targets"))
+        by_name = {name: arrays[str(i)] for i, name in enumerate(settings["names"])}
+    x, y = ([by_name[name] for name in settings[names]] for names in ("inputs", "targets"))
     model.run_eagerly = True
     losses = []
     for _ in range(settings["steps"]):
         model.reset_metrics()
-        made = model.train_on_batch(*(part[0] if len(part) == 1 else part or None for part in (x, y)), return_dict=True)
-        losses.append(float(made["loss"]))
+        arguments = (arrays[0] if len(arrays) == 1 else arrays or None for arrays in (x, y))
+        metrics = model.train_on_batch(*arguments, return_dict=True)
+        losses.append(float(metrics["loss"]))
     return losses
 
 
@@ -36,13 +37,13 @@ def main(program: str, file: str, inputs: str, results: str, batch: str = "") ->
     spec.loader.exec_module(module)
     model = keras.models.load_model(file)
     with np.load(inputs) as arrays:
-        given = [arrays[str(i)] for i in range(len(arrays))]
-    found: list[np.ndarray] = []
-    if given:
-        made = model(given[0] if len(given) == 1 else given, training=False)
-        found = [keras.ops.convert_to_numpy(x) for x in (made if isinstance(made, list) else [made])]
+        examples = [arrays[str(i)] for i in range(len(arrays))]
+    outputs: list[np.ndarray] = []
+    if examples:
+        result = model(examples[0] if len(examples) == 1 else examples, training=False)
+        outputs = [keras.ops.convert_to_numpy(x) for x in (result if isinstance(result, list) else [result])]
     losses = make_steps(model, batch) if batch else []
-    np.savez(results, losses=losses, **{str(i): array for i, array in enumerate(found)})  # type: ignore[arg-type]
+    np.savez(results, losses=losses, **{str(i): array for i, array in enumerate(outputs)})  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
