@@ -1,8 +1,9 @@
-"""Building graphs by writing expressions: `op.MatMul(a, b)`, `1 - y * y`, `op.call(adamw, ...)`.
+"""Graph construction by expressions: `op.MatMul(a, b)`, `1 - y * y`, `op.call(adamw, ...)`.
 
-A `Builder` appends nodes to one graph. Operators are its attributes, tensors come back as `Expr`, which know the usual
-arithmetic. Numbers take the type of the tensor beside them; where that is not known yet (inside a function, which
-serves several types) they are stored in double precision and cast at run time, so that nothing is lost to float32.
+A `Builder` appends nodes to one graph. Operators are its attributes, tensors come back as `Expr`,
+which know the usual arithmetic. Numbers take the type of the tensor beside them; where that is not
+known yet (inside a function, which serves several types) they are stored in double precision and
+cast at run time, so that nothing is lost to float32.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from onward.shapes import content_type, element_of, is_optional, is_sequence, ou
 from onward.standard import STANDARD, is_standard, schema_domain
 
 DOMAIN = "onward"
-"""The domain of the functions that Onward defines where the standard has no operator."""
+"""Domain of Onward's functions, for computations without a standard operator."""
 DOMAIN_VERSION = 1
 
 
 class Names:
-    """Value names that are in use, and fresh ones beside them."""
+    """Value names in use, and a generator of fresh ones."""
 
     def __init__(self, taken: Iterable[str] = ()):
         self._taken = set(taken)
         self._next: dict[str, int] = {}
 
     def take(self, names: Iterable[str]) -> None:
-        """Note names that are in use elsewhere."""
+        """Reserve names that are in use elsewhere."""
         self._taken.update(names)
 
     def release(self, names: Iterable[str]) -> None:
-        """Note names that may be used again."""
+        """Release names for reuse."""
         self._taken.difference_update(names)
 
     def fresh(self, wanted: str) -> str:
@@ -52,7 +53,7 @@ class Names:
 
 
 def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern: str) -> ir.Node:
-    """A node that does the same to other inputs. Names follow `pattern`, where {} stands for the old one."""
+    """Return a copy of a node with other inputs. Names follow `pattern`, with {} for the old."""
     copy = ir.Node(
         node.domain,
         node.op_type,
@@ -69,7 +70,7 @@ def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern
 
 
 def become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
-    """Make another operator of a node, in its place."""
+    """Replace the operator, inputs and attributes of a node, in place."""
     node.op_type = op_type
     node.resize_inputs(len(inputs))
     for i, value in enumerate(inputs):
@@ -79,7 +80,7 @@ def become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attr
 
 
 class Expr:
-    """A tensor in a graph that is being built; or a sequence of tensors, whose sum is taken element by element."""
+    """A tensor in a graph under construction; or a sequence, which is added by elements."""
 
     __slots__ = ("op", "value")
 
@@ -97,12 +98,12 @@ class Expr:
         return self.value.name
 
     def named(self, name: str) -> Expr:
-        """The same tensor under a fresh name like `name`."""
+        """Return the tensor under a fresh name like `name`."""
         self.value.name = self.op.names.fresh(name)
         return self
 
     def like(self, other: ir.Value) -> Expr:
-        """The same tensor, declared to have the type and shape of `other`, or of what an Optional holds."""
+        """Return the tensor declared with the type and shape of `other` or of its content."""
         self.value.type = content_type(other)
         self.value.shape = other.shape
         return self
@@ -162,10 +163,11 @@ Operand = Expr | ir.Value | np.ndarray | np.generic | int | float | bool | Seque
 
 
 class Builder:
-    """Appends nodes to `graph`. `op.Softmax(x, axis=-1)` adds a node and returns its output.
+    """A builder of one graph. `op.Softmax(x, axis=-1)` adds a node and returns its output.
 
-    `names` must know every name the nodes could clash with; `functions` collects the functions that calls need. A
-    builder that shares gives the same node again where it is asked for one that is there already.
+    `names` must know every name the nodes could clash with; `functions` collects the functions that
+    calls need. A builder that shares gives the same node again where it is asked for one that is
+    there already.
     """
 
     def __init__(
@@ -197,11 +199,11 @@ class Builder:
         return functools.partial(self.node, "", op_type)
 
     def __call__(self, value: ir.Value) -> Expr:
-        """An expression for a value that is already in the graph, or in one around it."""
+        """Return an expression for a value of the graph, or of one around it."""
         return Expr(self, value)
 
     def scoped(self, scope: str) -> Self:
-        """The same builder, prefixing the names of what it adds."""
+        """Return a builder of the same graph that prefixes the names of new nodes."""
         inner = copy.copy(self)
         inner._scope = scope
         return inner
@@ -218,13 +220,13 @@ class Builder:
         )
 
     def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
-        """Add one node; its output, or a tuple of them if there are several. Attributes that are None are left out."""
+        """Add one node; return its output, or a tuple. Attributes that are None are left out."""
         values = self._operands(domain, op_type, inputs)
         attributes = {name: value for name, value in attributes.items() if value is not None}
         key = identity_of(op_type, values, outputs, attributes) if self._share and domain == "" else None
         if key is not None and key in self._made:
-            found = tuple(Expr(self, value) for value in self._made[key])
-            return found[0] if outputs == 1 else found
+            shared = tuple(Expr(self, value) for value in self._made[key])
+            return shared[0] if outputs == 1 else shared
         node = ir.Node(
             domain,
             op_type,
@@ -245,12 +247,12 @@ class Builder:
         return exprs[0] if outputs == 1 else exprs
 
     def call(self, function: Function, *inputs: Operand, **attributes: Any) -> Any:
-        """Add a call of a function of ours, and the function itself where it is new."""
+        """Add a call of a function, and its definition if it is new."""
         function.define(self.functions, self.opset)
         return self.node(DOMAIN, function.name, *inputs, outputs=len(function.outputs), **attributes)
 
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> Expr:
-        """A constant; equal ones share a node."""
+        """Return a constant; equal ones share a node."""
         if isinstance(value, ir.Tensor):
             array, dtype = value.numpy(), value.dtype
         else:
@@ -267,26 +269,26 @@ class Builder:
         return Expr(self, self._made[key][0])
 
     def scalar(self, value: float, like: Expr) -> Expr:
-        """A number of the type of `like`: exact also where that type is known only at run time."""
+        """Return a number of the type of `like`, exact even if that is known only at run time."""
         if like.dtype is not None:
             return self.constant(_scalar_tensor(value, like.dtype))
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
 
     def filled_like(self, value: ir.Value, number: float) -> Expr:
-        """A tensor of the type and shape of `value` with every element equal to `number`.
+        """Return a tensor of the type and shape of `value`, filled with `number`.
 
-        For a sequence, one of such tensors; for an Optional, the same for what it holds, or what it could hold if it is
-        empty: the smallest tensor of its shape.
+        For a sequence, one of such tensors; for an Optional, the same for what it holds, or what it
+        could hold if it is empty: the smallest tensor of its shape.
         """
         assert value.dtype is not None, value.name
         if is_optional(value):
             return self._filled_like_content(value, number)
         if is_sequence(value):
             return self.each(lambda op, x: op.filled_like(x.value, number), Expr(self, value)).like(value)
-        one = _scalar_tensor(number, value.dtype, (1,))
+        element = _scalar_tensor(number, value.dtype, (1,))
         if value.dtype is ir.DataType.BFLOAT16 and self.opset < 20:  # which ConstantOfShape does not know yet
-            return self.Expand(self.constant(one), self.Shape(value)).like(value)
-        return self.ConstantOfShape(self.Shape(value), value=one).like(value)
+            return self.Expand(self.constant(element), self.Shape(value)).like(value)
+        return self.ConstantOfShape(self.Shape(value), value=element).like(value)
 
     def _filled_like_content(self, value: ir.Value, number: float) -> Expr:
         def filled(op: Builder) -> Expr:
@@ -302,15 +304,15 @@ class Builder:
         return self.If(has_element, then_branch=self.subgraph(filled), else_branch=self.subgraph(empty)).like(value)
 
     def each(self, body: Callable[..., Expr], *sequences: Expr) -> Expr:
-        """The sequence of what `body(op, *elements)` makes of the elements of sequences that have the same length."""
+        """Map `body(op, *elements)` over sequences of one length; return the results."""
         graph = self.subgraph(body, [element_of(sequence.value) for sequence in sequences])
         result: Expr = self.SequenceMap(*sequences, body=graph)
-        made = graph.outputs[0]
-        result.value.type = None if made.type is None else ir.SequenceType(made.type)
+        output = graph.outputs[0]
+        result.value.type = None if output.type is None else ir.SequenceType(output.type)
         return result
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
-        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs."""
+        """Return a graph for If, Loop or Scan: `body(op, *inputs)` returns its outputs."""
         graph = ir.Graph(list(inputs), [], nodes=[], name=name)
         for value in inputs:
             value.name = self.names.fresh(value.name or "item")
@@ -336,7 +338,7 @@ class Builder:
             return types[min(i, len(types) - 1)]
 
         def like(i: int) -> Expr | None:
-            """The tensor whose type input `i` shares, e.g. the other branch of a Where; else the first tensor."""
+            """Return the tensor that shares input `i`'s type, e.g. Where's other branch."""
             same = (tensors[j] for j in ordered if types and type_of(j) == type_of(i))
             return next(same, tensors[ordered[0]] if ordered else None)
 
@@ -362,7 +364,7 @@ class Builder:
 
 
 def declare(node: ir.Node, opset: int) -> None:
-    """Give the outputs of a node their types and shapes, as far as they follow from its inputs."""
+    """Set types and shapes of a node's outputs, as far as they follow from its inputs."""
     for i, output in enumerate(node.outputs):
         if output.type is None:
             output.type = _output_type(node, i, opset)
@@ -371,10 +373,11 @@ def declare(node: ir.Node, opset: int) -> None:
 
 
 class Function:
-    """A function in the domain `onward`: its name says what it is, its body of standard operators how it is computed.
+    """A function in the domain `onward`, with a body of standard operators.
 
-    Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are the inputs,
-    keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring goes to the file.
+    Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are
+    the inputs, keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`),
+    the docstring goes to the file.
     """
 
     def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
@@ -401,7 +404,7 @@ class Function:
         return list(inspect.signature(self._body, eval_str=True).parameters.values())[1:]
 
     def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> None:
-        """Add this function, and those that it calls, to `functions`."""
+        """Add this function and its callees to `functions`."""
         identifier = (DOMAIN, self.name, "")
         if identifier in functions:
             return
@@ -420,12 +423,12 @@ class Function:
 
 
 def function(*outputs: str, name: str | None = None) -> Callable[[Callable[..., Any]], Function]:
-    """Make a `Function` with the named outputs; it is called as the Python function is, in CamelCase."""
+    """Return a decorator that makes a `Function` in CamelCase with the named outputs."""
     return lambda body: Function(body, outputs, name or _camel(body.__name__))
 
 
 def _camel(name: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
 
 
 _ATTRIBUTE_TYPES = {
@@ -442,21 +445,22 @@ def _declare_attribute(parameter: inspect.Parameter) -> ir.Attr:
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
-    # The common kinds first: the library's own conversion asks for protocols, which takes longer than all the rest.
-    kind = type(value)
-    if kind is int or kind is bool:
+    # The common kinds first: the library's own conversion asks for protocols, which takes longer
+    # than all the rest.
+    value_type = type(value)
+    if value_type is int or value_type is bool:
         return ir.AttrInt64(name, int(value))
-    if kind is float:
+    if value_type is float:
         return ir.AttrFloat32(name, value)
-    if kind is str:
+    if value_type is str:
         return ir.AttrString(name, value)
-    if kind is ir.DataType:
+    if value_type is ir.DataType:
         return ir.AttrInt64(name, value.value)
-    if (kind is list or kind is tuple) and value and all(type(item) is int for item in value):
+    if (value_type is list or value_type is tuple) and value and all(type(item) is int for item in value):
         return ir.AttrInt64s(name, value)
-    if kind is ir.Tensor:
+    if value_type is ir.Tensor:
         return ir.AttrTensor(name, value)
-    if kind is np.ndarray:
+    if value_type is np.ndarray:
         return ir.AttrTensor(name, ir.Tensor(value))
     if isinstance(value, ir.Attr):  # inside a function: a reference to the function's own attribute
         return ir.RefAttr(name, value.ref_attr_name or name, value.type) if value.is_ref() else value
@@ -471,13 +475,13 @@ RANDOM = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 )
 _NEVER_SHARED = RANDOM | {"Dropout", "Identity"}
-"""Operators of which two equal nodes are not the same thing: they draw numbers, or are there for their name."""
+"""Operators whose equal nodes differ: they draw random numbers, or exist for their name."""
 
 
 def identity_of(
     op_type: str, inputs: Sequence[ir.Value | None], outputs: int, attributes: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """Something that is equal for two nodes of standard operators that compute the same; None for what has no equal."""
+    """Return a key that is equal for standard nodes with equal results; None without one."""
     if op_type in _NEVER_SHARED:
         return None
     settings = tuple((name, _comparable(attributes[name])) for name in sorted(attributes))
@@ -492,7 +496,7 @@ def _by_identity(graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], tuple[ir
 
 
 def identity(node: ir.Node) -> tuple[object, ...] | None:
-    """The same for a node that exists."""
+    """Return the key of `identity_of` for an existing node."""
     if not is_standard(node):
         return None
     settings = {name: attribute.value for name, attribute in node.attributes.items()}
@@ -513,30 +517,30 @@ _DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", 
 
 
 def _output_type(node: ir.Node, index: int, opset: int) -> ir.TypeProtocol | None:
-    if (known := result_type(node)) is not None:
-        return known
+    if (inferred := result_type(node)) is not None:
+        return inferred
     if node.op_type == "Identity" and node.inputs[0] is not None:
         return node.inputs[0].type
-    if is_standard(node) and (place := _NESTED_OUTPUTS.get(node.op_type)) is not None:
-        return _nested_output_type(node, *place, index)
+    if is_standard(node) and (nested := _NESTED_OUTPUTS.get(node.op_type)) is not None:
+        return _nested_output_type(node, *nested, index)
     dtype = _output_dtype(node, index, opset)
     return None if dtype is None else ir.TensorType(dtype)
 
 
 _NESTED_OUTPUTS = {"If": ("then_branch", 0), "Loop": ("body", 1), "Scan": ("body", 0), "SequenceMap": ("body", 0)}
-"""The graph that computes the outputs of an operator, and how many of its own come before them."""
+"""Attribute of the graph that computes the outputs, and its outputs that come first."""
 
 
 def _nested_output_type(node: ir.Node, graph: str, before: int, index: int) -> ir.TypeProtocol | None:
-    """The outputs need not have a type in common: each has that of the graph that computes it."""
+    """Return the type of an output of the nested graph: branches may differ from each other."""
     attribute = node.attributes.get(graph)
     outputs = attribute.as_graph().outputs if attribute is not None and not attribute.is_ref() else ()
-    kind = outputs[before + index].type if before + index < len(outputs) else None
-    return ir.SequenceType(kind) if kind is not None and node.op_type == "SequenceMap" else kind
+    inferred = outputs[before + index].type if before + index < len(outputs) else None
+    return ir.SequenceType(inferred) if inferred is not None and node.op_type == "SequenceMap" else inferred
 
 
 def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
-    """The type of an output, as far as the schema tells; functions of ours have that of a floating-point input."""
+    """Return the type of an output by the schema; for our functions, that of an input."""
     if (attribute := _DTYPE_ATTRIBUTE.get(node.op_type)) and attribute in node.attributes:
         return ir.DataType(node.attributes[attribute].as_int())
     if node.op_type == "ConstantOfShape" and "value" in node.attributes:
@@ -545,8 +549,8 @@ def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
         return None
     if node.domain == DOMAIN:
         dtypes = [value.dtype for value in node.inputs if value is not None]
-        known = itertools.takewhile(lambda dtype: dtype is not None, dtypes)
-        return next((dtype for dtype in known if dtype is not None and dtype.is_floating_point()), None)
+        leading = itertools.takewhile(lambda dtype: dtype is not None, dtypes)
+        return next((dtype for dtype in leading if dtype is not None and dtype.is_floating_point()), None)
     source = _type_source(node.domain, node.op_type, index, opset)
     if isinstance(source, ir.DataType):
         return source
@@ -558,7 +562,7 @@ def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
 
 @functools.cache
 def _type_source(domain: str, op_type: str, index: int, opset: int) -> ir.DataType | tuple[int, ...]:
-    """Where the type of output `index` comes from: a fixed type, or the inputs that share its type."""
+    """Return the source of an output's type: a fixed type, or the inputs that share it."""
     schema = _schema(domain, op_type, opset)
     if schema is None:
         return ()
@@ -575,7 +579,7 @@ def _type_source(domain: str, op_type: str, index: int, opset: int) -> ir.DataTy
 
 @functools.cache
 def _input_types(domain: str, op_type: str, opset: int) -> tuple[str, ...]:
-    """The type variable of each input of an operator, e.g. ("B", "T", "T") for Where; the last one repeats."""
+    """Return the type variables of inputs, e.g. ("B", "T", "T") for Where; the last repeats."""
     schema = _schema(domain, op_type, opset)
     return tuple(formal.type_str for formal in schema.inputs) if schema else ()
 

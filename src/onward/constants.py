@@ -1,4 +1,4 @@
-"""The tensor that a value is in every run: of an initializer, or in a Constant node."""
+"""Constants: the tensor of an initializer or a Constant node."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": 
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer or the output of a Constant node.
+    """Return the tensor of an initializer or of a Constant node's output.
 
-    `onnx_ir` has such a function, too, which renames the tensor and raises errors of its own where nodes are broken.
+    `onnx_ir` has such a function, too, which renames the tensor and raises errors of its own where
+    nodes are broken.
     """
     if value is None:
         return None
@@ -23,15 +24,17 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def constant_number(value: ir.Value | None) -> float | None:
-    """Return the only number in a constant; None if it is not a constant of one number."""
+    """Return the number in a constant of one element, else None."""
     tensor = constant_tensor(value)
     return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def is_relu6(low: ir.Value | None, high: ir.Value | None) -> bool:
-    """True if a Clip with these bounds is a ReLU6, whose slope at both bounds is 0; that of other Clips is 1.
+    """True if a Clip with these bounds is a ReLU6, whose slope at both bounds is 0; that of other
+    Clips is 1.
 
-    ONNX has no ReLU6: exporters of all frameworks write a Clip from 0 to 6, and hardly anything else has these bounds.
+    ONNX has no ReLU6: exporters of all frameworks write a Clip from 0 to 6, and hardly anything
+    else has these bounds.
     """
     tensor = constant_tensor(low)
     is_float = tensor is not None and tensor.dtype.is_floating_point()
@@ -39,27 +42,27 @@ def is_relu6(low: ir.Value | None, high: ir.Value | None) -> bool:
 
 
 def tensor_in(node: ir.Node | None) -> ir.TensorProtocol | None:
-    """The tensor of a Constant node, in which numbers may be written out, too; None of any other node."""
-    if node is None or node.op_type != "Constant" or any(given.is_ref() for given in node.attributes.values()):
+    """Return the tensor of a Constant node, or of its numeric attributes; else None."""
+    if node is None or node.op_type != "Constant" or any(attribute.is_ref() for attribute in node.attributes.values()):
         return None
     if "value" in node.attributes:
         return node.attributes["value"].as_tensor()
-    found = [(name, kind) for name, kind in _NUMBERS.items() if name in node.attributes]
-    return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
+    fields = [(name, dtype) for name, dtype in _NUMBERS.items() if name in node.attributes]
+    return ir.Tensor(np.array(node.attributes[fields[0][0]].value, fields[0][1])) if fields else None
 
 
 def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | np.ndarray) -> ir.Value:
-    """A tensor as an initializer of a graph; an array becomes a tensor of that name."""
+    """Add a tensor as an initializer of a graph; an array becomes a tensor named `name`."""
     if isinstance(tensor, np.ndarray):
         tensor = ir.Tensor(tensor, name=name)
-    kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
+    value_type, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=name, type=value_type, shape=shape, const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
 def stored_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """A value as a tensor, where nothing has to be computed; one number that is repeated takes no room."""
+    """Return a value as a tensor if nothing must be computed; a repeated number takes no memory."""
     tensor = constant_tensor(value)
     node = value.producer() if value is not None else None
     if tensor is not None or node is None or value is None:
@@ -68,17 +71,17 @@ def stored_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     if node.op_type == "Identity" or (node.op_type == "Cast" and source is not None and source.dtype == value.dtype):
         return stored_tensor(source)
     if node.op_type == "ConstantOfShape" and (shape := stored_tensor(source)) is not None:
-        given = node.attributes.get("value")
-        one = given.as_tensor() if given is not None else ir.Tensor(np.zeros(1, np.float32))
-        return ir.Tensor(np.broadcast_to(one.numpy().reshape(()), shape.numpy().tolist()), dtype=one.dtype)
+        attribute = node.attributes.get("value")
+        element = attribute.as_tensor() if attribute is not None else ir.Tensor(np.zeros(1, np.float32))
+        return ir.Tensor(np.broadcast_to(element.numpy().reshape(()), shape.numpy().tolist()), dtype=element.dtype)
     return None
 
 
 def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
-    """The integers in a small constant, such as axes or a shape, or in some that are put together."""
+    """Return the integers of a small constant, such as axes or a shape, or of a Concat of such."""
     producer = value.producer() if value is not None else None
     if producer is not None and producer.op_type == "Concat":
-        parts = [part for value in producer.inputs if (part := constant_ints(value)) is not None]
+        parts = [item for value in producer.inputs if (item := constant_ints(value)) is not None]
         return tuple(chain.from_iterable(parts)) if len(parts) == len(producer.inputs) else None
     tensor = constant_tensor(value)
     if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():

@@ -1,8 +1,9 @@
-"""sympy, loaded when it is first needed.
+"""Deferred import of sympy.
 
-The graph library `onnx_ir` imports sympy for arithmetic with symbolic dimensions, which few programs ever do, and sympy
-takes longer to load than everything else together. While `onnx_ir` is being imported it finds a stand-in, and keeps it;
-the first use of that imports sympy. Nobody else sees it: see docs/decisions/0014-sympy-when-needed.md.
+The graph library `onnx_ir` imports sympy for arithmetic with symbolic dimensions, which few
+programs ever do, and sympy takes longer to load than everything else together. While `onnx_ir` is
+being imported it finds a stand-in, and keeps it; the first use of that imports sympy. Nobody else
+sees it: see docs/decisions/0014-sympy-when-needed.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _USER, _DEFERRED = "onnx_ir._core", "sympy"
 
 
 def defer_sympy() -> None:
-    """Until it is needed. Does nothing if it, or `onnx_ir`, has been imported before."""
+    """Defer the import of sympy until its first use, unless it or `onnx_ir` was imported before."""
     if _USER not in sys.modules and _DEFERRED not in sys.modules:
         sys.meta_path.insert(0, _Watch())
 
@@ -44,7 +45,7 @@ def _later(name: str) -> Callable[..., Any]:
 
 
 class _Watch:
-    """Waits for the import of one module, and then goes."""
+    """Import hook that waits for one module and then removes itself."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _USER:
@@ -57,7 +58,7 @@ class _Watch:
 
 
 class _Loader:
-    """Loads a module as its usual loader does, with a stand-in for sympy in sight."""
+    """Loader that runs the usual loader of a module with a stand-in for sympy."""
 
     def __init__(self, usual: Loader):
         self._usual = usual
@@ -69,9 +70,9 @@ class _Loader:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._usual
         stand_in = _StandIn(_DEFERRED)
-        found = sys.modules.setdefault(_DEFERRED, stand_in)
+        loaded = sys.modules.setdefault(_DEFERRED, stand_in)
         try:
             self._usual.exec_module(module)
         finally:
-            if found is stand_in:
+            if loaded is stand_in:
                 del sys.modules[_DEFERRED]

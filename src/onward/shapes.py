@@ -1,4 +1,4 @@
-"""Types and shapes of results: of sequences and Optional, which hold tensors, and of standard operators."""
+"""Types and shapes of results: of standard operators, sequences and Optional."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ def is_optional(value: ir.Value) -> bool:
 
 
 def is_sequence(value: ir.Value) -> bool:
-    """Whether a value is a sequence of tensors, or an Optional that may hold one."""
+    """True if a value is a sequence of tensors, or an Optional that may hold one."""
     return isinstance(content_type(value), ir.SequenceType)
 
 
 def content_type(value: ir.Value) -> ir.TypeProtocol | None:
-    """The type of a value; of an Optional, that of what it holds."""
+    """Return the type of a value, or of the content of an Optional."""
     return None if value.type is None else _content_type(value.type)
 
 
-def _content_type(given: ir.TypeProtocol) -> ir.TypeProtocol:
-    return given.elem_type if isinstance(given, ir.OptionalType) else given
+def _content_type(value_type: ir.TypeProtocol) -> ir.TypeProtocol:
+    return value_type.elem_type if isinstance(value_type, ir.OptionalType) else value_type
 
 
 def element_of(sequence: ir.Value) -> ir.Value:
-    """A value that could be an element of a sequence."""
+    """Return a value that could be an element of a sequence."""
     assert sequence.dtype is not None, sequence.name
     return ir.Value(name="element", type=ir.TensorType(sequence.dtype), shape=sequence.shape)
 
 
 def result_type(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of what a node makes that puts a tensor into a sequence or Optional, or takes it out; else None."""
-    known = _RESULT_TYPES.get(node.op_type) if is_standard(node) else None
-    first = node.inputs[0] if known is not None and node.inputs else None
-    if known is None or first is None or first.type is None:
+    """Return the result type of an operator on sequences or Optional; None for other nodes."""
+    rule = _RESULT_TYPES.get(node.op_type) if is_standard(node) else None
+    first = node.inputs[0] if rule is not None and node.inputs else None
+    if rule is None or first is None or first.type is None:
         return None
-    return known(first.type)
+    return rule(first.type)
 
 
 def _element_type(container: ir.TypeProtocol) -> ir.TypeProtocol:
@@ -66,10 +66,11 @@ _RESULT_TYPES: dict[str, Callable[[ir.TypeProtocol], ir.TypeProtocol]] = {
 # ---- shapes of results -----------------------------------------------------------------------------------------------
 
 
-# Shapes of what a builder adds, as far as they follow from the operator's inputs without running anything.
+# Shapes of what a builder adds, as far as they follow from the operator's inputs without running
+# anything.
 #
-# Dimensions may be symbols: two that are the same symbol are equal. Where nothing certain can be said, there is no
-# shape.
+# Dimensions may be symbols: two that are the same symbol are equal. Where nothing certain can be
+# said, there is no shape.
 
 Dims = tuple[int | ir.SymbolicDim, ...]
 
@@ -93,7 +94,7 @@ _REDUCE = {
 
 
 def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
-    """The shape of a node's first output, or of any part of a Split; None if it is not certain."""
+    """Return the shape of a node's first output, or of any output of Split; None if unknown."""
     if not is_standard(node):
         return None
     if node.op_type == "Split":
@@ -111,22 +112,22 @@ def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
 
 
 def dims(value: ir.Value | None) -> Dims | None:
-    """The dimensions of a value; unnamed ones make it unknown."""
+    """Return the dimensions of a value; None if a dimension has no number or name."""
     if value is None or value.shape is None:
         return None
-    known = tuple(value.shape)
-    return known if all(isinstance(d, int) or d.value is not None for d in known) else None
+    shape = tuple(value.shape)
+    return shape if all(isinstance(d, int) or d.value is not None for d in shape) else None
 
 
 def broadcast(shapes: Sequence[Dims | None]) -> Dims | None:
-    """The common shape by numpy's rule, if it is certain."""
+    """Return the common shape by numpy's rule; None if it is unknown."""
     if any(shape is None for shape in shapes):
         return None
-    known = [shape for shape in shapes if shape is not None]
-    rank = max((len(shape) for shape in known), default=0)
+    inputs = [shape for shape in shapes if shape is not None]
+    rank = max((len(shape) for shape in inputs), default=0)
     result: list[int | ir.SymbolicDim] = []
     for axis in range(rank):
-        column = [shape[axis - rank] for shape in known if axis - rank >= -len(shape)]
+        column = [shape[axis - rank] for shape in inputs if axis - rank >= -len(shape)]
         wide = {d for d in column if d != 1}
         if len(wide) > 1:
             return None
@@ -141,9 +142,9 @@ def _copy(shape: Dims | None) -> ir.Shape | None:
 def _reduce_shape(node: ir.Node) -> Dims | None:
     shape = dims(node.inputs[0])
     keep = node.attributes.get_int("keepdims", 1)
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    axes = constant_ints(given)
-    if shape is None or (given is not None and axes is None):
+    axes_input = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = constant_ints(axes_input)
+    if shape is None or (axes_input is not None and axes is None):
         return None
     if not axes:
         if node.attributes.get_int("noop_with_empty_axes", 0):
@@ -213,13 +214,13 @@ def _split(node: ir.Node, index: int) -> Dims | None:
 
 
 def _constant(node: ir.Node) -> Dims | None:
-    given = node.attributes
-    if "value" in given:
-        return tuple(given["value"].as_tensor().shape.numpy())
-    lists = [name for name in ("value_ints", "value_floats", "value_strings") if name in given]
+    attributes = node.attributes
+    if "value" in attributes:
+        return tuple(attributes["value"].as_tensor().shape.numpy())
+    lists = [name for name in ("value_ints", "value_floats", "value_strings") if name in attributes]
     if lists:
-        return (len(given[lists[0]].value),)
-    return None if "sparse_value" in given else ()
+        return (len(attributes[lists[0]].value),)
+    return None if "sparse_value" in attributes else ()
 
 
 def _shape(node: ir.Node) -> Dims | None:

@@ -1,34 +1,36 @@
-"""The standard's own domain, and the versions of the standard that Onward reads, computes in and writes."""
+"""The standard's domain, and the versions of the standard that Onward reads, uses and writes."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 STANDARD = ("", "ai.onnx")
-"""The two names of the standard's own domain."""
+"""The two names of the standard's domain."""
 
 ML_DOMAIN = "ai.onnx.ml"
-"""The domain of classical models, with some operators on text."""
+"""Domain of classical machine learning, with some operators on text."""
 
 KERNELS = "onward.kernels"
-"""The domain of native kernels. Lowering adds their operators in memory; no file may call them."""
+"""Domain of native kernels. Lowering adds their operators in memory; no file may call them."""
 
 OLDEST_OPSET = 18
-"""What is differentiated or trained is of this operator set or newer: reductions take their axes as inputs, the random
-generator has its bitwise operators, and Resize what preprocessing needs of it."""
+"""The lowest operator set for training and gradients.
+
+Reductions take axes as inputs, the random generator has bitwise operators, and Resize has the
+options of preprocessing.
+"""
 COMMON_OPSET = 21
-"""What older models are converted to and what we build ourselves is written in: the newest operator set for which stock
-ONNX Runtime has practically all kernels."""
+"""The operator set for new and converted models: the newest one with practically all kernels in
+stock ONNX Runtime."""
 OLDEST_INTERPRETED, NEWEST_INTERPRETED = 13, 28
-"""The operator sets that the tables of engines implement; others are converted."""
+"""Operator sets that the tables of engines implement; other models are converted."""
 OLDEST_LOADED = 7
 """ONNX Runtime lacks some operators of older sets."""
 
 TRAINING_IR, FUNCTIONS_IR, METADATA_IR, DEVICES_IR = 7, 8, 10, 11
-"""The first IR versions with training, with functions in a model, with metadata on tensors and graphs, where state is
-tagged, and with devices."""
+"""First IR versions with training, functions, metadata on tensors and graphs, and devices."""
 IR_VERSION = METADATA_IR
-"""What we write: all that we need is in it, and stock ONNX Runtime loads it."""
+"""The IR version that Onward writes: it has all features used, and stock ONNX Runtime loads it."""
 
 
 class _Call(Protocol):
@@ -41,20 +43,20 @@ class _Call(Protocol):
 
 
 def is_standard(node: _Call) -> bool:
-    """Whether a node calls an operator of the standard's own domain."""
+    """True if a node calls an operator of the standard's own domain."""
     return node.domain in STANDARD
 
 
 def domain_of(node: _Call) -> str:
-    """The domain of a node's operator; that of the standard is empty, as in its schemas."""
+    """Return the domain of a node's operator; the standard's is empty, as in its schemas."""
     return schema_domain(node.domain)
 
 
 def schema_domain(domain: str) -> str:
-    """A domain as schemas name it: that of the standard is empty."""
+    """Return a domain as schemas name it: the standard's is empty."""
     return "" if domain in STANDARD else domain
 
 
 def operator_name(node: _Call) -> str:
-    """How messages and tables name an operator: `Relu`, `com.microsoft.FusedConv`."""
+    """Return the name of an operator for messages and tables: `Relu`, `com.microsoft.FusedConv`."""
     return node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"

@@ -1,4 +1,4 @@
-"""Checks of a model that was just read: recursion of functions, sizes of tensors, types of inputs."""
+"""Checks of a parsed model: recursion of functions, sizes of tensors, types of inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 8
 
 
 def callees_first(functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> list[ir.OperatorIdentifier]:
-    """The functions in an order in which each comes after those that it calls; none may lead back to itself."""
+    """Return functions ordered so that callees come first; raise if one calls itself."""
     calls = {key: {node.op_identifier() for node in function.all_nodes()} for key, function in functions.items()}
     try:
         return [*TopologicalSorter({key: called & functions.keys() for key, called in calls.items()}).static_order()]
@@ -40,7 +40,7 @@ LIMIT = 10_000_000
 
 
 def check_expansion(model: Model) -> None:
-    """Refuse a model whose functions expand to more nodes than anyone could use."""
+    """Raise if the functions of a model expand to too many nodes."""
     sizes: dict[ir.OperatorIdentifier, int] = {}
     for identifier in callees_first(model.functions):
         calls = [node.op_identifier() for node in model.functions[identifier].all_nodes()]
@@ -70,12 +70,12 @@ DATA_FIELDS = (*dict.fromkeys(_FIELDS.values()), "int32_data")
 
 
 def field_of(data_type: int) -> str:
-    """Where a tensor of a type has its numbers, if they are not in the form of bytes."""
+    """Return the field that holds a tensor's numbers if they are not raw bytes."""
     return _FIELDS.get(data_type, "int32_data")
 
 
 def check_tensors(proto: ModelProto) -> None:
-    """Refuse tensors of absurd rank, whose size alone would keep us busy, and data that are not what they should be."""
+    """Raise for tensors of excessive rank, and for data of a wrong size."""
     for tensor in storage.walk_tensors(proto):
         if len(tensor.dims) > _MAX_RANK:
             raise InvalidModelError(f"tensor `{tensor.name}` has {len(tensor.dims)} dimensions")
@@ -83,12 +83,12 @@ def check_tensors(proto: ModelProto) -> None:
             raise InvalidModelError(f"tensor `{tensor.name}` {problem}", hint="the file is damaged, or wrongly written")
         for field in DATA_FIELDS[:-1]:
             if len(getattr(tensor, field)) and field_of(tensor.data_type) != field:
-                kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
-                raise InvalidModelError(f"tensor `{tensor.name}` of type {kind} has its data in `{field}`")
+                dtype = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+                raise InvalidModelError(f"tensor `{tensor.name}` of type {dtype} has its data in `{field}`")
 
 
 def _misfit(tensor: onnx.TensorProto) -> str | None:
-    """What is wrong with data in the form of bytes."""
+    """Return what is wrong with raw data, or None."""
     if tensor.data_type == onnx.TensorProto.UNDEFINED:
         return "has data, but no type"
     if (width := storage.bits_of(tensor)) is None:
@@ -101,8 +101,8 @@ def _misfit(tensor: onnx.TensorProto) -> str | None:
 
 # Nodes as their operators want them.
 #
-# A model is read even if nodes have too few inputs or attributes of a wrong type, so that it can be looked at.
-# Whatever rewrites graphs takes for granted that they have not.
+# A model is read even if nodes have too few inputs or attributes of a wrong type, so that it can be
+# looked at. Whatever rewrites graphs takes for granted that they have not.
 
 _VERSIONS = 2**31
 _MORE = "`onward check` says all that is wrong"
@@ -110,13 +110,13 @@ _MORE = "`onward check` says all that is wrong"
 
 class _Signature(NamedTuple):
     inputs: int
-    """How many there are at least."""
+    """The minimum number."""
     types: Mapping[str, ir.AttributeType]
     required: frozenset[str]
 
 
 def check_signatures(model: Model) -> Model:
-    """The model itself, unless it has a node of the standard that breaks the rules of its operator."""
+    """Return the model; raise if a node of the standard breaks the rules of its operator."""
     for value in (*model.inputs, *(value for step in model.steps for value in step.algorithm.inputs)):
         if problem := _problem_of_input(value):
             raise InvalidModelError(f"the input `{value.name}` {problem}", hint=_MORE)
@@ -144,7 +144,7 @@ def _signature(operator: str, domain: str, version: int) -> _Signature | None:
     except defs.SchemaError:
         return None
     enumerated: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}
-    types = {name: ir.AttributeType(kind.value) for name, kind in enumerated.items()}
+    types = {name: ir.AttributeType(enumeration.value) for name, enumeration in enumerated.items()}
     required = frozenset(name for name, attribute in schema.attributes.items() if attribute.required)
     return _Signature(schema.min_input, types, required)
 
@@ -160,8 +160,8 @@ def _problem(node: ir.Node, signature: _Signature) -> str | None:
     if len(node.inputs) < signature.inputs:
         return f"has {len(node.inputs)} inputs, and needs {signature.inputs}"
     for name, attribute in node.attributes.items():
-        wanted = signature.types.get(name, attribute.type)
-        if attribute.type != wanted:
-            return f"has an attribute `{name}` of type {attribute.type.name.lower()}, not {wanted.name.lower()}"
+        expected = signature.types.get(name, attribute.type)
+        if attribute.type != expected:
+            return f"has an attribute `{name}` of type {attribute.type.name.lower()}, not {expected.name.lower()}"
     missing = signature.required - node.attributes.keys()
     return f"has no attribute `{min(missing)}`" if missing else None

@@ -1,8 +1,9 @@
-"""`Model` and `Step`: an inference graph and how it is trained, as one object to work on.
+"""`Model` and `Step`: an inference graph with its training steps.
 
-A step's algorithm is a graph whose nodes read values of the inference graph directly, as the body of an `If` reads the
-values around it. That is the specification's combined graph without copying it: renaming a weight renames it
-everywhere, and a value knows all its readers, in inference and in training alike.
+A step's algorithm is a graph whose nodes read values of the inference graph directly, as the body
+of an `If` reads the values around it. That is the specification's combined graph without copying
+it: renaming a weight renames it everywhere, and a value knows all its readers, in inference and in
+training alike.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ TRAINING_DOMAIN = "ai.onnx.preview.training"
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One `TrainingInfoProto`: what one run of training computes, and which state it replaces."""
+    """One `TrainingInfoProto`: the computation of a step, and the state that it replaces."""
 
     algorithm: ir.Graph
     initialization: ir.Graph | None = None
     update: dict[str, str] = dataclasses.field(default_factory=dict)
-    """State variable -> the output of `algorithm` that replaces it, all at once after a run."""
+    """State variable -> the output of `algorithm` that replaces it, all at once after a step."""
     reset: dict[str, str] = dataclasses.field(default_factory=dict)
-    """State variable -> the output of `initialization` that it starts from."""
+    """State variable -> the output of `initialization` that holds its initial value."""
     rest: bytes = b""
     """Fields of the message that the schema does not know."""
 
@@ -45,23 +46,23 @@ class Step:
         return self.algorithm.metadata_props
 
     def fact(self, key: str) -> Any:
-        """A JSON fact about the run, such as `train.optimizer`; None where it is not recorded or not readable."""
+        """Return a JSON fact about the run, e.g. `train.optimizer`; None if malformed or missing."""
         try:
             return json.loads(self.metadata[key])
         except (KeyError, ValueError, RecursionError):
             return None
 
     def gradients(self) -> list[ir.Node]:
-        """The `Gradient` nodes of the algorithm, in order, nested ones included."""
+        """Return the `Gradient` nodes of the algorithm in order, with nested ones."""
         return [node for node in self.algorithm.all_nodes() if is_gradient(node)]
 
     def differentiated(self) -> list[str]:
-        """The names in the `xs` of its Gradients, in order."""
+        """Return the names in the `xs` of its Gradients, in order."""
         return list(dict.fromkeys(x for node in self.gradients() for x in strings(node, "xs")))
 
 
 class Model:
-    """A training model: an inference graph plus its training steps. Reads and writes `ModelProto`."""
+    """An inference graph and its training steps. Reads and writes `ModelProto`."""
 
     def __init__(self, inference: ir.Model, steps: Iterable[Step] = (), path: Path | None = None):
         self.ir = inference
@@ -82,12 +83,12 @@ class Model:
 
     @property
     def opset(self) -> int:
-        """The version of the standard operator set that the model imports."""
+        """Version of the standard operator set that the model imports."""
         return self.ir.opset_imports.get("", self.ir.opset_imports.get("ai.onnx", 1))
 
     @property
     def inputs(self) -> list[ir.Value]:
-        """What a caller must feed: graph inputs without a default value."""
+        """Graph inputs without a default value, which a caller must feed."""
         return [value for value in self.graph.inputs if value.name not in self.graph.initializers]
 
     @property
@@ -110,14 +111,16 @@ class Model:
         return self.steps[index]
 
     def combined(self, index: int = 0, *, share_functions: bool = False) -> ir.Model:
-        """The combined graph that step `index` executes, as a model of its own; only the tensors are shared.
+        """Return the combined graph of step `index` as a separate model that shares the tensors.
 
         With `share_functions` functions are, too: to change one, replace it by a copy first.
         """
         step = self.step(index)
         graph, algorithm = self.graph, step.algorithm
-        known = {value.name: value for value in (*values(graph), *values(algorithm))}
-        outputs = [known.get(value.name, value) for value in (*graph.outputs, *algorithm.outputs)]  # maybe of inference
+        by_name = {value.name: value for value in (*values(graph), *values(algorithm))}
+        outputs = [
+            by_name.get(value.name, value) for value in (*graph.outputs, *algorithm.outputs)
+        ]  # maybe of inference
         view = ir.GraphView(
             [*graph.inputs, *algorithm.inputs],
             list(dict.fromkeys(outputs)),
@@ -130,30 +133,30 @@ class Model:
         return ir.Model(_clone(view), ir_version=self.ir.ir_version, functions=functions)
 
     def initializers(self) -> Iterator[ir.Value]:
-        """Every initializer of the inference graph and of the algorithms."""
+        """Return every initializer of the inference graph and of the algorithms."""
         yield from self.graph.initializers.values()
         for step in self.steps:
             yield from step.algorithm.initializers.values()
 
     @checked()
     def initializer(self, name: str, step: int = 0) -> ir.Value:
-        """An initializer by name: of the inference graph, else of a step's algorithm."""
-        known = [self.graph.initializers, *([self.step(step).algorithm.initializers] if self.steps else [])]
-        for initializers in known:
+        """Return an initializer by name: of the inference graph, else of a step's algorithm."""
+        tables = [self.graph.initializers, *([self.step(step).algorithm.initializers] if self.steps else [])]
+        for initializers in tables:
             if name in initializers:
                 return initializers[name]
-        hint = suggest_or_list(name, list(itertools.chain.from_iterable(known)))
+        hint = suggest_or_list(name, list(itertools.chain.from_iterable(tables)))
         raise UnknownNameError(f"there is no initializer `{name}`", hint=hint)
 
     def array(self, name: str, step: int = 0) -> np.ndarray:
-        """What an initializer holds."""
+        """Return the array of an initializer."""
         tensor = self.initializer(name, step).const_value
         assert tensor is not None
         return tensor.numpy()
 
     @checked()
     def set(self, name: str, array: Any, step: int = 0) -> None:
-        """Give an initializer (a weight, a hyper-parameter, a counter) a new value of the same type and shape."""
+        """Set an initializer, such as a weight, to a value of the same type and shape."""
         value = self.initializer(name, step)
         old = value.const_value
         assert old is not None
@@ -167,7 +170,7 @@ class Model:
         value.const_value = tensor
 
     def copy(self, *, steps: bool = True) -> Model:
-        """An independent copy, on request without its steps; tensors, which nobody changes in place, are shared."""
+        """Return an independent copy, optionally without steps. Immutable tensors are shared."""
         graph = _clone(self.graph)
         inference = ir.Model(
             graph,
@@ -189,14 +192,14 @@ class Model:
         return Model(inference, copies, self.path)
 
     def names(self) -> Names:
-        """All names of values and nodes of the model, to find fresh ones beside them."""
+        """Return the names of all values and nodes, to generate fresh ones."""
         graphs = [self.graph, *(step.algorithm for step in self.steps)]
         names = Names(name for graph in graphs for name in all_names(graph))
         names.take(node.name for graph in graphs for inner in graphs_in(graph) for node in inner if node.name)
         return names
 
     def to_proto(self) -> Any:
-        """The model as an `onnx.ModelProto`; external data stays where it is."""
+        """Return the model as an `onnx.ModelProto`; external data stays in its files."""
         from onward.model.serde import to_proto
 
         return to_proto(self)
@@ -222,28 +225,30 @@ class Model:
 
 
 def _held(name: str, array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """An array in the type of a tensor, if that can hold it: rounded where that has a fraction, and never cut."""
+    """Convert an array to the type of a tensor. Rounds only to floats; raises on overflow."""
     if array.dtype == dtype.numpy():
         return array
-    kind = dtype.name.lower()
+    name_of_type = dtype.name.lower()
     if array.dtype.kind in "OSUmM" or (array.dtype.kind == "b") != (dtype == ir.DataType.BOOL):
         raise InvalidModelError(
-            f"`{name}` is {kind}, and what it was given is {array.dtype}", hint=f"give it as {kind}"
+            f"`{name}` is {name_of_type}, and what it was given is {array.dtype}", hint=f"give it as {name_of_type}"
         )
     with np.errstate(all="ignore"):
         converted = array.astype(dtype.numpy())
     if dtype.is_integer() and not (converted == array).all():
-        raise InvalidModelError(f"`{name}` is {kind}, which cannot hold {array}", hint="give whole numbers that fit")
+        raise InvalidModelError(
+            f"`{name}` is {name_of_type}, which cannot hold {array}", hint="give whole numbers that fit"
+        )
     return converted
 
 
 def is_gradient(node: ir.Node) -> bool:
-    """Whether a node is the standard's `Gradient`."""
+    """True if a node is the standard's `Gradient`."""
     return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
 
 
 def strings(node: ir.Node, attribute: str) -> tuple[str, ...]:
-    """A list-of-strings attribute, empty when absent or of another type."""
+    """Return a list-of-strings attribute; empty if absent or of another type."""
     attr = node.attributes.get(attribute)
     if attr is None or attr.is_ref() or attr.type != ir.AttributeType.STRINGS:
         return ()
@@ -251,7 +256,7 @@ def strings(node: ir.Node, attribute: str) -> tuple[str, ...]:
 
 
 def string(node: ir.Node, attribute: str) -> str:
-    """A string attribute, empty when absent or of another type."""
+    """Return a string attribute; empty if absent or of another type."""
     attr = node.attributes.get(attribute)
     if attr is None or attr.is_ref() or attr.type != ir.AttributeType.STRING or not isinstance(attr.value, str):
         return ""
@@ -259,13 +264,13 @@ def string(node: ir.Node, attribute: str) -> str:
 
 
 def values(graph: ir.Graph) -> list[ir.Value]:
-    """The values that a graph itself defines: inputs, initializers, node outputs; each once, in order."""
-    found = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
-    return list(dict.fromkeys(found))
+    """Return the values that a graph defines, in order: inputs, initializers, node outputs."""
+    candidates = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
+    return list(dict.fromkeys(candidates))
 
 
 def as_input(graph: ir.Graph, name: str) -> ir.TensorProtocol:
-    """Make an input of an initializer; what it held."""
+    """Convert an initializer to an input; return its tensor."""
     value = graph.initializers.pop(name)
     tensor = value.const_value
     assert tensor is not None
@@ -277,13 +282,13 @@ def as_input(graph: ir.Graph, name: str) -> ir.TensorProtocol:
 
 
 def all_names(graph: ir.Graph) -> Iterator[str]:
-    """The names of all values of a graph and of the graphs nested in it."""
+    """Return the names of all values of a graph and of its nested graphs."""
     for inner in graphs_in(graph):
         yield from (value.name for value in values(inner) if value.name)
 
 
 def _clone(graph: Any, **options: Any) -> Any:
-    """A copy of a graph or a function. What the library raises may come from showing the graph in its message."""
+    """Return a copy of a graph or a function; raise if it reads an undefined value."""
     try:
         return graph.clone(**options)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -291,7 +296,7 @@ def _clone(graph: Any, **options: Any) -> Any:
 
 
 def _misread(graph: Any) -> str:
-    """What a graph reads that it cannot read there."""
+    """Return the values that a graph reads and that it cannot see."""
     ready = {*graph.inputs, *(getattr(graph, "initializers", None) or {}).values()}
     for node in graph:
         for value in node.inputs:
@@ -306,7 +311,11 @@ def _misread(graph: Any) -> str:
 
 
 def _copied_algorithm(algorithm: ir.Graph) -> ir.Graph:
-    """Outputs that are values of the inference graph, which the library does not clone, are only names."""
+    """Copy an algorithm.
+
+    The library does not clone outputs that are values of the inference graph: they become names
+    only.
+    """
     own, outputs = set(values(algorithm)), list(algorithm.outputs)
     foreign = {i: value for i, value in enumerate(outputs) if value not in own}
     algorithm.outputs[:] = [value for value in outputs if value in own]
@@ -335,7 +344,7 @@ def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any
 
 
 def tensor_of(value: ir.Value) -> ir.Value:
-    """The value itself; or of a list of maps from labels, the tensor that it is made of."""
+    """Return the value, or the tensor behind a list of maps from labels."""
     node = value.producer()
     is_map = node is not None and (node.domain, node.op_type) == (ML_DOMAIN, "ZipMap")
     return node.inputs[0] if is_map and node.inputs[0] is not None else value  # type: ignore[union-attr]
@@ -343,17 +352,18 @@ def tensor_of(value: ir.Value) -> ir.Value:
 
 # ---- names in Gradient nodes -----------------------------------------------------------------------------------------
 
-# What Gradients name. The names mean what they would mean to any node in that place: in a function its own values, in
-# a nested graph also those of the graphs around it.
+# What Gradients name. The names mean what they would mean to any node in that place: in a function
+# its own values, in a nested graph also those of the graphs around it.
 #
-# Names are text, which does not follow a value that is renamed or put into another graph. While graphs are rewritten a
-# Gradient may be tied to the values: they are further inputs then, which are copied and replaced like others.
+# Names are text, which does not follow a value that is renamed or put into another graph. While
+# graphs are rewritten a Gradient may be tied to the values: they are further inputs then, which are
+# copied and replaced like others.
 
 _TIED = "onward.tied"
 
 
 def gradients_in(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> Iterator[tuple[ir.Node, tuple[ir.Graph, ...]]]:
-    """Each Gradient, those in nested graphs included, in an order in which none needs a later one; and its scope."""
+    """Return every Gradient, nested ones too, with its scope; none needs a later one."""
     scope = (*around, graph)
     for node in graph:
         for inner in nested_graphs(node):
@@ -363,26 +373,29 @@ def gradients_in(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> Iterator[t
 
 
 def visible(scope: Sequence[ir.Graph]) -> dict[str, ir.Value]:
-    """Values by name; `scope` are graphs each of which is nested in the one before."""
+    """Return the values of `scope` by name; each graph in it is nested in the one before."""
     return {value.name: value for graph in scope for value in values(graph) if value.name}
 
 
 def names_of(node: ir.Node) -> tuple[str, ...]:
-    """All that a Gradient names: `xs`, `zs` and `y`."""
+    """Return the names in a Gradient: `xs`, `zs` and `y`."""
     return (*strings(node, "xs"), *strings(node, "zs"), string(node, "y"))
 
 
 def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
-    """Make the values that Gradients name further inputs of them; one that names what does not exist stays."""
+    """Append the values that Gradients name to their inputs; unknown names stay attributes only."""
     for node, scope in list(gradients_in(graph, around)):
-        known = visible(scope)
-        if _TIED not in node.attributes and all(name in known for name in names_of(node)):
-            start = append_inputs(node, [known[name] for name in names_of(node)])
+        by_name = visible(scope)
+        if _TIED not in node.attributes and all(name in by_name for name in names_of(node)):
+            start = append_inputs(node, [by_name[name] for name in names_of(node)])
             node.attributes[_TIED] = ir.AttrInt64(_TIED, start)
 
 
 def tie_function(function: ir.Function) -> None:
-    """The same in a function, whose inputs are independent of each other, whatever a call gives for them."""
+    """Append the values that Gradients of a function name to their inputs.
+
+    Inputs of a function are independent of each other, whatever a call passes for them.
+    """
     graph = function.graph
     named = {name for node, _ in gradients_in(graph) for name in names_of(node)}
     for value in [value for value in graph.inputs if value.name in named]:
@@ -396,7 +409,7 @@ def tie_function(function: ir.Function) -> None:
 
 
 def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
-    """Give a node further inputs; the place of the first of them."""
+    """Append inputs to a node; return the index of the first one."""
     start = len(node.inputs)
     node.resize_inputs(start + len(more))
     for i, value in enumerate(more, start):
@@ -405,7 +418,7 @@ def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
 
 
 def untie(graph: ir.Graph) -> None:
-    """Write the names of what Gradients are tied to into them."""
+    """Write the names of the values behind Gradients back to their attributes."""
     for node in graph.all_nodes():
         if _TIED in node.attributes:
             start = node.attributes.pop(_TIED).as_int()
@@ -417,7 +430,7 @@ def untie(graph: ir.Graph) -> None:
 
 
 def rename_in_gradients(graph: ir.Graph, names: Mapping[str, str]) -> None:
-    """Change names in the Gradients of a graph."""
+    """Rename values in the Gradients of a graph."""
     for node in graph.all_nodes():
         if is_gradient(node):
             _rename(node, names)

@@ -1,4 +1,4 @@
-"""Training information of older forms, brought into the present one: drafts of 2019 and 2020, and onnx 1.7's GraphCall.
+"""Conversion of older training information: drafts of 2019 and 2020, and GraphCall of onnx 1.7.
 
 docs/older-forms.md says where each form is written down, and which field became which.
 """
@@ -35,15 +35,17 @@ def is_older(proto: ModelProto) -> bool:
 
 
 def convert(proto: ModelProto) -> list[str]:
-    """Bring training information into the present form, in place; what was converted, nothing for almost every file."""
+    """Convert training information to the present form, in place; return the converted parts."""
     return [*convert_drafts(proto), *convert_calls(proto)]
 
 
 # ---- drafts of 2019 and 2020 -----------------------------------------------------------------------------------------
 
-# The drafts of 2019 and early 2020, which kept `training_info` in field 21 of the model and functions in field 9.
+# The drafts of 2019 and early 2020, which kept `training_info` in field 21 of the model and
+# functions in field 9.
 #
-# No release of onnx has them, so that it sees unknown fields. What is in field 21 tells the drafts apart:
+# No release of onnx has them, so that it sees unknown fields. What is in field 21 tells the drafts
+# apart:
 #
 # - May 2019: a loss node, an optimizer node, and names for the gradients between them;
 # - July 2019: a function, whose bindings lead from its outputs to initializers;
@@ -68,8 +70,8 @@ def convert_drafts(proto: ModelProto) -> list[str]:
     added = ModelProto(training_info=[info for _, info in entries], functions=functions)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in walk_tensors(added)):
         raise _unclear("a tensor in it refers to data in another file")
-    known = ModelProto(**{field.name: value for field, value in proto.ListFields()})
-    proto.CopyFrom(known)  # without the unknown fields
+    parsed = ModelProto(**{field.name: value for field, value in proto.ListFields()})
+    proto.CopyFrom(parsed)  # without the unknown fields
     proto.MergeFrom(added)
     notes = [f"training information of {draft} in field {_TRAINING} of the model" for draft, _ in entries]
     if functions:
@@ -130,7 +132,7 @@ def _of_graphs(fields: _Fields) -> tuple[TrainingInfoProto, list[tuple[str, str]
 
 
 def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str]], draft: str) -> None:
-    """Write bindings, whose direction the drafts changed: one side is an initializer, the other an output."""
+    """Write bindings. The drafts had both directions: one side is an initializer."""
     tensors = [*graph.initializer, *info.algorithm.initializer]
     state = {tensor.name: tensor for tensor in tensors}
     if len(state) != len(tensors):
@@ -138,14 +140,14 @@ def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str
     computed = {name for node in info.algorithm.node for name in node.output}
     initial = {value.name for value in info.initialization.output}
     for pair in pairs:
-        found = [
+        matches = [
             (key, value)
             for value, key in (pair, pair[::-1])
             if key in state and (value in computed or value in initial)
         ]
-        if len(found) != 1:
+        if len(matches) != 1:
             raise _unclear(f"{draft} binds `{pair[0]}` and `{pair[1]}`: one is to be an initializer, one an output")
-        key, value = found[0]
+        key, value = matches[0]
         if value in initial:
             info.initialization_binding.add(key=key, value=value)
             continue
@@ -156,10 +158,10 @@ def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str
 
 
 def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
-    """Make the algorithm a part of the combined graph, where one name means one value.
+    """Merge the algorithm into the combined graph, where one name means one value.
 
-    by_name: inputs of the same name are the same, as in the drafts without a call of the graph, and what both compute
-    is computed once.
+    by_name: inputs of the same name are the same, as in the drafts without a call of the graph, and
+    what both compute is computed once.
     """
     algorithm, taken = info.algorithm, names_within(graph)
     if any(is_call(node) for node in all_nodes(algorithm.node)):
@@ -168,11 +170,11 @@ def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
     names = Names(taken | names_within(algorithm))
     own = {value.name for value in algorithm.input} | {tensor.name for tensor in algorithm.initializer}
     renames = {name: names.fresh(name) for name in sorted((own - shared) & taken)}
-    known = {_computation(node): node for node in graph.node} if by_name else {}
+    by_computation = {_computation(node): node for node in graph.node} if by_name else {}
     nodes = []
     for node in algorithm.node:
         rename_node(node, renames)
-        if twin := known.get(_computation(node)):
+        if twin := by_computation.get(_computation(node)):
             renames |= dict(zip(node.output, twin.output, strict=False))
             continue
         renames |= {name: names.fresh(name) for name in node.output if name in taken}
@@ -187,7 +189,7 @@ def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
 
 
 def _computation(node: NodeProto) -> tuple[object, ...]:
-    """What a node computes, whatever its results are called."""
+    """Return a key of the computation of a node, without the names of its results."""
     attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
     return node.domain, node.op_type, tuple(node.input), *attributes
 
@@ -196,33 +198,33 @@ def _computation(node: NodeProto) -> tuple[object, ...]:
 
 
 def _unknown(message: Message) -> _Fields:
-    """The fields that the schema does not know, by number."""
+    """Return the fields that the schema does not know, by number."""
     unknown, fields = UnknownFieldSet(message), _Fields()
     for i in range(len(unknown)):
         fields.setdefault(unknown[i].field_number, []).append(unknown[i].data)
     return fields
 
 
-def _all(kind: type[_Kind], fields: _Fields, number: int) -> list[_Kind]:
-    return [_parse(kind, data) for data in fields.get(number, [])]
+def _all(message_type: type[_Kind], fields: _Fields, number: int) -> list[_Kind]:
+    return [_parse(message_type, data) for data in fields.get(number, [])]
 
 
-def _one(kind: type[_Kind], fields: _Fields, number: int) -> _Kind:
-    """A field that is not repeated; the last one counts, as in protobuf."""
+def _one(message_type: type[_Kind], fields: _Fields, number: int) -> _Kind:
+    """Return a field that is not repeated; the last one counts, as in protobuf."""
     if number not in fields:
-        raise _unclear(f"field {_TRAINING} of the model has no {kind.DESCRIPTOR.name} in its field {number}")
-    return _parse(kind, fields[number][-1])
+        raise _unclear(f"field {_TRAINING} of the model has no {message_type.DESCRIPTOR.name} in its field {number}")
+    return _parse(message_type, fields[number][-1])
 
 
 def _pairs(fields: _Fields, number: int) -> list[tuple[str, str]]:
     return [(entry.key, entry.value) for entry in _all(StringStringEntryProto, fields, number)]
 
 
-def _parse(kind: type[_Kind], data: Any) -> _Kind:
+def _parse(message_type: type[_Kind], data: Any) -> _Kind:
     try:
-        return kind.FromString(data)
+        return message_type.FromString(data)
     except (DecodeError, TypeError):
-        raise _unclear(f"field {_TRAINING} of the model has no valid {kind.DESCRIPTOR.name}") from None
+        raise _unclear(f"field {_TRAINING} of the model has no valid {message_type.DESCRIPTOR.name}") from None
 
 
 def _unclear(what: str) -> UnsupportedError:
@@ -237,7 +239,7 @@ _TRAINING_DOMAIN = "ai.onnx.preview.training"
 _OPTIMIZERS = ("Adagrad", "Adam", "Momentum")
 _LOSSES = ("MSE", "MeanSquaredError")
 _LOCAL = "local"
-"""The domain of functions, which had none."""
+"""The domain of functions, which had no domain."""
 _REDUCTIONS = {"mean": "ReduceMean", "sum": "ReduceSum"}
 
 
@@ -289,7 +291,7 @@ def _convert_nodes(
 
 
 def _complete(gradient: NodeProto) -> None:
-    """Name the inputs beyond `xs` in `zs`: the demonstration of 2019 passed all inputs of the graph, in any order."""
+    """Add the inputs beyond `xs` to `zs`: the demonstration of 2019 passed all graph inputs."""
     xs, inputs = strings(gradient, "xs"), list(gradient.input)
     if len(inputs) <= len(xs) or strings(gradient, "zs"):
         return
@@ -305,7 +307,7 @@ def _complete(gradient: NodeProto) -> None:
 
 
 def _squared_error(node: NodeProto, reduction: str, names: Names) -> list[NodeProto]:
-    """`MeanSquaredError` as it was proposed in 2019, and `MSE` as the demonstration of that year called it."""
+    """Build `MeanSquaredError` of the 2019 proposal, and `MSE` of that year's demonstration."""
     if reduction not in _REDUCTIONS or not 2 <= len(node.input) <= 3 or len(node.output) != 1:
         raise UnsupportedError(
             f"the loss `{node.op_type}` of the drafts of 2019 is read with two inputs, or weights as a third one, and "
@@ -325,29 +327,32 @@ def _squared_error(node: NodeProto, reduction: str, names: Names) -> list[NodePr
 
 
 def group_inputs(optimizer: NodeProto, gradients: Collection[str]) -> None:
-    """Order inputs as operators have them: all tensors, then all gradients, then each kind of state.
+    """Reorder inputs as operators have them: all tensors, then all gradients, then each state.
 
-    The demonstration of 2019 gave each tensor with its gradient and state; where the gradients stand tells.
+    The demonstration of 2019 gave each tensor with its gradient and state; where the gradients
+    stand tells.
     """
     count, states = len(gradients), list(optimizer.input[2:])
     width = len(states) // count
     if count > 1 and len(states) % count == 0 and set(states[1::width]) == set(gradients):
         results = list(optimizer.output)
         kinds = len(results) // count
-        optimizer.input[2:] = [name for kind in range(width) for name in states[kind::width]]
-        optimizer.output[:] = [name for kind in range(kinds) for name in results[kind::kinds]]
+        optimizer.input[2:] = [name for slot in range(width) for name in states[slot::width]]
+        optimizer.output[:] = [name for slot in range(kinds) for name in results[slot::kinds]]
 
 
 # ---- GraphCall of onnx 1.7 -------------------------------------------------------------------------------------------
 
-# `GraphCall` of onnx 1.7, which had no combined graph: an algorithm called the inference graph, under its own names.
+# `GraphCall` of onnx 1.7, which had no combined graph: an algorithm called the inference graph,
+# under its own names.
 #
-# Its schema, of the domain ai.onnx.preview.training, binds values by position: an input that has an initializer may be
-# left out or be empty, as may every output. A draft of February 2020 gave names in `input_names` and `output_names`.
+# Its schema, of the domain ai.onnx.preview.training, binds values by position: an input that has an
+# initializer may be left out or be empty, as may every output. A draft of February 2020 gave names
+# in `input_names` and `output_names`.
 
 OPERATOR = "GraphCall"
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.training", "ai.onnx", "")
-"""Where it belongs, where drafts had it, and where it stands when no domain is given."""
+"""The present domain, those of the drafts, and the default."""
 _HINT = "make it again from its inference graph with `onward prepare`"
 
 
@@ -373,8 +378,8 @@ def convert_calls(proto: ModelProto) -> list[str]:
         )
     notes = []
     for i, info in enumerate(proto.training_info):
-        if count := len(found := list(_calls(info.algorithm.node))):
-            for call in found:
+        if count := len(calls := list(_calls(info.algorithm.node))):
+            for call in calls:
                 _check(call, proto.graph, f"training_info[{i}].algorithm")
             _join_calls(proto.graph, info)
             times = "a call" if count == 1 else f"{count} calls"
@@ -393,7 +398,7 @@ def is_call(node: NodeProto) -> bool:
 # ---- what a call binds -----------------------------------------------------------------------------------------------
 
 
-def _check(call: NodeProto, graph: GraphProto, place: str) -> None:
+def _check(call: NodeProto, graph: GraphProto, where: str) -> None:
     problems = []
     called, by_name = string(call, "graph_name"), bool(strings(call, "input_names") or strings(call, "output_names"))
     if called is None and not by_name:
@@ -401,22 +406,22 @@ def _check(call: NodeProto, graph: GraphProto, place: str) -> None:
     elif called is not None and called != graph.name:
         problems.append(f"it calls `{called}`, and only the inference graph, `{graph.name}`, can be called")
     defaults = {tensor.name for tensor in graph.initializer}
-    for kind, actual, values in (("input", call.input, graph.input), ("output", call.output, graph.output)):
-        known, formal = [value.name for value in values], strings(call, f"{kind}_names")
+    for role, actual, values in (("input", call.input, graph.input), ("output", call.output, graph.output)):
+        names, formal = [value.name for value in values], strings(call, f"{role}_names")
         if by_name and len(formal) != len(actual):
-            problems.append(f"it has {len(actual)} {kind}s, and {len(formal)} names for them")
-        elif len(actual) > len(known):
-            problems.append(f"it has {len(actual)} {kind}s, and the inference graph has {len(known)}")
-        problems += [f"`{name}` is no {kind} of the inference graph" for name in formal if name not in known]
-    given = {formal for formal, _ in _inputs(call, graph)}
-    missing = [value.name for value in graph.input if value.name not in given | defaults]
+            problems.append(f"it has {len(actual)} {role}s, and {len(formal)} names for them")
+        elif len(actual) > len(names):
+            problems.append(f"it has {len(actual)} {role}s, and the inference graph has {len(names)}")
+        problems += [f"`{name}` is no {role} of the inference graph" for name in formal if name not in names]
+    passed = {formal for formal, _ in _inputs(call, graph)}
+    missing = [value.name for value in graph.input if value.name not in passed | defaults]
     problems += [f"it gives no value for `{name}`" for name in missing]
     if problems:
-        raise InvalidModelError(f"the GraphCall in {place} (onnx 1.7) is wrong: " + "; ".join(problems), hint=_HINT)
+        raise InvalidModelError(f"the GraphCall in {where} (onnx 1.7) is wrong: " + "; ".join(problems), hint=_HINT)
 
 
 def _inputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
-    """Names in the inference graph, and the values that the call gives for them."""
+    """Return names in the inference graph, and the values that the call passes for them."""
     return _bind_inputs(strings(call, "input_names") or [value.name for value in graph.input], call.input)
 
 
@@ -432,16 +437,19 @@ def _bind_inputs(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str
 
 
 def _join_calls(graph: GraphProto, info: TrainingInfoProto) -> None:
-    """Let the algorithm read the inference graph's values if a call passes its own inputs on; else copy the graph."""
+    """Read the inference graph's values if a call passes its own inputs on; else copy the graph."""
     algorithm = info.algorithm
     names = Names(names_within(graph) | names_within(algorithm))
-    # What the algorithm defines under a name of the inference graph was legal before they were joined.
+    # What the algorithm defines under a name of the inference graph was legal before they were
+    # joined.
     renames = {name: names.fresh(name) for name in sorted(set(definitions(algorithm)) & names_within(graph))}
     own = [node for node in algorithm.node if is_call(node)]
-    call, aliases = next(((node, found) for node in own if (found := _aliases(node, graph, algorithm))), (None, {}))
+    call, aliases = next(
+        ((node, call_aliases) for node in own if (call_aliases := _aliases(node, graph, algorithm))), (None, {})
+    )
     if call is not None:
-        given = {value for _, value in _inputs(call, graph)}
-        replace_entries(algorithm.input, (value for value in algorithm.input if value.name not in given))
+        passed = {value for _, value in _inputs(call, graph)}
+        replace_entries(algorithm.input, (value for value in algorithm.input if value.name not in passed))
         algorithm.node.remove(call)
     renames |= aliases
     rename(algorithm, renames)
@@ -451,7 +459,7 @@ def _join_calls(graph: GraphProto, info: TrainingInfoProto) -> None:
 
 
 def _aliases(call: NodeProto, graph: GraphProto, algorithm: GraphProto) -> dict[str, str]:
-    """Algorithm name -> inference name, if the call passes nothing but inputs of the algorithm and shared weights."""
+    """Return algorithm name -> inference name, if a call passes only inputs and weights."""
     defaults = {tensor.name for tensor in (*graph.initializer, *algorithm.initializer)}
     own, inputs = set(definitions(algorithm)), {value.name for value in algorithm.input} - defaults
     passed = _inputs(call, graph)
@@ -475,12 +483,12 @@ def _expand(graph: GraphProto, body: GraphProto, names: Names) -> None:
 
 
 def _copy(graph: GraphProto, call: NodeProto, names: Names) -> list[NodeProto]:
-    given, wanted = dict(_inputs(call, graph)), dict(_outputs(call, graph))
-    made = sorted({name for node in graph.node for name in node.output if name})
+    inputs, outputs = dict(_inputs(call, graph)), dict(_outputs(call, graph))
+    computed = sorted({name for node in graph.node for name in node.output if name})
     copy = GraphProto(node=graph.node)
-    rename(copy, {name: wanted.get(name) or names.fresh(name) for name in made} | given)
-    passed_on = [name for name in wanted if name not in made]  # outputs that are inputs or weights of the graph
-    return [*copy.node, *(helper.make_node("Identity", [given.get(n, n)], [wanted[n]]) for n in passed_on)]
+    rename(copy, {name: outputs.get(name) or names.fresh(name) for name in computed} | inputs)
+    passed_on = [name for name in outputs if name not in computed]  # outputs that are inputs or weights of the graph
+    return [*copy.node, *(helper.make_node("Identity", [inputs.get(n, n)], [outputs[n]]) for n in passed_on)]
 
 
 # ---- names in a GraphProto -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Graphs as they are in a file: walking them, and keeping the fields that `onnx_ir` drops."""
+"""Graphs as protobuf messages: traversal, and the fields that `onnx_ir` drops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.errors import InvalidModelError, UnsupportedError
 
 
 def bodies(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs in a node's attributes."""
+    """Return the graphs in a node's attributes."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -24,7 +24,7 @@ def bodies(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Nodes, and those in graphs nested in them."""
+    """Yield nodes, and those in graphs nested in them."""
     for node in nodes:
         yield node
         for body in bodies(node):
@@ -32,7 +32,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def with_nested(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and all that are nested in it."""
+    """Yield a graph and all graphs nested in it."""
     yield graph
     for node in graph.node:
         for body in bodies(node):
@@ -40,14 +40,14 @@ def with_nested(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def replace_entries(field: Any, entries: Iterable[Any]) -> None:
-    """Give a repeated field other entries, of which some may be in it already."""
+    """Replace the entries of a repeated field by others, which may include present ones."""
     entries = list(entries)
     del field[:]
     field.extend(entries)
 
 
 def definitions(graph: GraphProto) -> Iterator[str]:
-    """Every name that a graph defines, as often as it does; an initializer may share its name with an input."""
+    """Return every name that a graph defines, with repetitions."""
     inputs = {value.name for value in graph.input}
     yield from (value.name for value in graph.input)
     yield from (tensor.name for tensor in graph.initializer if tensor.name not in inputs)
@@ -56,45 +56,47 @@ def definitions(graph: GraphProto) -> Iterator[str]:
 
 
 def names_within(graph: GraphProto) -> set[str]:
-    """What a graph and those nested in it define."""
+    """Return the names that a graph and its nested graphs define."""
     return {name for inner in with_nested(graph) for name in definitions(inner)}
 
 
 def captured_names(*graphs: GraphProto) -> list[str]:
-    """The names that graphs read or return without defining them: they are of what is around."""
-    found: dict[str, None] = {}
+    """Return the names that graphs read or return without defining them."""
+    captured: dict[str, None] = {}
     for graph in graphs:
-        _collect_captured(graph, (), found)
-    return list(found)
+        _collect_captured(graph, (), captured)
+    return list(captured)
 
 
-def _collect_captured(graph: GraphProto, around: tuple[set[str], ...], found: dict[str, None]) -> None:
+def _collect_captured(graph: GraphProto, around: tuple[set[str], ...], captured: dict[str, None]) -> None:
     inside = (*around, set(definitions(graph)))
     reads = [name for node in graph.node for name in node.input] + [output.name for output in graph.output]
     for name in reads:
         if name and not any(name in names for names in inside):
-            found[name] = None
+            captured[name] = None
     for node in graph.node:
         for body in bodies(node):
-            _collect_captured(body, inside, found)
+            _collect_captured(body, inside, captured)
 
 
 # ---- fields that onnx_ir drops ---------------------------------------------------------------------------------------
 
 
-# What `onnx_ir` cannot hold travels beside it, so that a file goes through Onward without losing anything.
+# What `onnx_ir` cannot hold travels beside it, so that a file goes through Onward without losing
+# anything.
 #
-# Sparse tensors, map and opaque types, and fields that a newer or a vendor's schema added have no place in the graph
-# library. `set_aside` takes them out of a ModelProto before the library sees it; `attach` hangs them on the objects
-# that they belong to; `put_back` merges them into what is written. Hanging on objects, they follow renames and copies.
+# Sparse tensors, map and opaque types, and fields that a newer or a vendor's schema added have no
+# place in the graph library. `set_aside` takes them out of a ModelProto before the library sees it;
+# `attach` hangs them on the objects that they belong to; `put_back` merges them into what is
+# written. Hanging on objects, they follow renames and copies.
 
 _REST = "onward.rest"
 _DENSE_LIMIT = 1 << 31
-"""A sparse initializer is expanded only below this many bytes: its dimensions may claim anything."""
+"""Limit in bytes for expanding a sparse initializer: a hostile file may claim any dimensions."""
 
 
 class Residue:
-    """What was set aside from one ModelProto, by the identity of the message it came from."""
+    """Content that was removed from one ModelProto, by the identity of its message."""
 
     def __init__(self) -> None:
         self.rest: dict[tuple[object, ...], bytes] = {}
@@ -102,7 +104,7 @@ class Residue:
 
 
 def unknown_fields(message: Message) -> bytes:
-    """The fields of `message` that its schema does not know, serialized; empty when there are none."""
+    """Return the fields of `message` that its schema does not know, serialized."""
     if not UnknownFieldSet(message):
         return b""
     rest = type(message)()
@@ -113,7 +115,7 @@ def unknown_fields(message: Message) -> bytes:
 
 
 def set_aside(proto: ModelProto) -> Residue:
-    """Take out of `proto`, in place, what the graph library would refuse or drop."""
+    """Remove from `proto`, in place, what the graph library would refuse or drop."""
     residue = Residue()
     if rest := unknown_fields(proto):
         residue.rest["model",] = rest
@@ -128,7 +130,7 @@ def set_aside(proto: ModelProto) -> Residue:
 
 
 def graphs(proto: ModelProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
-    """Every graph of a model with a path that names its place: inference, algorithms, initializations, nested ones."""
+    """Yield every graph of a model, nested ones too, with its path."""
     yield from _nested_graphs(("graph",), proto.graph)
     for i, step in enumerate(proto.training_info):
         yield from _nested_graphs(("algorithm", i), step.algorithm)
@@ -180,13 +182,13 @@ def _set_aside_values(infos: Any, path: tuple[object, ...], residue: Residue) ->
 
 
 def _orphans(graph: GraphProto) -> bytes:
-    """Unknown fields, and notes about values that do not exist: the graph library keeps notes on values only."""
-    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    known |= {sparse.values.name for sparse in graph.sparse_initializer}
-    known |= {name for node in graph.node for name in node.output}
+    """Remove unknown fields and notes on missing values: the library keeps notes on values only."""
+    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    names |= {name for node in graph.node for name in node.output}
     rest = GraphProto()
-    rest.value_info.extend(info for info in graph.value_info if info.name not in known and "::" not in info.name)
-    rest.quantization_annotation.extend(a for a in graph.quantization_annotation if a.tensor_name not in known)
+    rest.value_info.extend(info for info in graph.value_info if info.name not in names and "::" not in info.name)
+    rest.quantization_annotation.extend(a for a in graph.quantization_annotation if a.tensor_name not in names)
     return unknown_fields(graph) + rest.SerializeToString()
 
 
@@ -209,14 +211,14 @@ def _pop_sparse_attributes(node: onnx.NodeProto) -> bytes:
 
 
 def _beyond_ir(type_: TypeProto) -> bool:
-    kind = type_.WhichOneof("value")
-    if kind in ("sequence_type", "optional_type"):
-        return _beyond_ir(getattr(type_, kind).elem_type)
-    return kind in ("map_type", "opaque_type")
+    field = type_.WhichOneof("value")
+    if field in ("sequence_type", "optional_type"):
+        return _beyond_ir(getattr(type_, field).elem_type)
+    return field in ("map_type", "opaque_type")
 
 
 def attach(residue: Residue, path: tuple[object, ...], graph: ir.Graph) -> None:
-    """Hang what was set aside from the graph at `path` on the graph, its nodes and values."""
+    """Attach the removed content of the graph at `path` to the graph, its nodes and values."""
     if residue.rest or residue.sparse:
         for inner_path, inner in _ir_graphs(path, graph):
             _attach_graph(residue, inner_path, inner)
@@ -250,7 +252,7 @@ def attach_model(residue: Residue, model: ir.Model) -> None:
 
 
 def put_back(proto: Message, owner: ir.Model | ir.Graph | ir.Function) -> None:
-    """Merge into the written `proto` what hangs on `owner` and on everything inside."""
+    """Merge the removed content of `owner` and of everything inside into the written `proto`."""
     _merge(proto, owner.meta)
     if isinstance(owner, ir.Model):
         put_back(proto.graph, owner.graph)  # type: ignore[attr-defined]
@@ -303,7 +305,7 @@ def _ir_graphs(path: tuple[object, ...], graph: ir.Graph) -> Iterator[tuple[tupl
 
 
 class SparseTensor(ir.ExternalTensor):
-    """A sparse initializer: written as it was, expanded only when somebody reads its values."""
+    """A sparse initializer, written unchanged and expanded only when its values are read."""
 
     def __init__(self, sparse: onnx.SparseTensorProto):
         super().__init__(

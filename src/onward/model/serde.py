@@ -1,4 +1,4 @@
-"""Between `onnx.ModelProto` and `Model`: where training information is joined to a graph, and split from it again."""
+"""Conversion between `onnx.ModelProto` and `Model`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ _ALGORITHMS = "onward.algorithms"
 
 
 Source = str | os.PathLike[str] | bytes | ModelProto | Model
-"""What a model can be read from."""
+"""Types that a model can be read from."""
 OPENED.add(Source)
 
 
 def load(model: Source) -> Model:
-    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used.
+    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when
+    they are used.
 
         model = onward.load("training.onnx")
 
@@ -60,20 +61,23 @@ def load(model: Source) -> Model:
 
 
 def load_shapes(source: Source) -> Model:
-    """The same for a model of which nobody needs the numbers: where data outside the file cannot be read, there is
-    something else of the same type and shape. It is not for saving."""
+    """Read a model without its external data: tensors that cannot be read get stand-ins of the same
+    type and shape.
+
+    Do not save it.
+    """
     try:
         return load(source)
     except ExternalDataError:
         model = load_references(source)
-    for place in places_of(model):
-        if isinstance(place.tensor, ir.ExternalTensor) and storage.is_external(place.tensor):
-            place.tensor = _stand_in(place.tensor)
+    for location in places_of(model):
+        if isinstance(location.tensor, ir.ExternalTensor) and storage.is_external(location.tensor):
+            location.tensor = _stand_in(location.tensor)
     return model
 
 
 def load_references(source: Source) -> Model:
-    """A model whose data outside the file are only named, and need not be there."""
+    """Read a model whose external data are only named and may be missing."""
     if isinstance(source, Model):
         return source
     proto = ModelProto()
@@ -87,16 +91,18 @@ def load_references(source: Source) -> Model:
 
 
 def _stand_in(tensor: ir.TensorProtocol) -> ir.Tensor:
-    """One number for all, which takes no memory; it is neither a mask nor a setting."""
+    """Return a tensor of one repeated number, which is neither a mask nor a setting."""
     number = np.asarray(0.5).astype(tensor.dtype.numpy())
     shape = tuple(tensor.shape.numpy())
-    made = ir.Tensor(np.broadcast_to(number, shape), dtype=tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
-    made.metadata_props.update(tensor.metadata_props)
-    return made
+    stand_in = ir.Tensor(
+        np.broadcast_to(number, shape), dtype=tensor.dtype, name=tensor.name, doc_string=tensor.doc_string
+    )
+    stand_in.metadata_props.update(tensor.metadata_props)
+    return stand_in
 
 
 def _from_nowhere(proto: ModelProto) -> Model:
-    """A model without a folder cannot have data outside: a reference would be looked up wherever the process runs."""
+    """Raise if a model without a folder has external data: it would depend on the process."""
     storage.check_external(proto, None)
     model = from_proto(proto)
     _refuse_native_kernels(proto)
@@ -104,10 +110,10 @@ def _from_nowhere(proto: ModelProto) -> Model:
 
 
 def _refuse_native_kernels(proto: ModelProto) -> None:
-    """Refuse calls of our native kernels: they are handed the places of arrays, and trust who lowered the step."""
+    """Raise for native kernels, which read addresses that only lowering may write."""
     infos = [graph for info in proto.training_info for graph in (info.algorithm, info.initialization)]
     parts: tuple[onnx.GraphProto | onnx.FunctionProto, ...] = (proto.graph, *infos, *proto.functions)
-    for node in (node for part in parts for node in all_nodes(part.node)):
+    for node in (node for container in parts for node in all_nodes(container.node)):
         if node.domain == KERNELS:
             raise InvalidModelError(
                 f"node `{node.name or node.op_type}` calls a native kernel (`{KERNELS}`), which no file may",
@@ -116,7 +122,7 @@ def _refuse_native_kernels(proto: ModelProto) -> None:
 
 
 def from_proto(proto: ModelProto) -> Model:
-    """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
+    """Make a `Model` of a proto, which is consumed. The caller has checked external data."""
     older = modernise(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
@@ -134,7 +140,7 @@ def from_proto(proto: ModelProto) -> Model:
 
 
 def modernise(proto: ModelProto) -> list[str]:
-    """Bring training information of older forms into the present one, in place; what was converted."""
+    """Convert older training information, in place; return the converted parts."""
     with _library_errors():
         return older_forms.convert(proto)
 
@@ -155,10 +161,11 @@ def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: 
 
 
 def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
-    """The inference model and the algorithms, whose nodes read the inference graph's values.
+    """Return the inference model and the algorithms, whose nodes read values of the inference
+    graph.
 
-    The graph library links a nested graph to the values around it. So the algorithms are read as graphs nested in a
-    node at the end of the inference graph, and taken out of it afterwards.
+    The graph library links a nested graph to the values around it. So the algorithms are read as
+    graphs nested in a node at the end of the inference graph, and taken out of it afterwards.
     """
     if not proto.training_info:
         return ir.serde.deserialize_model(proto), []
@@ -176,7 +183,7 @@ def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
 
 
 def _type_function_inputs(proto: ModelProto, inference: ir.Model) -> None:
-    """Read the types of functions' inputs, which the library writes but does not read."""
+    """Read the types of function inputs, which the library writes but does not read."""
     for written, function in zip(proto.functions, inference.functions.values(), strict=True):
         types = {info.name: info for info in written.value_info}
         for value in function.inputs:
@@ -220,7 +227,7 @@ def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
 
 
 def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
-    """Undo what the library adds: a type note for every initializer, and a second copy of a tensor's metadata."""
+    """Undo additions of the library: type notes of initializers, copies of tensor metadata."""
     for tensor in proto.initializer:
         if len(tensor.metadata_props) > 1:
             unique = {entry.key: entry.value for entry in tensor.metadata_props}
@@ -236,7 +243,7 @@ def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
 
 
 def _says_nothing(value: ir.Value) -> bool:
-    """Whether a note on an initializer only repeats the type and shape of its tensor."""
+    """True if a note on an initializer only repeats the type and shape of its tensor."""
     return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
 
 
@@ -248,12 +255,12 @@ def save(model: Model, path: str | os.PathLike[str], data: storage.External = "a
 
 
 def places_of(model: Model) -> list[storage.TensorPlace]:
-    """Every place of a model that holds a tensor."""
+    """Return every location of a tensor in a model."""
     return storage.places(*_containers(model))
 
 
 def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:
-    """Every graph and function that is written, and may hold tensors."""
+    """Return every graph and function that is written and may hold tensors."""
     yield model.graph
     yield from model.functions.values()
     for step in model.steps:
@@ -264,7 +271,7 @@ def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The library logs a warning for each oddity that `check` reports properly."""
+    """Silence the warnings of the library: `check` reports the same facts properly."""
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -276,7 +283,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Turn the graph library's errors into ours: the innermost one says what is wrong."""
+    """Convert errors of the graph library to ours, with the innermost message."""
     try:
         yield
     except Error:
@@ -290,7 +297,7 @@ def _library_errors() -> Iterator[None]:
 
 
 def stamp(model: Model) -> Model:
-    """Record in each step that Onward made which inference graph it is for; `check` tells when that has changed."""
+    """Record the fingerprint of the inference graph in each step that Onward made."""
     ours = [step for step in model.steps if FINGERPRINT in step.metadata or "train.recipe" in step.metadata]
     if ours:
         with without_data(model):
@@ -302,18 +309,18 @@ def stamp(model: Model) -> Model:
 
 @contextmanager
 def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
-    """Within it, `to_proto(model)` writes a reference instead of the bytes of each large tensor.
+    """Make `to_proto(model)` write a reference instead of the bytes of each large tensor.
 
-    For handing the structure of a model of any size to a tool that works on protobuf. `with_data` undoes it in the
-    model that comes back.
+    For handing the structure of a model of any size to a tool that works on protobuf. `with_data`
+    undoes it in the model that comes back.
     """
     large = [(value, value.const_value) for value in _initializers(model) if _is_large(value.const_value)]
     by_offset: dict[int, ir.TensorProtocol] = {}
     end = 0
     for value, tensor in large:
         by_offset[end] = tensor
-        place = (_ELSEWHERE, end, tensor.nbytes, tensor.dtype)
-        value.const_value = ir.ExternalTensor(*place, base_dir="", **storage.describe_tensor(tensor))
+        location = (_ELSEWHERE, end, tensor.nbytes, tensor.dtype)
+        value.const_value = ir.ExternalTensor(*location, base_dir="", **storage.describe_tensor(tensor))
         end += tensor.nbytes
     try:
         yield by_offset
@@ -323,7 +330,7 @@ def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
 
 
 def with_data(model: Model, tensors: Mapping[int, ir.TensorProtocol]) -> Model:
-    """Put back what `without_data` yielded."""
+    """Put back the data that `without_data` yielded."""
     for value in _initializers(model):
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and tensor.location == _ELSEWHERE:
@@ -351,19 +358,20 @@ def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:
 
 # A fingerprint of an inference graph: has a tool changed it since its training was written?
 #
-# It covers what training depends on: names, types and shapes of inputs, outputs and initializers, and how nodes
-# connect them. It ignores what may change without harm: the values of tensors (training changes them), where they are
-# stored, doc strings, metadata, the names of nodes, and the types of inner values, which shape inference adds.
+# It covers what training depends on: names, types and shapes of inputs, outputs and initializers,
+# and how nodes connect them. It ignores what may change without harm: the values of tensors
+# (training changes them), where they are stored, doc strings, metadata, the names of nodes, and the
+# types of inner values, which shape inference adds.
 
 FINGERPRINT = "train.fingerprint"
-"""The metadata key of an algorithm that holds it."""
+"""Metadata key of the fingerprint in an algorithm."""
 
 
 def fingerprint(graph: GraphProto) -> str:
-    """64 hexadecimal digits; equal for graphs that a training algorithm cannot tell apart."""
+    """Return 64 hex digits, equal for graphs that an algorithm cannot tell apart."""
     digest = hashlib.sha256()
-    for part in _graph(graph):
-        data = part if isinstance(part, bytes) else str(part).encode()
+    for chunk in _graph(graph):
+        data = chunk if isinstance(chunk, bytes) else str(chunk).encode()
         digest.update(b"%d:" % len(data))  # so that ("ab", "c") and ("a", "bc") differ
         digest.update(data)
     return digest.hexdigest()
@@ -423,7 +431,7 @@ def _count_values(values: Sequence[object]) -> tuple[object, ...]:
 
 
 def _without_trailing_gaps(names: Sequence[str]) -> Sequence[str]:
-    """An input or output that is left out at the end may or may not be written down."""
+    """Drop empty names at the end: optional inputs and outputs may be written or left out."""
     end = len(names)
     while end and not names[end - 1]:
         end -= 1

@@ -1,9 +1,10 @@
-"""How the tensors of a model are divided among devices, as part of the file.
+"""Sharding of tensors among devices, stored in the file.
 
     configuration { name: "fsdp"  num_devices: 8  device: "shard=0" ... }          of the model
     sharding_spec { tensor_name: "fc1.weight"  device: [0, 1, ...]  sharded_dim { axis: 0 ... } }      of each reader
 
-The names of devices say where they stand in the mesh, so that nothing but the file is needed to read it back.
+The names of devices say where they stand in the mesh, so that nothing but the file is needed to
+read it back.
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ from onward.model.serde import Source, load_references
 from onward.standard import DEVICES_IR
 
 _MOST_AXES = 6
-"""Of a mesh that is read from a file: orders of them are tried."""
+"""Limit of axes in a mesh that is read: the search tries all orders."""
 Axes = Mapping[int, Sequence[str]]
 """Axis of a tensor -> the axes of the mesh that divide it, the outermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Devices in a mesh, and which axes of it divide which axes of tensors. What is not named is whole on each device.
+    """A mesh of devices, and the mesh axes that divide tensor axes. Other tensors are replicated.
 
         sharding = onward.Sharding.of("sharded.onnx")
         sharding.mesh                          # {"replica": 2, "shard": 4}
         sharding.tensors["fc1.weight"]         # {0: ("shard",)}
 
-    What an optimizer keeps for a parameter (`fc1.weight/exp_avg`) is divided as that is, unless it is named itself.
+    What an optimizer keeps for a parameter (`fc1.weight/exp_avg`) is divided as that is, unless it
+    is named itself.
     """
 
     name: str
-    """What the configuration is called: the strategy."""
+    """Name of the configuration: the strategy."""
     mesh: Mapping[str, int]
-    """Axis -> devices along it, the outermost first: the last one runs quickest through the numbers of devices."""
+    """Axis -> its size, outermost first: the last axis varies fastest over device numbers."""
     tensors: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, axes in self.tensors.items():
-            used = [each for of_axis in axes.values() for each in of_axis]
-            if unknown := [each for each in used if each not in self.mesh]:
+            used = [mesh_axis for of_axis in axes.values() for mesh_axis in of_axis]
+            if unknown := [mesh_axis for mesh_axis in used if mesh_axis not in self.mesh]:
                 raise UnknownNameError(
                     f"the mesh has no axis `{unknown[0]}`, which divides `{name}`",
                     hint=suggest_or_list(unknown[0], self.mesh),
@@ -61,72 +63,80 @@ class Sharding:
         return math.prod(self.mesh.values())
 
     def spec(self, name: str, rank: int) -> tuple[tuple[str, ...], ...]:
-        """The axes of the mesh that divide each axis of a tensor, as a `PartitionSpec` of JAX has them."""
+        """Return the mesh axes that divide each axis of a tensor, like a `PartitionSpec` of JAX."""
         axes = self.tensors.get(name, {})
         return tuple(tuple(axes.get(i, ())) for i in range(rank))
 
     def placements(self, name: str) -> tuple[int | None, ...]:
-        """For each axis of the mesh, the axis of the tensor that it divides, as placements of a `DTensor` have them."""
-        divided = {each: axis for axis, of_axis in self.tensors.get(name, {}).items() for each in of_axis}
-        return tuple(divided.get(each) for each in self.mesh)
+        """Return the tensor axis that each mesh axis divides, like a `DTensor`'s placements."""
+        divided = {mesh_axis: axis for axis, of_axis in self.tensors.get(name, {}).items() for mesh_axis in of_axis}
+        return tuple(divided.get(mesh_axis) for mesh_axis in self.mesh)
 
     @staticmethod
     @checked()
     def of(source: Source, name: str | None = None) -> Sharding:
-        """What a file says; of several configurations, the one of that name."""
+        """Read the sharding of a model, by name if it has several."""
         return read_sharding(load_references(source), name)
 
     @checked()
     def write_to(self, model: Model) -> None:
-        """Put it into a model, in the place of a configuration of the same name."""
+        """Write the sharding to a model; replaces a configuration of the same name."""
         write_sharding(self, model)
 
 
 def write_sharding(sharding: Sharding, model: Model) -> None:
-    """A configuration of the model, and a specification at each node that reads a tensor which is divided."""
-    known = {value.name: value for value in model.initializers()}
+    """Write a configuration to the model, and a spec to each node that reads a divided tensor."""
+    by_name = {value.name: value for value in model.initializers()}
     for name, axes in sharding.tensors.items():
-        if name not in known:
+        if name not in by_name:
             raise UnknownNameError(
-                f"the model has no tensor `{name}`", hint=suggest_or_list(name, [n for n in known if n])
+                f"the model has no tensor `{name}`", hint=suggest_or_list(name, [n for n in by_name if n])
             )
         for axis, of_axis in axes.items():
-            _check_axis(known[name], axis, math.prod(sharding.mesh[each] for each in of_axis))
-    made = ir.ModelConfiguration(sharding.name, sharding.devices, tuple(_device_names(sharding.mesh)))
+            _check_axis(by_name[name], axis, math.prod(sharding.mesh[each] for each in of_axis))
+    configuration = ir.ModelConfiguration(sharding.name, sharding.devices, tuple(_device_names(sharding.mesh)))
     others = [each for each in model.ir.device_configurations if each.name != sharding.name]
-    model.ir.device_configurations = (*others, made)
+    model.ir.device_configurations = (*others, configuration)
     model.ir.ir_version = max(model.ir.ir_version or 0, DEVICES_IR)
     for node in _nodes(model):
         read = dict.fromkeys(
-            v for v in node.inputs if v is not None and v.name in sharding.tensors and v is known[v.name]
+            v for v in node.inputs if v is not None and v.name in sharding.tensors and v is by_name[v.name]
         )
         specs = tuple(_spec(value, sharding) for value in read)
-        kept = tuple(c for c in node.device_configurations if c.configuration and c.configuration.name != sharding.name)
-        node.device_configurations = (*kept, ir.NodeDeviceConfiguration(made, specs)) if specs else kept
+        others_of_node = tuple(
+            c for c in node.device_configurations if c.configuration and c.configuration.name != sharding.name
+        )
+        node.device_configurations = (
+            (*others_of_node, ir.NodeDeviceConfiguration(configuration, specs)) if specs else others_of_node
+        )
 
 
 def read_sharding(model: Model, name: str | None = None) -> Sharding:
-    """The sharding that a model describes: a mesh, and what is divided how."""
-    known = {each.name: each for each in model.ir.device_configurations}
-    if not known:
+    """Return the sharding in a model: the mesh, and the divided axes."""
+    configurations = {configuration.name: configuration for configuration in model.ir.device_configurations}
+    if not configurations:
         raise UnsupportedError("the file says nothing about devices", hint="`onward plan MODEL ... -o FILE` writes it")
-    if name is None and len(known) > 1:
-        raise UnsupportedError(f"the file has {len(known)} configurations", hint=f"name one: {', '.join(known)}")
-    wanted = next(iter(known)) if name is None else name
-    if wanted not in known:
-        raise UnknownNameError(f"the file has no configuration `{wanted}`", hint=suggest_or_list(wanted, known))
-    mesh = _mesh_of(known[wanted])
+    if name is None and len(configurations) > 1:
+        raise UnsupportedError(
+            f"the file has {len(configurations)} configurations", hint=f"name one: {', '.join(configurations)}"
+        )
+    chosen = next(iter(configurations)) if name is None else name
+    if chosen not in configurations:
+        raise UnknownNameError(
+            f"the file has no configuration `{chosen}`", hint=suggest_or_list(chosen, configurations)
+        )
+    mesh = _mesh_of(configurations[chosen])
     tensors: dict[str, Axes] = {}
     for node in _nodes(model):
-        for each in node.device_configurations:
-            if each.configuration is not None and each.configuration.name == wanted:
-                found = {spec.value.name: spec for spec in each.sharding_specs if spec.value is not None}
-                stored = {n: s for n, s in found.items() if n and s.value is not None and s.value.is_initializer()}
+        for configuration in node.device_configurations:
+            if configuration.configuration is not None and configuration.configuration.name == chosen:
+                specs = {spec.value.name: spec for spec in configuration.sharding_specs if spec.value is not None}
+                stored = {n: s for n, s in specs.items() if n and s.value is not None and s.value.is_initializer()}
                 for tensor, spec in stored.items():
                     axes = _axes_of(spec, mesh, tensor)
                     if tensors.setdefault(tensor, axes) != axes:
                         raise UnsupportedError(f"nodes that read `{tensor}` divide it in different ways")
-    return Sharding(wanted, mesh, {tensor: axes for tensor, axes in tensors.items() if axes})
+    return Sharding(chosen, mesh, {tensor: axes for tensor, axes in tensors.items() if axes})
 
 
 def _check_axis(value: ir.Value, axis: int, parts: int) -> None:
@@ -145,12 +155,12 @@ def _nodes(model: Model) -> Iterator[ir.Node]:
 
 
 def _device_names(mesh: Mapping[str, int]) -> Iterator[str]:
-    for place in itertools.product(*(range(size) for size in mesh.values())):
-        yield ",".join(f"{axis}={i}" for axis, i in zip(mesh, place, strict=True))
+    for position in itertools.product(*(range(size) for size in mesh.values())):
+        yield ",".join(f"{axis}={i}" for axis, i in zip(mesh, position, strict=True))
 
 
 def _mesh_of(configuration: ir.ModelConfiguration) -> dict[str, int]:
-    """What the names of devices say; a single row, if they say nothing of the kind."""
+    """Parse the names of devices; return a single axis if they do not describe a mesh."""
     names = list(configuration.device_names)
     mesh = {axis: int(i) + 1 for axis, i in re.findall(r"([^=,]+)=(\d{1,9})", names[-1] if names else "")}
     is_small = 0 < len(mesh) <= _MOST_AXES and math.prod(mesh.values()) == len(names)
@@ -161,7 +171,7 @@ def _mesh_of(configuration: ir.ModelConfiguration) -> dict[str, int]:
 
 def _spec(value: ir.Value, sharding: Sharding) -> ir.ShardingSpec:
     axes = sharding.tensors[value.name or ""]
-    groups = _groups(sharding.mesh, [each for of_axis in axes.values() for each in of_axis])
+    groups = _groups(sharding.mesh, [mesh_axis for of_axis in axes.values() for mesh_axis in of_axis])
     dims = tuple(
         ir.ShardedDim(axis, (ir.SimpleShardedDim(_size(value, axis), math.prod(sharding.mesh[e] for e in of_axis)),))
         for axis, of_axis in axes.items()
@@ -179,21 +189,21 @@ def _size(value: ir.Value, axis: int) -> int:
 
 
 def _groups(mesh: Mapping[str, int], dividing: Sequence[str]) -> list[tuple[int, ...]]:
-    """The devices that hold each part, in the order of the parts, if these axes of the mesh divide a tensor."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(size) for size in mesh.values()))):
-        at = dict(zip(mesh, place, strict=True))
-        found.setdefault(tuple(at[axis] for axis in dividing), []).append(device)
-    return [tuple(found[part]) for part in sorted(found)]
+    """Return the devices of each shard, in order, if these mesh axes divide a tensor."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device, position in enumerate(itertools.product(*(range(size) for size in mesh.values()))):
+        at = dict(zip(mesh, position, strict=True))
+        groups.setdefault(tuple(at[axis] for axis in dividing), []).append(device)
+    return [tuple(groups[shard]) for shard in sorted(groups)]
 
 
 def _axes_of(spec: ir.ShardingSpec, mesh: Mapping[str, int], tensor: str) -> dict[int, tuple[str, ...]]:
-    """Which axes of the mesh a specification speaks of, though it only lists devices."""
+    """Return the mesh axes of a spec, which only lists devices."""
     groups = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
     listed = [groups.get(device, (device,)) for device in spec.device]
     rank = len(spec.value.shape) if spec.value is not None and spec.value.shape is not None else 0
     parts = {
-        dim.axis % rank if rank else dim.axis: math.prod(each.num_shards for each in dim.simple_shardings)
+        dim.axis % rank if rank else dim.axis: math.prod(dimension.num_shards for dimension in dim.simple_shardings)
         for dim in spec.sharded_dims
     }
     parts = {axis: count for axis, count in parts.items() if count > 1}
@@ -211,13 +221,13 @@ def _axes_of(spec: ir.ShardingSpec, mesh: Mapping[str, int], tensor: str) -> dic
 def _divided(
     order: Sequence[str], mesh: Mapping[str, int], parts: Mapping[int, int]
 ) -> dict[int, tuple[str, ...]] | None:
-    """Axes of the mesh, in this order, shared out among the axes of a tensor so that each gets its number of parts."""
+    """Distribute mesh axes, in order, to tensor axes so that each gets its number of shards."""
     left, axes = list(order), {}
     for axis, count in parts.items():
         taken: list[str] = []
-        while left and math.prod(mesh[each] for each in taken) < count:
+        while left and math.prod(mesh[mesh_axis] for mesh_axis in taken) < count:
             taken.append(left.pop(0))
-        if math.prod(mesh[each] for each in taken) != count:
+        if math.prod(mesh[mesh_axis] for mesh_axis in taken) != count:
             return None
         axes[axis] = tuple(taken)
     return None if left else axes

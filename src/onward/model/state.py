@@ -1,8 +1,8 @@
-"""State: the initializers that a binding names. Names and tags say what each is for; both can be read without Onward.
+"""State: the initializers that bindings name. Names and tags describe their role, without Onward.
 
-A slot of parameter `w` is called `w/exp_avg`; hyper-parameters of a group `group0/lr`. Tensors carry `train.role`,
-`train.param`, `train.slot` and `train.group` as metadata. Facts about the whole run are JSON in the metadata of the
-algorithm.
+A slot of parameter `w` is called `w/exp_avg`; hyper-parameters of a group `group0/lr`. Tensors
+carry `train.role`, `train.param`, `train.slot` and `train.group` as metadata. Facts about the whole
+run are JSON in the metadata of the algorithm.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PARAMETER_KEY = "train.param"
 SLOT_KEY = "train.slot"
 GROUP_KEY = "train.group"
 PREPROCESSING = "preprocessing"
-"""The role of constants that were put before a model, to make of data what it takes."""
+"""Role of constants of preprocessing."""
 
 KEPT = "kept"
-"""The role of what a checkpoint held beside the state of a training model, and is kept for the way back."""
+"""Role of tensors of a checkpoint that no role covers; kept for the way back."""
 
 STEP = "step"
 """The counter of updates."""
@@ -68,22 +68,22 @@ class State:
 
 
 def states(model: Model, index: int = 0) -> list[State]:
-    """The state of a step: everything that its bindings name, in the order of the graph and then of the algorithm."""
+    """Return the state of a step, in the order of the graph, then the algorithm."""
     step = model.step(index)
     bound = {**step.update, **step.reset}
     trained = set(step.differentiated())
-    known = [*model.graph.initializers.values(), *step.algorithm.initializers.values()]
-    return [_state(value, step, trained) for value in known if value.name in bound]
+    initializers = [*model.graph.initializers.values(), *step.algorithm.initializers.values()]
+    return [_state(value, step, trained) for value in initializers if value.name in bound]
 
 
 def all_states(model: Model) -> list[State]:
-    """The state of all steps; what several of them share is there once."""
-    found = (state for index in range(len(model.steps)) for state in states(model, index))
-    return list({state.value: state for state in found}.values())
+    """Return the state of all steps, without duplicates."""
+    candidates = (state for index in range(len(model.steps)) for state in states(model, index))
+    return list({state.value: state for state in candidates}.values())
 
 
 def carried_state(model: Model, index: int = 0) -> list[State]:
-    """The state of a step, and weights that it may read while other steps change or initialise them."""
+    """Return the state of a step, and weights that other steps change or reset."""
     own = states(model, index)
     names = {state.name for state in own}
     others = {name for step in model.steps for name in (*step.update, *step.reset)} - names
@@ -99,7 +99,7 @@ def _state(value: ir.Value, step: Step, trained: set[str]) -> State:
 
 
 def _guess(value: ir.Value, trained: bool, step: Step) -> str:
-    """The role of state that nobody tagged, as in files that others wrote."""
+    """Return the role of untagged state, as in files of other tools."""
     if trained:
         return "parameter"
     if any(use.node.op_type == "BatchNormalization" and use.idx >= 3 for use in value.uses()):
@@ -111,36 +111,36 @@ def _guess(value: ir.Value, trained: bool, step: Step) -> str:
 
 
 def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
-    """The numbers that steer training and that no update changes: learning rate, decay, settings of the schedule."""
+    """Return the fixed numbers of training: learning rate, decay, schedule settings."""
     step = model.step(index)
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in step.algorithm.initializers.items():
         tensor = value.const_value
         if name not in step.update and tensor is not None and tensor.metadata_props.get(ROLE_KEY) == "hyper":
             number: Any = np.asarray(tensor.numpy())
-            found[name] = number.item() if number.ndim == 0 else number.tolist()
-    return found
+            numbers[name] = number.item() if number.ndim == 0 else number.tolist()
+    return numbers
 
 
 def with_tags(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
-    """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
+    """Return a copy of a tensor with `train.*` tags: role, param, slot, group."""
     added = {f"{_TAG}{key}": value for key, value in tags.items() if value is not None}
     return with_metadata(tensor, {**tensor.metadata_props, **added})
 
 
 def without_tags(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same data without `train.*` tags, for copies that are not the state that the tags speak of."""
-    kept = {key: value for key, value in tensor.metadata_props.items() if not key.startswith(_TAG)}
-    return tensor if len(kept) == len(tensor.metadata_props) else with_metadata(tensor, kept)
+    """Return the tensor without `train.*` tags, for copies that are not state."""
+    tags = {key: value for key, value in tensor.metadata_props.items() if not key.startswith(_TAG)}
+    return tensor if len(tags) == len(tensor.metadata_props) else with_metadata(tensor, tags)
 
 
 def with_metadata(
     tensor: ir.TensorProtocol, metadata: dict[str, str], like: ir.TensorProtocol | None = None
 ) -> ir.TensorProtocol:
-    """The same data where they are, with other metadata; under the name of another tensor, if there is one."""
+    """Return a tensor with other metadata, optionally under the name of another."""
     named = tensor if like is None else like
-    known = {"dtype": tensor.dtype, "name": named.name or "", "doc_string": named.doc_string}
-    described: dict[str, Any] = {**describe_tensor(tensor), **known, "metadata_props": metadata}
+    fields = {"dtype": tensor.dtype, "name": named.name or "", "doc_string": named.doc_string}
+    described: dict[str, Any] = {**describe_tensor(tensor), **fields, "metadata_props": metadata}
     if isinstance(tensor, HeldTensor):
         where = (tensor.source, tensor.location, tensor.offset, tensor.length)
         return HeldTensor(*where, base_dir=tensor.base_dir, **described)

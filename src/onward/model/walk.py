@@ -1,4 +1,4 @@
-"""Following values through a graph, and into the graphs nested in its nodes."""
+"""Traversal of values and nodes in a graph and its nested graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from onward.model.core import Model
 
 Reads = Callable[[ir.Node], Iterable[ir.Value]]
-"""What a node depends on."""
+"""The values that a node depends on."""
 
 _NEWEST = defs.onnx_opset_version()  # at least as new as the newest of every other domain
 
 
 def nested_graphs(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs in the attributes of a node: branches of an If, the body of a Loop or Scan."""
+    """Return the graphs in the attributes of a node: branches of If, bodies of Loop and Scan."""
     for attribute in node.attributes.data.values():  # of all nodes, often: the dictionary itself is the quickest
         if attribute.type is ir.AttributeType.GRAPH and not attribute.is_ref():
             yield attribute.as_graph()
@@ -32,7 +32,7 @@ def nested_graphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def graphs_in(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """A graph and all that are nested in it."""
+    """Return a graph and all graphs nested in it."""
     yield graph
     for node in graph:
         for inner in nested_graphs(node):
@@ -40,30 +40,30 @@ def graphs_in(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def graphs_of(model: Model | ir.Model) -> list[ir.Graph]:
-    """The inference graph and those of functions, without what is nested in them."""
+    """Return the inference graph and those of functions, without nested ones."""
     return [model.graph, *(function.graph for function in model.functions.values())]
 
 
 def nodes_of(model: Model | ir.Model) -> Iterator[ir.Node]:
-    """All nodes of the inference graph and of functions, also nested ones."""
+    """Return all nodes of the inference graph and of functions, with nested ones."""
     return (node for graph in graphs_of(model) for node in graph.all_nodes())
 
 
 def nested_nodes(node: ir.Node) -> Iterator[ir.Node]:
-    """The nodes of the graphs nested in a node, at any depth."""
+    """Return the nodes of the graphs nested in a node, at any depth."""
     for graph in nested_graphs(node):
         yield from graph.all_nodes()
 
 
 def read_by(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, through the graphs nested in it too."""
+    """Return the values that a node reads, also through its nested graphs."""
     yield from (value for value in node.inputs if value is not None)
     for inner in nested_nodes(node):
         yield from (value for value in inner.inputs if value is not None)
 
 
 def captured_values(nodes: Iterable[ir.Node]) -> list[ir.Value]:
-    """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
+    """Return the values that nodes read, nested graphs included, and do not define."""
     nodes = list(nodes)
     inside = {value for node in nodes for value in node.outputs}
     for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in graphs_in(outer)):
@@ -72,20 +72,20 @@ def captured_values(nodes: Iterable[ir.Node]) -> list[ir.Value]:
 
 
 def is_random(node: ir.Node) -> bool:
-    """Whether a node draws numbers: the same node once more would not give the same."""
+    """True if a node draws random numbers: a second copy would give other results."""
     drops = node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
     return drops or node.op_type in RANDOM
 
 
 def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
-    """The nodes of a graph that come after one of them (None: all), in order."""
+    """Return the nodes of a graph behind `node` (None: all), in order."""
     return [*itertools.takewhile(lambda node: node is not last, reversed(graph))][::-1]
 
 
 def ancestors(
     values: Iterable[ir.Value], *, known: Container[ir.Value] = (), reads: Reads = read_by
 ) -> tuple[set[ir.Node], set[ir.Value]]:
-    """The nodes that are needed to compute `values` where some are known, and all values on the way, `values` too."""
+    """Return the nodes that compute `values` from `known`, and all values on the way."""
     nodes: set[ir.Node] = set()
     reached = set(values)
     pending = list(reached)
@@ -109,19 +109,21 @@ def between(
     known: Container[ir.Value] = (),
     reads: Reads = read_by,
 ) -> list[ir.Node]:
-    """The nodes on the ways from `xs` to `y` that do not go through what is known, in the order of the graph of `y`;
-    of all graphs of a scope, if that is given."""
+    """Return the nodes on the paths from `xs` to `y` that avoid `known`, in graph order.
+
+    With a `scope`, in the order of its graphs.
+    """
     producer = y.producer()
     if producer is None or producer.graph is None:
         return []
     needed, _ = ancestors([y], known=known, reads=reads)
     reached = set(xs)
-    found = []
+    nodes = []
     for node in (node for graph in scope or (producer.graph,) for node in graph if node in needed):
         if any(value in reached for value in reads(node)):
             reached.update(node.outputs)
-            found.append(node)
-    return found
+            nodes.append(node)
+    return nodes
 
 
 _HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
@@ -129,7 +131,7 @@ _HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
 
 
 def source_of(value: ir.Value | None, through: Container[str] = _HANDS_ON) -> ir.Value | None:
-    """Where a value comes from, behind operators that only hand their first input on."""
+    """Return the source of a value, behind operators that only pass on their first input."""
     seen: set[ir.Value] = set()
     while value is not None and value not in seen:
         seen.add(value)
@@ -141,7 +143,7 @@ def source_of(value: ir.Value | None, through: Container[str] = _HANDS_ON) -> ir
 
 
 def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
-    """What is computed from `values` in a graph, `values` among them."""
+    """Return the values computed from `values` in a graph, with `values`."""
     reached = set(values)
     for node in graph:
         if any(value in reached for value in read_by(node)):
@@ -150,14 +152,14 @@ def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
 
 
 def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
-    """The attributes of a node by name, with the schema's defaults for those that it leaves out, else None."""
+    """Return the attributes of a node by name, with the schema's defaults, else None."""
     defaults = _defaults(domain_of(node), node.op_type, opset if is_standard(node) else _NEWEST)
     return {**defaults, **{name: attribute.value for name, attribute in node.attributes.items()}}
 
 
 @functools.cache
 def _defaults(domain: str, op_type: str, version: int) -> Mapping[str, Any]:
-    """The attributes that a schema knows, with their default values, else None."""
+    """Return the attributes that a schema knows with their defaults, else None."""
     try:
         schema = defs.get_schema(op_type, version, domain)
     except defs.SchemaError:

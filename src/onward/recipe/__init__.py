@@ -1,4 +1,4 @@
-"""Recipes: what is added to a model to train it, and what is changed in it to train it for something else."""
+"""Recipes: everything that training adds to a model or changes in it."""
 
 from onward.recipe import lora, quantize
 from onward.recipe.head import replace_head

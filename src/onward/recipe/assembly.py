@@ -1,4 +1,4 @@
-"""A training step while it is put together: its graphs, its state and the bindings between them."""
+"""A training step under construction: its graphs, its state and the bindings between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onward.standard import METADATA_IR
 
 
 class Assembly:
-    """Adds one step to `model`, in place. `op` builds the algorithm and `init` the initialization."""
+    """Builder of a step of `model`, in place. `op` builds the algorithm, `init` its initialization."""
 
     def __init__(self, model: Model, seed: int, name: str = "training"):
         self.model = model
@@ -32,20 +32,20 @@ class Assembly:
         self.init = Builder(self.step.initialization, opset=model.opset, names=Names(), functions=model.functions)  # type: ignore[arg-type]
         self.values: dict[str, ir.Value] = dict(model.graph.initializers)
         self._own: set[str] = set()
-        """Names under which training has asked for tensors of its own."""
+        """Names of the tensors that training itself adds."""
         self._initial: dict[ir.Value, Expr] = {}
         self._seed = ir.Tensor(random.new_key(seed))
         self._seed_key: Expr | None = None
         self._key: Expr | None = None
 
     def input(self, name: str, dtype: ir.DataType, shape: ir.Shape | None) -> Expr:
-        """An input that training has and inference does not."""
+        """Add an input that exists in training only."""
         value = ir.Value(name=self.op.names.fresh(name), type=ir.TensorType(dtype), shape=shape)
         self.step.algorithm.inputs.append(value)
         return self.op(value)
 
     def hyper(self, name: str, number: float | list[float], group: str | None = None) -> Expr:
-        """A number that can be edited in the file without touching a node; one name gives one tensor."""
+        """Return a number that can be edited in the file; one name gives one tensor."""
         if name not in self._own:
             tensor = ir.Tensor(np.asarray(number, np.float64))
             self._register(name, with_tags(tensor, role="hyper", group=group))
@@ -62,13 +62,13 @@ class Assembly:
         slot: str | None = None,
         group: str | None = None,
     ) -> Expr:
-        """A state variable of the step's own, with the expression that it is reset to."""
+        """Add a state variable with the expression for its initial value."""
         value = self._register(name, with_tags(tensor, role=role, param=param, slot=slot, group=group))
         self.reset(value, initial)
         return self.op(value)
 
     def initial_value(self, value: ir.Value) -> Expr:
-        """What a parameter is reset to, for state that starts as a copy of it."""
+        """Return the initial value of a parameter, for state that starts as a copy of it."""
         return self._initial[value]
 
     def reset(self, value: ir.Value, initial: Callable[[Builder], Expr]) -> None:
@@ -92,7 +92,7 @@ class Assembly:
         self.step.update[value.name] = new.name
 
     def amend(self, name: str, change: Callable[[Expr], Expr]) -> None:
-        """Bind a state variable to what is made of the new value that it is bound to."""
+        """Replace the new value of a state variable by `change` of it."""
         outputs = self.step.algorithm.outputs
         old = next(value for value in outputs if value.name == self.step.update[name])
         outputs.remove(old)
@@ -104,7 +104,7 @@ class Assembly:
         self.step.algorithm.outputs.append(expr.value)
 
     def metric(self, name: str, expr: Expr) -> Expr:
-        """A scalar that is reported and not bound."""
+        """Add a scalar output that is reported and not bound."""
         if expr.value.producer() is None or expr.value.graph is not self.step.algorithm:
             expr = self.op.Identity(expr)
         expr.value.shape = ir.Shape([])
@@ -112,14 +112,14 @@ class Assembly:
         return expr
 
     def random_key(self, site: str) -> Expr:
-        """A key for random numbers at a place in the algorithm; the generator's state is a state variable."""
+        """Return a key for random numbers at `site`, from a generator that is state."""
         if self._key is None:
             self._key = self.state("rng", self._seed, lambda op: op.Identity(self.seed_key()), role="rng")
             self.update("rng", random.fold_in(self.op, self._key, 0))
         return random.site_key(self.op, self._key, site)
 
     def seed_key(self) -> Expr:
-        """The key of the seed in the initialization, where whoever wants other numbers puts that of another."""
+        """Return the key of the seed, an initializer of the initialization that can be replaced."""
         if self._seed_key is None:
             self._seed_key = self.init(register(self.init, "seed", with_tags(self._seed, role="rng")))
         return self._seed_key
@@ -128,7 +128,7 @@ class Assembly:
         self.step.metadata[f"train.{key}"] = json.dumps(value)
 
     def finish(self) -> None:
-        """Give the step to the model, with what it needs: imports of operator sets, and an IR version with metadata."""
+        """Add the step to the model, with its operator sets and an IR version that has metadata."""
         for built in (self.op, self.init):
             for domain, version in built.imports.items():
                 self.model.ir.opset_imports.setdefault(domain, version)
@@ -148,7 +148,7 @@ class Assembly:
 
 
 def register(op: Builder, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """A tensor as an initializer of the graph that is built, of that name or one like it."""
+    """Add a tensor as an initializer named `name`, or a fresh name like it."""
     return add_initializer(op.graph, op.names.fresh(name), tensor)
 
 
@@ -159,14 +159,14 @@ def moving_average(op: Builder, old: Expr, new: Expr, decay: Expr) -> Expr:
 
 
 def full_tensor(number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Tensor:
-    """A tensor of one repeated number, which takes no memory until it is written."""
+    """Return a tensor of one repeated number; it takes no memory until it is written."""
     return ir.Tensor(np.broadcast_to(np.asarray(number).astype(dtype.numpy()), shape), dtype=dtype)
 
 
 def fill(op: Builder, number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> Expr:
-    """The same as an expression."""
-    one = ir.Tensor(np.asarray([number]).astype(dtype.numpy()), dtype=dtype)
-    return op.ConstantOfShape(np.asarray(shape, np.int64), value=one)
+    """Return an expression for a tensor of one repeated number."""
+    value = ir.Tensor(np.asarray([number]).astype(dtype.numpy()), dtype=dtype)
+    return op.ConstantOfShape(np.asarray(shape, np.int64), value=value)
 
 
 def _empty_graph(name: str) -> ir.Graph:
@@ -177,7 +177,11 @@ def _empty_graph(name: str) -> ir.Graph:
 
 
 def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]) -> None:
-    """Move the nodes and constants of a model, which is used up, into the algorithm, where its inputs are `sources`."""
+    """Move the nodes and constants of a model into the algorithm and replace its inputs by
+    `sources`.
+
+    The model is consumed.
+    """
     for value, source in sources.items():
         value.replace_all_uses_with(source)
     nodes, constants = take_apart(model.graph)
@@ -194,7 +198,7 @@ def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]
 
 
 def take_apart(graph: ir.Graph) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes and constants of a graph that is used up: they belong to none, and can be put into another."""
+    """Remove and return the nodes and constants of a graph, to put them into another one."""
     nodes, constants = list(graph), list(graph.initializers.values())
     graph.inputs.clear()
     graph.outputs.clear()

@@ -1,4 +1,4 @@
-"""Constants of a model, wherever they are stored: in initializers, or hidden in nodes."""
+"""Constants of a model, in initializers or in nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.quantized import open_up
 
 _BLOCK = 1 << 22
-"""Numbers that are looked at together."""
+"""Elements that are read at a time."""
 
 
 def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
@@ -27,7 +27,7 @@ def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
 
 
 def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Make a parameter an initializer, and only that: not an input with a default, nor hidden in a node.
+    """Make a parameter a plain initializer: not an input with a default, not in a node.
 
     One that is stored as integers is rounded to such at every step.
     """
@@ -53,7 +53,7 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 
 def in_bodies(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Floating-point tensors in the bodies of nodes such as If and Loop, which are seen only there."""
+    """Return the floating-point tensors in the bodies of nodes such as If and Loop."""
     for body in graph.subgraphs():
         stored = [*body.initializers.values(), *(node.outputs[0] for node in body if tensor_in(node) is not None)]
         for value in stored:
@@ -64,7 +64,7 @@ def in_bodies(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def lift(model: Model, value: ir.Value) -> str:
-    """Make a tensor in a body one of the whole model, which a body can read as well; its name from now on."""
+    """Move a tensor from a body to the main graph; return its new name."""
     tensor, node, name = constant_tensor(value), value.producer(), value.name
     assert tensor is not None and name is not None
     lifted = ir.Value(type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
@@ -81,12 +81,12 @@ def lift(model: Model, value: ir.Value) -> str:
 
 
 def is_uniform(array: np.ndarray) -> bool:
-    """Whether it is the same number throughout. Where it is not, little of it is read."""
+    """True if all elements are the same number. Stops reading at the first difference."""
     return bool(array.size) and all((block == array.flat[0]).all() for block in blocks(array))
 
 
 def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The numbers of an array, which may be large and in a file, a part at a time; one that is repeated comes once."""
+    """Yield the numbers of an array in blocks; a repeated number comes once."""
     if array.ndim and not any(array.strides):
         array = array[(slice(1),) * array.ndim]
     flat = array.reshape(-1)
@@ -94,16 +94,16 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
-    """The value of a node whose inputs are constants."""
+    """Return the value of a node whose inputs are constants."""
     tensor = stored_tensor(node.outputs[0])
     return _run(node) if tensor is None else under_name(node.outputs[0].name, tensor)
 
 
 def under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """Return a tensor with the same numbers, where they are, under another name."""
-    made = with_metadata(tensor, {})
-    made.name = name
-    return made
+    """Return the tensor under another name; the numbers are shared."""
+    renamed = with_metadata(tensor, {})
+    renamed.name = name
+    return renamed
 
 
 def _run(node: ir.Node) -> ir.Tensor:
@@ -118,7 +118,7 @@ def _run(node: ir.Node) -> ir.Tensor:
     return ir.Tensor(evaluate(Model(ir.Model(graph, ir_version=IR_VERSION)))[0], name=node.outputs[0].name)
 
 
-# ----  ----------------------------------------------------------------------------------------------------------------
+# ---- normalization of the input --------------------------------------------------------------------------------------
 
 
 _MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze"}
@@ -126,7 +126,7 @@ _SCALES = {"Div", "Mul"}
 
 
 def normalizes_input(node: ir.Node, index: int) -> bool:
-    """Whether input `index` of a node is the mean or the deviation by which an input of the model is normalized.
+    """True if input `index` of a node is the mean or the deviation that normalizes a model input.
 
     A difference alone does not tell: what is subtracted from an input can be learned.
     """
@@ -142,13 +142,13 @@ def normalizes_input(node: ir.Node, index: int) -> bool:
 
 
 def _is_scale(node: ir.Node, index: int) -> bool:
-    """Whether input `index` is a constant by which a node multiplies or divides."""
+    """True if input `index` is a constant by which a node multiplies or divides."""
     is_factor = node.op_type == "Mul" or (node.op_type == "Div" and index == 1)
     return is_factor and constant_tensor(node.inputs[index]) is not None
 
 
 def _is_fed(value: ir.Value | None) -> bool:
-    """Whether a value is an input of the model, as it is, moved about or scaled by a constant."""
+    """True if a value is a model input, possibly moved or scaled by a constant."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type in _SCALES:
             steady = [i for i in (0, 1) if _is_scale(node, i)]

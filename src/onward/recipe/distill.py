@@ -1,9 +1,10 @@
-"""Learning from a teacher: a model whose outputs the student shall come near.
+"""Learning from a teacher: the student's outputs approach those of another model.
 
     onward.prepare("small.onnx", loss="cross_entropy", teacher="large.onnx", distill="kl:temperature=4,weight=0.5")
 
-The teacher's graph is part of the training step and of nothing else: the trained model does not hold it. It reads the
-same inputs, in inference mode, and no gradient goes into it, as nothing in it is trained. With weights w the loss is
+The teacher's graph is part of the training step and of nothing else: the trained model does not
+hold it. It reads the same inputs, in inference mode, and no gradient goes into it, as nothing in it
+is trained. With weights w the loss is
 
     (1 - sum w) * loss + sum w * distance,   for `kl`: distance = T^2 KL(softmax(teacher / T), softmax(student / T))
 """
@@ -41,7 +42,7 @@ _KL_OPTIONS = {"temperature": 1.0, "axis": 1}
 
 @dataclasses.dataclass(frozen=True)
 class DistillTerm:
-    """One distance between a value of the student and one of the teacher. Without a name: the output of the loss."""
+    """A distance between values of student and teacher (default: the output of the loss)."""
 
     spec: Spec
     student: str | None
@@ -54,14 +55,14 @@ class DistillTerm:
 
 
 class Distillation:
-    """A teacher, and what is learned from it."""
+    """A teacher and the distances to it."""
 
     def __init__(self, teacher: Source, distill: Any, alone: bool):
-        """`alone`: there is no other loss, so that the weight is 1 unless it is given."""
+        """Parse `distill`. If `alone`, there is no other loss and the default weight is 1."""
         if isinstance(teacher, int | float | Mapping | list | tuple):
             raise RecipeError(f"`teacher` is `{teacher!r}`, not a model", hint="give the path of an `.onnx` file")
-        given = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
-        self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in given]
+        specs = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
+        self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in specs]
         if not alone and sum(term.weight for term in self.terms) > 1:
             raise RecipeError("the weights of what is learned from the teacher add up to more than 1")
         self.model = strip(inline(load(teacher)))
@@ -72,11 +73,11 @@ class Distillation:
         return self.model.opset
 
     def students(self, model: Model, predictions: Sequence[ir.Value]) -> list[ir.Value]:
-        """The values of the inference graph that each term looks at: those that are named, else that of the loss."""
+        """Return the student's value of each term: the named value, else the output of the loss."""
         default = predictions[0] if predictions else None
-        found = [_find_value(model, term.student, "the model", default) for term in self.terms]
-        fill_in_types(model, found)
-        return found
+        student_values = [_find_value(model, term.student, "the model", default) for term in self.terms]
+        fill_in_types(model, student_values)
+        return student_values
 
     def add(
         self,
@@ -86,27 +87,28 @@ class Distillation:
         trained: Mapping[ir.Value, ir.Value],
         inputs: Mapping[str, ir.Value],
     ) -> Expr:
-        """Append the teacher, and return the whole loss; `trained` maps values of inference to those of training.
+        """Append the teacher and return the total loss; `trained` maps values of inference to
+        training.
 
         `inputs` are what the student gets of inputs that are preprocessed: so does the teacher.
         """
-        wanted = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
-        outputs = list(dict.fromkeys(wanted))
-        part = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
-        fill_in_types(part, part.outputs)
-        part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
-        computed = dict(zip(outputs, part.outputs, strict=True))
-        read_values = [value for value in part.inputs if value.uses()]
+        targets = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
+        outputs = list(dict.fromkeys(targets))
+        teacher_graph = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
+        fill_in_types(teacher_graph, teacher_graph.outputs)
+        teacher_graph = add_prefix(convert_opset(teacher_graph, assembly.model.opset), _PREFIX)
+        computed = dict(zip(outputs, teacher_graph.outputs, strict=True))
+        read_values = [value for value in teacher_graph.inputs if value.uses()]
         fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
-        known = {value.name or "": value for value in fed} | dict(inputs)
+        feeds = {value.name or "": value for value in fed} | dict(inputs)
         own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
         only = own[0] if len(own) == len(read_values) == 1 else None
-        sources = {value: _source(assembly, value, known, only) for value in read_values}
-        embed(assembly, part, sources)
+        sources = {value: _source(assembly, value, feeds, only) for value in read_values}
+        embed(assembly, teacher_graph, sources)
         op = assembly.op.scoped("distill")
         results = {name: op(value) for name, value in computed.items()}
         total, share, facts = None, None, []
-        for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
+        for i, (term, value, name) in enumerate(zip(self.terms, students, targets, strict=True)):
             teacher = results[name]
             if not _fit(value.shape, teacher.value.shape):
                 raise RecipeError(
@@ -114,9 +116,9 @@ class Distillation:
                     f"{teacher.value.shape}",
                     hint="name values of the same shape with `student=` and `teacher=`",
                 )
-            place = "distill" if len(self.terms) == 1 else f"distill/{i}"
-            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), teacher)
-            weight = assembly.hyper(f"{place}/weight", term.weight)
+            prefix = "distill" if len(self.terms) == 1 else f"distill/{i}"
+            distance = _distance(assembly, op, term, prefix, op(trained.get(value, value)), teacher)
+            weight = assembly.hyper(f"{prefix}/weight", term.weight)
             weighted = distance * op.CastLike(weight, distance)
             total = weighted if total is None else total + weighted
             share = op(weight.value) if share is None else share + weight
@@ -150,11 +152,11 @@ def _term(spec: Spec, weight: float) -> DistillTerm:
 
 
 def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
-    known = {value.name: value for value in values(model.graph) if value.name}
+    by_name = {value.name: value for value in values(model.graph) if value.name}
     if name is not None:
-        if name not in known:
-            raise UnknownNameError(f"{whose} has no value `{name}`", hint=suggest(name, known) or _outputs(model))
-        return known[name]
+        if name not in by_name:
+            raise UnknownNameError(f"{whose} has no value `{name}`", hint=suggest(name, by_name) or _outputs(model))
+        return by_name[name]
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if default is not None:
         return default
@@ -168,7 +170,7 @@ def _outputs(model: Model) -> str:
 
 
 def _counterpart(teacher: Model, term: DistillTerm, student: ir.Value) -> str:
-    """The teacher's value for a term: the one that is named, that of the same name, or the only output."""
+    """Return the teacher's value for a term: by its or the student's name, or the only one."""
     same = next((value for value in teacher.outputs if value.name == student.name), None)
     return _find_value(teacher, term.teacher, "the teacher", same).name or ""
 
@@ -176,30 +178,30 @@ def _counterpart(teacher: Model, term: DistillTerm, student: ir.Value) -> str:
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
 
 
-def _source(assembly: Assembly, wanted: ir.Value, known: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
-    """The input of the student, or of its loss, that an input of the teacher is: by its name, or the only one."""
-    name = (wanted.name or "").removeprefix(_PREFIX)
-    source = known.get(name, only)
+def _source(assembly: Assembly, target: ir.Value, sources: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
+    """Return the student's value for an input of the teacher: by name, or the only one."""
+    name = (target.name or "").removeprefix(_PREFIX)
+    source = sources.get(name, only)
     if source is None:
         raise RecipeError(
             f"the teacher reads `{name}`, which is no input of the model",
-            hint=f"the inputs are {', '.join(known)}; rename the teacher's (`onward rename`)",
+            hint=f"the inputs are {', '.join(sources)}; rename the teacher's (`onward rename`)",
         )
-    if not _fit(wanted.shape, source.shape):
+    if not _fit(target.shape, source.shape):
         raise RecipeError(
-            f"the teacher reads `{name}` of shape {wanted.shape}, but `{source.name}` has {source.shape}",
+            f"the teacher reads `{name}` of shape {target.shape}, but `{source.name}` has {source.shape}",
             hint="put what resizes it before the teacher (`onward merge`)",
         )
-    return _in_type(assembly.op.scoped("distill")(source), wanted, f"the teacher's input `{name}`").value
+    return _in_type(assembly.op.scoped("distill")(source), target, f"the teacher's input `{name}`").value
 
 
-def _in_type(expr: Expr, wanted: ir.Value, what: str) -> Expr:
-    """The same in another floating-point type, where two models differ in that."""
-    if expr.dtype is None or wanted.dtype is None or expr.dtype == wanted.dtype:
+def _in_type(expr: Expr, target: ir.Value, what: str) -> Expr:
+    """Cast an expression to the floating-point type of `target`."""
+    if expr.dtype is None or target.dtype is None or expr.dtype == target.dtype:
         return expr
-    if not (expr.dtype.is_floating_point() and wanted.dtype.is_floating_point()):
-        raise RecipeError(f"{what} is {wanted.dtype.name.lower()}, but `{expr.name}` is {expr.dtype.name.lower()}")
-    cast: Expr = expr.op.Cast(expr, to=wanted.dtype)
+    if not (expr.dtype.is_floating_point() and target.dtype.is_floating_point()):
+        raise RecipeError(f"{what} is {target.dtype.name.lower()}, but `{expr.name}` is {expr.dtype.name.lower()}")
+    cast: Expr = expr.op.Cast(expr, to=target.dtype)
     return cast
 
 
@@ -211,15 +213,15 @@ def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     )
 
 
-def _distance(assembly: Assembly, op: Builder, term: DistillTerm, place: str, student: Expr, teacher: Expr) -> Expr:
+def _distance(assembly: Assembly, op: Builder, term: DistillTerm, prefix: str, student: Expr, teacher: Expr) -> Expr:
     target = _in_type(op(teacher.value), student.value, f"the teacher's `{teacher.name}`")
     options = dict(term.spec.options)
     if term.spec.name != _KL:
         return named_loss(term.spec.name).build(op, student, target, **options)
-    temperature = op.CastLike(assembly.hyper(f"{place}/temperature", float(options["temperature"])), student)
+    temperature = op.CastLike(assembly.hyper(f"{prefix}/temperature", float(options["temperature"])), student)
     softened = (op.LogSoftmax(scores / temperature, axis=options["axis"]) for scores in (student, target))
     divergence = op.call(functions.KLDivergenceOfLogs, *softened)
-    each = op.ReduceSum(divergence, np.asarray([options["axis"]], np.int64), keepdims=0)
-    distance: Expr = op.ReduceMean(each, keepdims=0) * (temperature * temperature)
+    rows = op.ReduceSum(divergence, np.asarray([options["axis"]], np.int64), keepdims=0)
+    distance: Expr = op.ReduceMean(rows, keepdims=0) * (temperature * temperature)
     distance.value.shape = ir.Shape([])
     return distance

@@ -1,9 +1,10 @@
-"""Notes of PyTorch's exporters: what each tensor of a file was in the module.
+"""Notes of PyTorch's exporters: the module tensor behind each tensor of a file.
 
-`torch.onnx.export(dynamo=True)` optimizes: it computes what depends on parameters alone, stores equal tensors of up to
-1024 elements once, and drops biases that are zero. What was there is in its notes: the graph has the signature of the
-exported program, and each node the call that it was made of, with the names of its arguments. The exporter that traces
-leaves no notes, but keeps parameters and buffers in initializers, and nothing else there under names of its own.
+`torch.onnx.export(dynamo=True)` optimizes: it computes what depends on parameters alone, stores
+equal tensors of up to 1024 elements once, and drops biases that are zero. What was there is in its
+notes: the graph has the signature of the exported program, and each node the call that it was made
+of, with the names of its arguments. The exporter that traces leaves no notes, but keeps parameters
+and buffers in initializers, and nothing else there under names of its own.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ _ARGUMENT = re.compile(r"%(\w+)")
 _EMBEDDING = re.compile(r"aten\.embedding\.default\]\(args = \(%\w+, %\w+, (?P<row>-?\d+)(?:, (?P<scales>True|False))?")
 """A call with a row for the padding, -1 for none."""
 _INTERNAL = re.compile(r"val_\d+")
-"""Names of what the exporter makes itself; parameters that are only transposed or reshaped get such names, too."""
+"""Names that the exporter generates, for transposed or reshaped parameters, too."""
 _MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
-"""Names of tensors that were made while a module ran, in Constant nodes or in initializers by later tools."""
+"""Names of tensors computed in a module, in Constant nodes or in initializers."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
-"""Names of weights that the exporter that traces has transposed."""
+"""Names of weights that the tracing exporter has transposed."""
 _TRACED_WEIGHT = re.compile(r"onnx::(Gemm|GRU|LSTM|MatMul|RNN)_\d+")
-"""Names of weights that it has computed."""
+"""Names of weights that the tracing exporter has computed."""
 _USUAL_PARAMETER = re.compile(r"(weight|bias|gamma|beta)[^.]*$")
 _MOVED = {
     "alias", "clone", "contiguous", "detach", "flatten", "getitem", "permute", "reshape", "select", "slice", "split",
     "squeeze", "t", "to", "_to_copy", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-"""Calls that move the numbers of a parameter and leave them as they are."""
+"""Calls that move the numbers of a parameter without changing them."""
 _CONSTANTS = {"Constant", "ConstantOfShape"}
 _WITH_BIAS, _BIAS = {"Conv", "ConvTranspose", "Gemm"}, 2
-"""Layers from which the exporter drops a bias, and where they take it."""
+"""Layers from which the exporter drops a bias, and the index of that bias."""
 
 _SCALES_AND_BIASES = {
     "BatchNormalization": (1, 2, 3, 4), "BiasGelu": (1,), "FusedConv": (2,), "GroupNormalization": (1, 2),
@@ -64,17 +65,17 @@ _SCALES_AND_BIASES = {
 _PADS_ARE_INPUTS = 11
 """The version of the operator set since which Pad takes its sizes as an input."""
 _ONLY_IN_OPTIMIZED = "com.microsoft.nchwc"
-"""A domain that a file imports if ONNX Runtime has optimized it, and that exporters do not know."""
+"""A domain of files that ONNX Runtime has optimized; exporters do not import it."""
 
 EXPORTER_CONSTANT = "a constant of the exporter"
-"""The reason why a tensor that the exporter made is not trained."""
+"""The reason that is reported for an untrained tensor of the exporter."""
 
 Use = tuple[ir.Node, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTensor:
-    """A tensor that the module holds."""
+    """A tensor of the module."""
 
     name: str
     kind: str
@@ -82,20 +83,20 @@ class ModuleTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """Changes that gave a model the parameters of its module again."""
+    """Changes that restored the module's parameters in a model."""
 
     separated: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Names of new tensors -> the tensor that the exporter had stored in their place."""
+    """Names of new tensors -> the stored tensor that the exporter used for them."""
     joined: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Copies that the exporter made of a parameter -> the parameter, which is used in their place."""
+    """Copies of a parameter -> the parameter that replaces them."""
     biases: list[str] = dataclasses.field(default_factory=list)
-    """Biases of zeros that the exporter had dropped."""
+    """Zero biases that the exporter dropped."""
     padding: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Tables of embeddings -> the row that gets no gradient (`padding_idx`), which is in notes alone."""
+    """Tables of embeddings -> the row without gradient (`padding_idx`)."""
 
     @classmethod
     def from_fact(cls, fact: Any) -> Restored:
-        """Read what a training model records, which may be anything."""
+        """Parse the record of a training model, which may be malformed."""
         recorded = fact if isinstance(fact, dict) else {}
         separated, joined, biases, padding = (recorded.get(field.name) for field in dataclasses.fields(cls))
         return cls(
@@ -123,16 +124,16 @@ class Restored:
 
 
 def origin(value: ir.Value) -> Origin | None:
-    """Return what a tensor was in the module; None where the file does not say."""
+    """Return the module tensor behind a value; None if the file does not record it."""
     kind = value.metadata_props.get(_KIND, "")
     if kind:
         return "parameter" if "PARAMETER" in kind else "buffer" if "BUFFER" in kind else "constant"
-    held = _held_by_name(value.graph)
+    tensors = _held_by_name(value.graph)
     sources = _folded_from(value)
-    if held and sources:
-        kinds = {held[name].kind for name in sources if name in held}
+    if tensors and sources:
+        kinds = {tensors[name].kind for name in sources if name in tensors}
         return "parameter" if "PARAMETER" in kinds else "buffer" if "BUFFER" in kinds else "constant"
-    if held:
+    if tensors:
         node = value.producer()
         in_node = node is not None and node.op_type in _CONSTANTS
         is_internal = _INTERNAL.fullmatch(value.name or "") is not None and not _may_be_argument(value)
@@ -144,33 +145,39 @@ def origin(value: ir.Value) -> Origin | None:
 
 
 def _may_be_argument(value: ir.Value) -> bool:
-    """True if a tensor may be a parameter that a later tool has transposed: one that a call names is in no other."""
+    """True if a tensor may be a parameter that a later tool transposed.
+
+    A parameter that a call names is stored elsewhere.
+    """
     graph = value.graph
     if graph is None or value.const_value is None or value.const_value.size < 2:
         return False
-    held = signature(graph)
+    arguments = signature(graph)
     calls = {use.node.metadata_props.get(_CALL, "") for use in value.uses()}
-    names = {held[name].name for call in calls for name in _ARGUMENT.findall(call) if name in held}
-    known = {*graph.initializers, *(name for other in graph.initializers.values() for name in _folded_from(other))}
-    return "" in calls or not names <= known
+    names = {arguments[name].name for call in calls for name in _ARGUMENT.findall(call) if name in arguments}
+    stored_names = {
+        *graph.initializers,
+        *(name for other in graph.initializers.values() for name in _folded_from(other)),
+    }
+    return "" in calls or not names <= stored_names
 
 
 def is_computed(value: ir.Value) -> bool:
-    """True if the exporter computed a tensor from parameters, and did not only move their numbers."""
+    """True if the exporter computed a tensor from parameters, beyond moving their numbers."""
     name = value.name or ""
-    held = [source for source in _folded_from(value) if source in _held_by_name(value.graph)]
-    is_moved = len(held) == 1 and re.sub(r"_\d+$", "", name) in _MOVED
+    sources = [source for source in _folded_from(value) if source in _held_by_name(value.graph)]
+    is_moved = len(sources) == 1 and re.sub(r"_\d+$", "", name) in _MOVED
     return bool(sources_of(value)) and not is_moved and _INTERNAL.fullmatch(name) is None
 
 
 def sources_of(value: ir.Value) -> list[str]:
-    """Return names of the parameters that the exporter made a tensor of."""
-    held = _held_by_name(value.graph)
-    return [name for name in _folded_from(value) if name in held and held[name].kind == "PARAMETER"]
+    """Return the names of the parameters that the exporter computed a tensor from."""
+    tensors = _held_by_name(value.graph)
+    return [name for name in _folded_from(value) if name in tensors and tensors[name].kind == "PARAMETER"]
 
 
 def is_exporter_constant(value: ir.Value, model: Model) -> bool:
-    """True if PyTorch's exporters made a tensor, going by where they put such tensors and what they call them."""
+    """True if PyTorch's exporters created a tensor, judged by its node and name."""
     node, name = value.producer(), value.name or ""
     if _MADE_BY_EXPORTER.fullmatch(name):
         return True
@@ -192,7 +199,10 @@ def _readers(value: ir.Value) -> Iterator[Use]:
 
 
 def is_traced(model: Model) -> bool:
-    """True if a file is of PyTorch's tracing exporter: the other one calls nodes `node_...`, and notes kinds."""
+    """True if PyTorch's tracing exporter wrote a file.
+
+    The other exporter names nodes `node_...` and records kinds.
+    """
     return (
         model.ir.producer_name == "pytorch"
         and not any((node.name or "").startswith("node_") for node in model.graph)
@@ -201,14 +211,14 @@ def is_traced(model: Model) -> bool:
 
 
 def is_held_in_trace(value: ir.Value) -> bool:
-    """True if an initializer of a traced module has a name of the module, as parameters and buffers have."""
+    """True if an initializer of a traced module has a module name, as parameters and buffers do."""
     name = value.name or ""
     is_own = name.isdigit() or name.startswith(("onnx::", "/")) or _MADE_BY_EXPORTER.fullmatch(name) is not None
     return value.is_initializer() and not is_own
 
 
 def is_named_as_parameter(value: ir.Value) -> bool:
-    """True if a tensor of a traced module has a usual name of a parameter, or was computed for a layer."""
+    """True if a traced tensor is named like a parameter or computed for a layer."""
     name = value.name or ""
     if name.startswith("onnx::Conv"):  # with BatchNormalization folded into it, it has a bias
         return all(len(use.node.inputs) > _BIAS for use in value.uses() if use.node.op_type.startswith("Conv"))
@@ -218,7 +228,7 @@ def is_named_as_parameter(value: ir.Value) -> bool:
 
 
 def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
-    """Give each parameter of the module a tensor of its own again, in place, and return what was changed.
+    """Give each parameter of the module its own tensor again, in place; return the changes.
 
     Args:
         join: use one tensor for copies of a parameter as well, which reads the numbers of large tensors.
@@ -245,13 +255,13 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
 
 
 def can_restore(model: Model) -> bool:
-    """True if tools that merge tensors have written a model, which carries no training yet."""
+    """True if tools that merge tensors have written a model that has no training step yet."""
     is_written = model.ir.producer_name == "pytorch" or _ONLY_IN_OPTIMIZED in model.ir.opset_imports
     return is_written and not model.steps
 
 
 def signature(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
-    """Return what calls name as arguments -> what the module holds."""
+    """Return a map from the names of call arguments to tensors of the module."""
     return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
 
 
@@ -266,7 +276,7 @@ def _held_by_name(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
 
 @functools.lru_cache(maxsize=4)
 def _parse_by_name(text: str) -> dict[str, ModuleTensor]:
-    return {held.name: held for held in _parse(text).values()}
+    return {tensor.name: tensor for tensor in _parse(text).values()}
 
 
 def _folded_from(value: ir.Value) -> list[str]:
@@ -281,63 +291,64 @@ class _Restoration:
         self.made = Restored()
         self._model, self._graph = model, model.graph
         self._added: dict[tuple[str, str], ir.Value] = {}
-        """(stored tensor, name in the module) -> the new tensor, for modules that are called several times."""
+        """(stored tensor, name in the module) -> new tensor, for repeated calls."""
 
     @functools.cached_property
     def _names(self) -> Names:
         return self._model.names()
 
     def separate_by_calls(self) -> None:
-        """Separate tensors that were stored once, by the arguments of the calls that nodes were made of."""
-        held = signature(self._graph)
+        """Separate tensors that were stored once, by the arguments of the calls in the notes."""
+        tensors = signature(self._graph)
         calls: dict[str, list[ir.Node]] = {}
         for node in self._graph:
             if call := node.metadata_props.get(_CALL):
                 calls.setdefault(call, []).append(node)
         for call, nodes in calls.items():
-            arguments = [held[name] for name in dict.fromkeys(_ARGUMENT.findall(call)) if name in held]
+            arguments = [tensors[name] for name in dict.fromkeys(_ARGUMENT.findall(call)) if name in tensors]
             uses = [use for node in nodes for use in _uses(node, call)]
-            waiting = [one for one in arguments if not any(one.name in _names(*use) for use in uses)]
-            uses = [use for use in uses if not {one.name for one in arguments} & _names(*use)]
-            assigned = _assign(waiting, uses, held) if waiting else []
+            waiting = [tensor for tensor in arguments if not any(tensor.name in _names(*use) for use in uses)]
+            uses = [use for use in uses if not {tensor.name for tensor in arguments} & _names(*use)]
+            assigned = _assign(waiting, uses, tensors) if waiting else []
             if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
                 if "batch_norm" in call:  # of BatchNormalization that was folded into it
                     self._restore_bias(layer, ModuleTensor(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
                 elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
-                    assigned = _assign(waiting[:-1], uses, held)
+                    assigned = _assign(waiting[:-1], uses, tensors)
                     self._restore_bias(layer, waiting[-1])
-            for one, (node, index) in assigned or ():
+            for tensor, (node, index) in assigned or ():
                 stored = node.inputs[index]
                 assert stored is not None and stored.name is not None and stored.const_value is not None
-                separate = self._added.get((stored.name, one.name)) or self._add(stored.name, one, stored.const_value)
+                separate = self._added.get((stored.name, tensor.name)) or self._add(
+                    stored.name, tensor, stored.const_value
+                )
                 self.made.separated[separate.name or ""] = stored.name
                 node.replace_input_with(index, separate)
 
-    def _restore_bias(self, layer: ir.Node, one: ModuleTensor) -> None:
+    def _restore_bias(self, layer: ir.Node, origin: ModuleTensor) -> None:
         weight = constant_tensor(layer.inputs[1])
         if weight is None:
             return
-        bias = self._added.get(("", one.name))
+        bias = self._added.get(("", origin.name))
         if bias is None:
-            bias = self._add("", one, ir.Tensor(np.zeros(_units(layer, weight), weight.dtype.numpy())))
+            bias = self._add("", origin, ir.Tensor(np.zeros(_units(layer, weight), weight.dtype.numpy())))
             self.made.biases.append(bias.name or "")
         layer.resize_inputs(_BIAS + 1)
         layer.replace_input_with(_BIAS, bias)
 
-    def _add(self, stored: str, one: ModuleTensor, tensor: ir.TensorProtocol) -> ir.Value:
-        """Add a tensor under the name that it has in the module, with the exporter's note."""
-        name = self._names.fresh(one.name)
+    def _add(self, stored: str, origin: ModuleTensor, tensor: ir.TensorProtocol) -> ir.Value:
+        """Add a tensor under its name in the module, with the exporter's note."""
+        name = self._names.fresh(origin.name)
         value = add_initializer(self._graph, name, under_name(name, tensor))
-        value.metadata_props[_KIND] = one.kind
-        self._added[stored, one.name] = value
+        value.metadata_props[_KIND] = origin.kind
+        self._added[stored, origin.name] = value
         return value
 
     def separate_behind_identities(self) -> None:
-        """Separate what the exporter that traces stored once: it leaves an Identity, by the name of the tensor, for
-        each.
+        """Separate tensors that the tracing exporter stored once with an Identity for each name.
 
-        Weights that are tied look the same; but what holds a single number throughout is the bias, scale or statistics
-        of a fresh layer.
+        Tied weights look the same. A uniform tensor is the bias, scale or statistics of a fresh
+        layer.
         """
         for node in list(self._graph):
             stored = node.inputs[0] if node.op_type == "Identity" else None
@@ -347,9 +358,9 @@ class _Restoration:
                 expose(self._graph, node.outputs[0])
 
     def separate_by_layers(self) -> None:
-        """Separate scales and biases that layers share and that are one number throughout, where there are no notes.
+        """Separate uniform scales and biases that layers share, if there are no notes.
 
-        What is trained on is tied where it is not one number throughout, or where layers share their weight, too.
+        Tensors that are not uniform, or whose layers share a weight too, are tied.
         """
         for stored in list(self._graph.initializers.values()):
             tensor = stored.const_value
@@ -369,7 +380,8 @@ class _Restoration:
                 node.replace_input_with(index, separate[id(layer)])
 
     def leave_zeros_beside_biases(self) -> None:
-        """Store the bias of an LSTM of Keras without the zeros that tf2onnx puts beside it, for a second bias.
+        """Store the bias of an LSTM of Keras without the zeros that tf2onnx puts beside it, for a
+        second bias.
 
         With both trained, the bias would learn twice as fast.
         """
@@ -388,7 +400,7 @@ class _Restoration:
             self._put_first(ir.node("Pad", [bias, pads]), f"{both.name}/both", both)
 
     def join_copies(self) -> None:
-        """Join what the exporter made of one parameter: a table that is read by rows and, transposed, as a factor."""
+        """Join copies of one parameter: a table read by rows and, transposed, as a factor."""
         first: dict[str, ir.Value] = {}
         for value in list(self._graph.initializers.values()):
             if len(_folded_from(value)) == 1 and (sources := sources_of(value)):
@@ -397,9 +409,9 @@ class _Restoration:
                     self._join(value, parameter)
 
     def join_transposed(self) -> None:
-        """Join matrices with the tensor that they are the transpose of, where there are no notes.
+        """Join matrices with the tensor that they transpose, if there are no notes.
 
-        Equal numbers that are not one number throughout are of one tensor.
+        Tensors that are equal and not uniform are one tensor.
         """
         stored = [value for value in self._graph.initializers.values() if value.const_value is not None]
         matrices = [value for value in stored if _TRACED_MATRIX.fullmatch(value.name or "")]
@@ -413,7 +425,7 @@ class _Restoration:
                     break
 
     def end_gradients_of_padding(self) -> None:
-        """End gradients at rows that embeddings read for padding, which only the notes tell.
+        """Stop gradients at padding rows of embeddings, which only the notes record.
 
         Raises:
             UnsupportedError: an embedding scales gradients by how often a row is read.
@@ -436,21 +448,23 @@ class _Restoration:
             branch = ir.Graph([], [], nodes=[], opset_imports=self._graph.opset_imports)
             op = Builder(branch, opset=self._model.opset, names=self._names, functions=self._model.functions)
             is_padding = op.Unsqueeze(op.Equal(indices, op.CastLike(np.int64(row), indices)), np.array([-1]))
-            kept = op.Where(is_padding, op.call(stop_gradient, rows), rows).like(rows)
+            masked = op.Where(is_padding, op.call(stop_gradient, rows), rows).like(rows)
             for use in readers:
-                use.node.replace_input_with(use.idx, kept.value)
-            self._graph.outputs[:] = [kept.value if output is rows else output for output in self._graph.outputs]
+                use.node.replace_input_with(use.idx, masked.value)
+            self._graph.outputs[:] = [masked.value if output is rows else output for output in self._graph.outputs]
             name = rows.name or ""
             rows.name = self._names.fresh(f"{name}/rows")
-            kept.value.name = name
+            masked.value.name = name
             nodes = list(branch)
             branch.remove(nodes)
             node.append(nodes)
             self.made.padding[table.name or ""] = row
 
     def unfold(self) -> None:
-        """Store weights of linear layers, and of GroupNormalization, as modules do."""
-        held = {one.name for one in signature(self._graph).values() if one.kind == "PARAMETER"}
+        """Store weights of linear layers and of GroupNormalization as modules do."""
+        parameters = {
+            module_tensor.name for module_tensor in signature(self._graph).values() if module_tensor.kind == "PARAMETER"
+        }
         for node in list(self._graph):
             call = node.metadata_props.get(_CALL, "")
             is_linear = node.op_type == "MatMul" and "aten.linear." in call
@@ -460,7 +474,7 @@ class _Restoration:
             tensor = value.const_value if value is not None and value.is_initializer() else None
             if value is None or tensor is None or tensor.shape.rank() < 2:
                 continue
-            names = [name for name in dict.fromkeys([value.name or "", *_folded_from(value)]) if name in held]
+            names = [name for name in dict.fromkeys([value.name or "", *_folded_from(value)]) if name in parameters]
             if len(names) == 1:
                 self._unfold(value, names[0], tensor.numpy(), is_linear)
 
@@ -484,7 +498,7 @@ class _Restoration:
         value.replace_all_uses_with(node.outputs[0])
 
     def _join(self, value: ir.Value, parameter: ir.Value) -> bool:
-        """Use a parameter, transposed if need be, in place of a tensor with the same numbers; True if they are."""
+        """Replace a tensor by an equal, perhaps transposed parameter; True if equal."""
         here, there = value.const_value, parameter.const_value
         assert here is not None and there is not None and value.name is not None
         if here.dtype != there.dtype or value.is_graph_output() or is_uniform(here.numpy()):
@@ -503,7 +517,8 @@ class _Restoration:
 
 
 def _may_be_merged(model: Model) -> bool:
-    """True if equal tensors may be stored once: by PyTorch's exporter without its notes, or by ONNX Runtime.
+    """True if equal tensors may be stored once: by PyTorch's exporter without its notes, or by ONNX
+    Runtime.
 
     The exporter that traces leaves an Identity for each, and without its optimizer none are merged.
     """
@@ -513,7 +528,7 @@ def _may_be_merged(model: Model) -> bool:
 
 
 def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
-    """Return what identifies the layer of which input `index` of a node is a scale or bias: its weight, or a node."""
+    """Return an identity of the layer that reads a scale or bias: its weight, or a node."""
     if node.op_type in _WITH_BIAS and index == _BIAS:
         return node.inputs[1]
     if index in _SCALES_AND_BIASES.get(node.op_type, ()):
@@ -533,7 +548,7 @@ def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
 
 
 def _uses(node: ir.Node, call: str) -> Iterator[Use]:
-    """Inputs of a node that are stored floating-point tensors and may be what the module holds."""
+    """Yield inputs of a node that are stored floating-point tensors and may be module tensors."""
     if node.op_type == "InstanceNormalization" and "aten.group_norm" in call:
         return  # its scale and bias are ones and zeros: those of the module follow, as Mul and Add
     for i, value in enumerate(node.inputs):
@@ -543,21 +558,22 @@ def _uses(node: ir.Node, call: str) -> Iterator[Use]:
 
 
 def _names(node: ir.Node, index: int) -> set[str]:
-    """What the tensor that a node reads is called in the module."""
+    """Return the module names of a tensor that a node reads."""
     value = node.inputs[index]
     return {value.name or "", *_folded_from(value)} if value is not None else set()
 
 
 def _assign(
-    waiting: list[ModuleTensor], uses: list[Use], held: Mapping[str, ModuleTensor]
+    waiting: list[ModuleTensor], uses: list[Use], tensors: Mapping[str, ModuleTensor]
 ) -> list[tuple[ModuleTensor, Use]] | None:
-    """Pair arguments of a call with the tensors that its nodes read, in order; None where numbers differ.
+    """Pair arguments of a call with the tensors that its nodes read, in order; None if counts
+    differ.
 
-    A call may read constants of the exporter as well: tensors that are known to be of the module come first, then
-    those of more than one element.
+    A call may read constants of the exporter as well: tensors that are known to be of the module
+    come first, then those of more than one element.
     """
-    known = {one.name for one in held.values()}
-    of_module = [use for use in uses if known & _names(*use)]
+    names = {tensor.name for tensor in tensors.values()}
+    of_module = [use for use in uses if names & _names(*use)]
     large = [(node, i) for node, i in uses if node.inputs[i].const_value.size > 1]  # type: ignore[union-attr]
     for candidates in (of_module, large, uses):
         if len(candidates) == len(waiting):
@@ -586,10 +602,10 @@ def _sizes(value: ir.Value) -> tuple[int, ...]:
 
 
 _BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
-"""A trace in the names of a layer, or in what an exporter has noted, of the BatchNormalization behind it."""
+"""A trace of the BatchNormalization behind a layer in names or notes."""
 _NOTES = ("pkg.onnxscript.rewriter.rule_name", "pkg.torch.onnx.class_hierarchy")
 _RENAMED = re.compile(r"onnx::Conv_\d+")
-"""What PyTorch's tracing exporter calls weights of a convolution that it has computed; others keep their names."""
+"""Names of convolution weights that the tracing exporter computed."""
 _RESIDUAL_BLOCKS = 3
 _AGAIN = (
     "export it again without the exporter's optimizations (PyTorch: `optimize=False`, or with `dynamo=False` "
@@ -598,7 +614,7 @@ _AGAIN = (
 
 
 def folding_remarks(model: Model) -> Iterator[str]:
-    """A sentence for each thing that looks as if it was folded away."""
+    """Return a sentence for each layer that the export seems to have folded away."""
     nodes = list(model.graph)
     operators = {node.op_type for node in nodes}
     layers = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose", "Gemm") and _has_bias(node)]
@@ -649,7 +665,7 @@ def _had_batch_norm(node: ir.Node) -> bool:
 
 
 def _is_residual(layers: list[ir.Node]) -> bool:
-    """Whether sums of convolutions go into a Relu, again and again: such networks have BatchNormalization in them."""
+    """True if sums of convolutions go into Relus: such networks have BatchNormalization."""
     sums = {
         reader
         for node in layers

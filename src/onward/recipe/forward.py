@@ -1,8 +1,8 @@
 """The forward pass as training runs it.
 
-The inference graph stays in inference mode. Where it has Dropout, BatchNormalization or a QuantizeLinear whose range is
-observed, the algorithm gets its own copy of these nodes in training mode, and of everything behind them on the way to
-the loss; weights are shared by name.
+The inference graph stays in inference mode. Where it has Dropout, BatchNormalization or a
+QuantizeLinear whose range is observed, the algorithm gets its own copy of these nodes in training
+mode, and of everything behind them on the way to the loss; weights are shared by name.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def training_forward(
     variance: Variance,
     changed: Mapping[ir.Value, ir.Value],
 ) -> dict[ir.Value, ir.Value]:
-    """Add the training-mode part of the forward pass; value of inference -> value of training, where they differ.
+    """Add the training-mode part of the forward pass; return a map of inference to training values.
 
-    Some differ from the beginning: `changed`, what augmentation makes of the data. A BatchNormalization whose scale is
-    frozen keeps its statistics and stays in inference mode. `variance` is what becomes the running variance: the
-    population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
+    Some differ from the beginning: `changed`, what augmentation makes of the data. A
+    BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode.
+    `variance` is what becomes the running variance: the population's, as ONNX has it, or the
+    sample's with n - 1, as PyTorch has it.
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
     needed, _ = ancestors(outputs)
@@ -82,7 +83,7 @@ def training_forward(
 
 
 def functions_to_inline(model: Model) -> list[str]:
-    """Functions that hide operators whose training mode differs; they must be inlined to be switched."""
+    """Return functions that contain operators with a training mode; inline them to switch these."""
     return [
         f"{function.domain}.{function.name}"
         for function in model.functions.values()
@@ -91,17 +92,18 @@ def functions_to_inline(model: Model) -> list[str]:
 
 
 def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
-    """Whether training lets a BatchNormalization use the statistics of the batch."""
+    """True if training lets a BatchNormalization use the statistics of the batch."""
     if any(value is None or not value.is_initializer() for value in node.inputs[3:5]):
         return False  # statistics that are computed are not ours to update
     return node.inputs[1] is None or node.inputs[1].name not in frozen
 
 
 def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
-    """Normalize with the batch's own statistics, and let the running ones follow.
+    """Normalize with the statistics of the batch, and update the running ones.
 
-    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones are averaged beside
-    it: ONNX Runtime lets the operator overwrite the statistics that it is given, under other readers' hands.
+    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones
+    are averaged beside it: ONNX Runtime lets the operator overwrite the statistics that it is
+    given, under other readers' hands.
     """
     op = assembly.op.scoped(f"train/{node.name or node.op_type}")
     x, scale, bias, mean, var = (op(new.get(value, value)) for value in node.inputs if value is not None)
@@ -120,7 +122,7 @@ def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, 
 
 
 def _sample_variance(x: Expr, population: Expr) -> Expr:
-    """The variance with n - 1 instead of n, for the n numbers of each channel."""
+    """Return the variance with n - 1 instead of n, for the n numbers of each channel."""
     op = x.op
     shape = op.Shape(x)
     n = op.CastLike(op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1))), population)
@@ -128,24 +130,24 @@ def _sample_variance(x: Expr, population: Expr) -> Expr:
 
 
 def _shortest(attribute: float) -> float:
-    """The number that somebody wrote before it became a float32 attribute: 0.9, not 0.8999999761581421."""
+    """Return the shortest decimal number of a float32 attribute: 0.9, not 0.8999999761581421."""
     return float(str(np.float32(attribute)))
 
 
 def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Make the running statistics state, bound to what the step computed; returns them."""
+    """Bind the running statistics to the step's new values; return them."""
     bound = assembly.step.update
-    found = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new and v.name not in bound]
-    for value in found:
+    statistics = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new and v.name not in bound]
+    for value in statistics:
         assert value.name is not None and value.const_value is not None
         if value in assembly.model.graph.inputs:
             assembly.model.graph.inputs.remove(value)
         assembly.update(value.name, assembly.op(new[value]))
-    return found
+    return statistics
 
 
 def _constant(node: ir.Node, index: int, default: float) -> float | None:
-    """A number that a node takes as an optional input; None if it is not constant."""
+    """Return the constant of an optional input; None if it is not constant."""
     if index >= len(node.inputs) or (value := node.inputs[index]) is None:
         return default
     tensor = constant_tensor(value)
@@ -171,14 +173,13 @@ def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> N
             new[old] = output
         else:
             output.name = ""
-    copy.name = assembly.op.names.fresh(
-        f"train/{node.name or node.op_type}"
-    )  # after those of values, which matter more
+    # After those of values: names of values matter more and take the fresh ones first.
+    copy.name = assembly.op.names.fresh(f"train/{node.name or node.op_type}")
     assembly.step.algorithm.append(copy)
 
 
 def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.Attr:
-    """The attribute itself, or a copy of the graph that it holds, reading the new values."""
+    """Return the attribute, or a copy of its graph that reads the new values."""
     if attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
         return attribute
     graph = attribute.as_graph().clone(allow_outer_scope_values=True)
@@ -197,16 +198,16 @@ def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
 
 
 def open_linear(model: Model) -> None:
-    """Replace LinearRegressor and LinearClassifier by standard operators that compute the same, in place.
+    """Replace LinearRegressor and LinearClassifier by equivalent standard operators, in place.
 
-    Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip` makes them what
-    they were.
+    Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip`
+    makes them what they were.
     """
     context = Context(model)
     for node in [node for node in model.graph if node.domain == ML_DOMAIN and node.op_type in _OPENED]:
         results = [value.name for value in node.outputs]
         replace_node(context, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]))
-        for value in [output for made in model.graph for output in made.outputs if output.name in results]:
+        for value in [output for producer in model.graph for output in producer.outputs if output.name in results]:
             value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
 
 
@@ -244,24 +245,26 @@ def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int,
     weight = add_initializer(op.graph, op.names.fresh(f"{owner}.coefficients"), matrix)
     offsets = np.array(intercepts, np.float32)
     bias = [add_initializer(op.graph, op.names.fresh(f"{owner}.intercepts"), offsets)] if intercepts else []
-    made = op.Gemm(_rows(op, x, matrix.shape[1]), weight, *bias, transB=1).named(f"{owner}.scores")
-    gemm = made.value.producer()
+    scores = op.Gemm(_rows(op, x, matrix.shape[1]), weight, *bias, transB=1).named(f"{owner}.scores")
+    gemm = scores.value.producer()
     assert gemm is not None
-    kept = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     origin = {
         "operator": node.op_type,
         "name": node.name or "",
         "version": op.imports[ML_DOMAIN],
         "shape": matrix.shape,
         "outputs": len(node.outputs),
-        "attributes": {k: v for k, v in kept.items() if k not in ("coefficients", "intercepts") and v not in ((), [])},
+        "attributes": {
+            k: v for k, v in attributes.items() if k not in ("coefficients", "intercepts") and v not in ((), [])
+        },
     }
     gemm.metadata_props[ORIGIN_KEY] = json.dumps(origin)
-    return made
+    return scores
 
 
 def _rows(op: Builder, x: Expr, width: int) -> Expr:
-    """Examples in rows, as float32; one example may come as a vector."""
+    """Return examples in rows, as float32; one example may come as a vector."""
     before = x
     x = x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
     x = x if x.value.shape is not None and x.value.shape.rank() == 2 else op.Reshape(x, [-1, width])

@@ -2,8 +2,8 @@
 
     model = onward.replace_head("resnet.onnx", classes=5)
 
-The weight and the bias of the layer that gives the logits are drawn anew, under their old names. Everything before
-stays as it is, and what comes after is told the new number.
+The weight and the bias of the layer that gives the logits are drawn anew, under their old names.
+Everything before stays as it is, and what comes after is told the new number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onward.standard import METADATA_IR
 from onward.transform.types import fill_in_types
 
 LINEAR = "kaiming_uniform:a=2.23606797749979"
-"""How torch.nn.Linear and torch.nn.Conv2d start: uniform within 1 / sqrt(fan_in)."""
+"""Initializer of torch.nn.Linear and torch.nn.Conv2d: uniform within 1 / sqrt(fan_in)."""
 
 _Init = str | Mapping[str, Any] | Spec
 
@@ -44,7 +44,7 @@ def replace_head(
     bias_init: _Init = "zeros",
     seed: Seed = 0,
 ) -> Model:
-    """A copy whose last layer gives `classes` logits, from fresh weights.
+    """Return a copy whose last layer gives `classes` logits, from fresh weights.
 
         flowers = onward.replace_head("resnet18.onnx", 5)
 
@@ -74,7 +74,7 @@ def replace_head(
 
 
 def refuse_training(model: Model, purpose: str) -> None:
-    """Training that the file carries is for the model as it is; a change of its layers would break it."""
+    """Refuse a model with training steps: a change of its layers would break them."""
     if model.steps:
         raise RecipeError(
             f"the model carries its training, so one cannot {purpose}",
@@ -86,7 +86,7 @@ def refuse_training(model: Model, purpose: str) -> None:
 
 
 def _check_alone(model: Model, head: Layer) -> None:
-    """Refuse a head whose weights mean something elsewhere, or are not stored as what they are."""
+    """Refuse a head whose weights are shared, quantized or grouped."""
     if head.is_quantised:
         raise UnsupportedError(
             f"the weight `{head.weight.name}` of the head is quantised",
@@ -118,7 +118,7 @@ def _follow(model: Model, head: Layer) -> list[ir.Node]:
 
 
 _SIZES = {"Reshape": 1, "Resize": 3, "Expand": 1}
-"""Operators that take a shape, and where: one that says the old number of classes is told the new one."""
+"""Operators that take a shape, and its index; the old number of classes in it is replaced."""
 
 
 def _check_readers(after: list[ir.Node], old: int, bias_node: ir.Node | None) -> None:
@@ -142,10 +142,10 @@ def _resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...
 
 
 def _with_layout(init: _Init, head: Layer) -> Spec:
-    """The initialiser told how the weight is stored, if it asks for that."""
+    """Return the initializer with the layout of the weight, if it has that option."""
     spec = parse(init)
-    known = INITIALIZERS[spec.name].options if spec.name in INITIALIZERS else {}
-    if "layout" not in known or "layout" in spec.options:
+    options = INITIALIZERS[spec.name].options if spec.name in INITIALIZERS else {}
+    if "layout" not in options or "layout" in spec.options:
         return spec
     return Spec(spec.name, {**spec.options, "layout": "torch" if head.units_first else "keras"})
 
@@ -159,12 +159,12 @@ def _redraw(model: Model, value: ir.Value, shape: tuple[int, ...], init: _Init, 
 
 
 def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, new: int) -> None:
-    """Say the new number wherever a shape says the old one; dimensions that cannot be inferred keep their names."""
+    """Replace the old number of classes in shapes; unknown dimensions keep their names."""
     if not after and old == new:
         return
     for node in after:
-        if (place := _SIZES.get(node.op_type)) is not None and place < len(node.inputs):
-            _tell_size(model, node, place, old, new)
+        if (index := _SIZES.get(node.op_type)) is not None and index < len(node.inputs):
+            _tell_size(model, node, index, old, new)
     values = [v for node in (*head.path, head.node, *after) for v in node.outputs if v.name]
     before = {value: value.shape for value in values}
     for value in values:
@@ -174,8 +174,8 @@ def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, ne
         if shape is None:  # it was not stated, and need not be
             value.shape = None
         elif value.shape is None or len(value.shape) == len(shape):
-            found = value.shape or ir.Shape([None] * len(shape))
-            value.shape = ir.Shape([_dimension(was, now, old) for was, now in zip(shape, found, strict=True)])
+            inferred = value.shape or ir.Shape([None] * len(shape))
+            value.shape = ir.Shape([_dimension(was, now, old) for was, now in zip(shape, inferred, strict=True)])
 
 
 def _dimension(was: int | ir.SymbolicDim, now: int | ir.SymbolicDim, old: int) -> int | ir.SymbolicDim | None:
@@ -184,9 +184,9 @@ def _dimension(was: int | ir.SymbolicDim, now: int | ir.SymbolicDim, old: int) -
     return None if was == old else was
 
 
-def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> None:
-    """Change the one size in the shape that a node takes; it may be put together of constants and computed ones."""
-    pieces = [piece for piece in _pieces(node, place) if old in _integers(piece)]
+def _tell_size(model: Model, node: ir.Node, position: int, old: int, new: int) -> None:
+    """Replace the one size in the shape that a node takes, which may be a Concat of parts."""
+    pieces = [piece for piece in _pieces(node, position) if old in _integers(piece)]
     if not pieces:
         return
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
@@ -203,13 +203,13 @@ def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> N
     _drop_unread(model, value)
 
 
-def _pieces(node: ir.Node, place: int) -> list[tuple[ir.Node, int]]:
-    """Where the parts of a shape come in: the input itself, or those of the Concat that makes it."""
-    value = node.inputs[place]
+def _pieces(node: ir.Node, index: int) -> list[tuple[ir.Node, int]]:
+    """Return the inputs that hold a shape: the input itself, or those of its Concat."""
+    value = node.inputs[index]
     producer = value.producer() if value is not None else None
     if producer is not None and producer.op_type == "Concat":
         return [(producer, i) for i in range(len(producer.inputs))]
-    return [(node, place)]
+    return [(node, index)]
 
 
 def _integers(piece: tuple[ir.Node, int]) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""What weights start as: initialisers by name, drawn from a key, so that a seed gives the same weights on every engine.
+"""Initializers by name, drawn from a key: a seed gives the same weights on every engine.
 
     kaiming = initializer("kaiming_normal")
     weight = kaiming.build(op, random.site_key(op, key, value.name), value, nonlinearity="relu")
 
-The fans of a weight, the numbers of values that go into and come out of one unit, follow from its shape and its layout:
-`torch` for [out, in, *kernel], `keras` for [*kernel, in, out].
+The fans of a weight, the numbers of values that go into and come out of one unit, follow from its
+shape and its layout: `torch` for [out, in, *kernel], `keras` for [*kernel, in, out].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BLOCK = 16
 
 
 class Draw(NamedTuple):
-    """What an initialiser draws from and for: a key, and a weight of a shape. `dtype` is float64 or float32."""
+    """The key, shape and type that an initializer draws for. `dtype` is float64 or float32."""
 
     op: Builder
     key: Expr
@@ -59,7 +59,7 @@ class Draw(NamedTuple):
         return self.op.ConstantOfShape(self._dims(), value=value)
 
     def fans(self, layout: str) -> tuple[int, int]:
-        """fan_in and fan_out, as torch computes them (`torch`) or as Keras does (`keras`)."""
+        """Return fan_in and fan_out as PyTorch (`torch`) or Keras (`keras`) computes them."""
         if len(self.shape) < 2:
             raise RecipeError(
                 f"`{self.name}` has no fan_in and fan_out: its shape {list(self.shape)} has fewer than two axes",
@@ -75,7 +75,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Initializer:
-    """An initialiser by its name, with its options as users write them and their defaults.
+    """An initializer with its options and their defaults.
 
     An option is a number, but for those in `choices`.
     """
@@ -87,12 +87,12 @@ class Initializer:
     draw: Callable[..., Expr]
 
     def resolve(self, options: Mapping[str, Any]) -> dict[str, float | str]:
-        """All options, defaults filled in, checked."""
+        """Return all options, with defaults, checked."""
         check_options(f"initializer `{self.name}`", options, self.options)
         return {name: self._option(name, value) for name, value in {**self.options, **options}.items()}
 
     def build(self, op: Builder, key: Expr, value: ir.Value, /, **options: Any) -> Expr:
-        """An initial value for `value`, of its shape and type; each weight needs a key of its own."""
+        """Return an initial value for `value`; use a new key for every weight."""
         if value.shape is None or not value.shape.is_static() or value.dtype is None:
             raise RecipeError(f"`{value.name}` cannot be initialised: its shape or type is not known")
         dtype = DOUBLE if value.dtype == DOUBLE else FLOAT
@@ -104,8 +104,8 @@ class Initializer:
         if name in self.choices:
             if value in self.choices[name]:
                 return value
-            wanted = " or ".join(f"`{choice}`" for choice in self.choices[name])
-            raise RecipeError(f"`{name}` of initializer `{self.name}` is {value!r}, but must be {wanted}")
+            choices = " or ".join(f"`{choice}`" for choice in self.choices[name])
+            raise RecipeError(f"`{name}` of initializer `{self.name}` is {value!r}, but must be {choices}")
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -117,12 +117,12 @@ INITIALIZERS: dict[str, Initializer] = {}
 
 
 def initializer(name: str) -> Initializer:
-    """The initialiser of that name."""
+    """Return the initializer named `name`."""
     return lookup("initializer", name, INITIALIZERS)
 
 
 def _add(name: str, summary: str, draw: Callable[..., Expr], **options: Any) -> None:
-    """Enter an initialiser. An option is its default, or the tuple of its choices."""
+    """Add an initializer to the table. An option is its default, or the tuple of its choices."""
     choices = {key: value for key, value in options.items() if isinstance(value, tuple)}
     defaults = {key: value[0] if key in choices else value for key, value in options.items()}
     INITIALIZERS[name] = Initializer(name, summary, defaults, choices, draw)
@@ -157,7 +157,7 @@ def _lecun_normal(draw: Draw, layout: str) -> Expr:
 
 
 def _orthogonal(draw: Draw, gain: float, layout: str) -> Expr:
-    """As torch (or Keras) does it: the Q of a QR decomposition, with a positive diagonal of R, of normal numbers."""
+    """Draw the Q of a QR decomposition of normal numbers, with a positive diagonal of R."""
     draw.fans(layout)  # two axes are needed
     if 0 in draw.shape:
         return draw.full(0.0)
@@ -234,12 +234,12 @@ def orthonormal_rows(op: Builder, matrix: Expr) -> Expr:
 
 
 def _without(op: Builder, rows: Expr, units: Expr) -> Expr:
-    """The rows less their projections onto orthonormal ones."""
+    """Return the rows less their projections onto orthonormal ones."""
     return rows - op.MatMul(op.MatMul(rows, op.Transpose(units, perm=[1, 0])), units)
 
 
 def _repeat(op: Builder, times: Expr, body: Callable[[Builder, Expr, Expr], tuple[Expr, Expr]], start: Expr) -> Expr:
-    """`state, result = body(op, i, state)` for i = 0, 1, ... from `state = start`: the results, stacked."""
+    """Stack the results of `state, result = body(op, i, state)` for i = 0, 1, ..."""
     i, going, state = (
         ir.Value(name=name, type=ir.TensorType(dtype), shape=shape)
         for name, dtype, shape in (
@@ -259,24 +259,24 @@ _FILE = "file"
 
 
 def by_pattern(init: str | Sequence[str] | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    """An initialiser for all, or those for some by pattern, where they are given as `SPEC` and `PATTERN=SPEC`."""
+    """Return an initializer for all parameters (`SPEC`), or a map by pattern (`PATTERN=SPEC`)."""
     if isinstance(init, Mapping):
         return init
-    found: dict[str, str] = {}
+    specs: dict[str, str] = {}
     for text in [init] if isinstance(init, str) else init:
         pattern, spec = split_address(text, INITIALIZERS)
         pattern = "*" if pattern is None else pattern
-        if pattern in found:
+        if pattern in specs:
             raise RecipeError(
                 f"`{pattern}` is given twice", hint="the first pattern that matches counts; give each once"
             )
-        found[pattern] = spec
-    everything = found.pop("*", _FILE)  # what is for all comes last, wherever it stood
-    return {**found, "*": everything} if found else everything
+        specs[pattern] = spec
+    everything = specs.pop("*", _FILE)  # what is for all comes last, wherever it stood
+    return {**specs, "*": everything} if specs else everything
 
 
 def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]) -> None:
-    """Refuse initialisers for what is not trained."""
+    """Raise if a pattern of an initializer matches no trained parameter."""
     names = [value.name or "" for value in parameters]
     for pattern in init if isinstance(init, Mapping) and "name" not in init else ():
         if pattern != "*" and not matching([pattern], names):
@@ -285,7 +285,7 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
 
 
 def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any]) -> None:
-    """Give a state variable of the inference graph its initialization binding."""
+    """Bind a state variable of the inference graph to its initial value."""
     spec = _spec_for(value.name or "", init)
     if spec.name == _FILE:
         assembly.reset(value, lambda op: _copy_of_stored(op, value))
@@ -295,7 +295,7 @@ def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[
 
 
 class Drawn(NamedTuple):
-    """A parameter that begins with what an initialiser draws."""
+    """A parameter with a drawn initial value."""
 
     name: str
     dtype: ir.DataType
@@ -304,7 +304,10 @@ class Drawn(NamedTuple):
 
 
 def draw_initial_values(parameters: Sequence[Drawn], seed: int) -> list[ir.Tensor]:
-    """What parameters are reset to, as tensors; all in one go, since each session takes its time."""
+    """Return initial values of parameters as tensors.
+
+    One session draws all: opening one is slow.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="initialization")
     op = Builder(graph, opset=COMMON_OPSET)
     key = op.constant(random.new_key(seed))
@@ -324,14 +327,14 @@ def _fresh(op: Builder, value: ir.Value, spec: Spec, key: Expr) -> Expr:
 
 
 def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
-    """The initialiser for a parameter: one for all, or the first pattern that matches; else the value in the file."""
+    """Return the initializer of a parameter: for all, of the first match, or `file`."""
     if isinstance(init, Mapping) and "name" not in init:
-        found = (spec for pattern, spec in init.items() if matching([pattern], [name]))
-        return parse(next(found, _FILE))
+        specs = (spec for pattern, spec in init.items() if matching([pattern], [name]))
+        return parse(next(specs, _FILE))
     return parse(init)
 
 
 def _copy_of_stored(op: Builder, value: ir.Value) -> Expr:
-    """A copy of the parameter as it is now; where its data is outside the file, both refer to the same bytes."""
+    """Copy the stored parameter; external data is shared."""
     assert value.const_value is not None
     return op.Identity(op(register(op, value.name or "", without_tags(value.const_value))))

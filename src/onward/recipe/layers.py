@@ -1,4 +1,4 @@
-"""Layers as a graph has them: a product of an activation with a stored weight, and the bias that is added to it."""
+"""Layers of a graph: a matmul or convolution with a stored weight, and its bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PRODUCTS = {"MatMul", "Gemm", "Conv"}
 _ON_THE_WAY = {"Identity", "Transpose", "Cast", "QuantizeLinear", "DequantizeLinear"}
 _MOST_LISTED = 8
 
-# What may stand between the layer that gives the logits and an output, reading the logits as its first input.
+# What may stand between the layer that gives the logits and an output, reading the logits as its
+# first input.
 _AFTER_LOGITS = {
     "ArgMax", "AveragePool", "Cast", "Clip", "Dropout", "Flatten", "Gather", "GlobalAveragePool", "GlobalMaxPool",
     "Identity", "LogSoftmax", "NegativeLogLikelihoodLoss", "ReduceMax", "ReduceMean", "Relu", "Reshape", "Resize",
@@ -33,7 +34,7 @@ class Layer:
 
     node: ir.Node
     weight: ir.Value
-    """The weight as it is stored; `path` are the nodes from there to the product: Transpose, Cast, ..."""
+    """The stored weight; `path` are the nodes between it and the operator: Transpose, Cast, ..."""
     path: tuple[ir.Node, ...]
 
     @property
@@ -56,7 +57,7 @@ class Layer:
 
     @property
     def dtype(self) -> ir.DataType:
-        """The type in which the layer computes; that of the weight, unless it is stored in another one."""
+        """Type in which the layer computes, which may differ from that of the stored weight."""
         tensor = constant_tensor(self.weight)
         assert tensor is not None
         dtype = tensor.dtype
@@ -69,21 +70,22 @@ class Layer:
 
     @property
     def units_first(self) -> bool:
-        """Whether the weight is stored as [out, in, ...] and not as [in, out]."""
+        """True if the weight is stored as [out, in, ...] and not as [in, out]."""
         turns = sum(node.op_type == "Transpose" for node in self.path)
         return self.is_convolution or (turns + self.node.attributes.get_int("transB", 0)) % 2 == 1
 
     @property
     def units(self) -> int:
-        """The number of outputs."""
+        """Number of outputs."""
         return self.shape[0 if self.units_first else -1]
 
     @property
     def module(self) -> str:
-        """The name of what owns the weight, as the framework had it.
+        """Name of the module that owns the weight.
 
-        Exporters that transpose a weight give it a name that says nothing (`val_54`, `onnx::MatMul_97`). Then the note
-        tells that the exporter left at the node, the node's name (`/layers.0/query/MatMul`), or the name of the bias.
+        Exporters that transpose a weight give it a name that says nothing (`val_54`,
+        `onnx::MatMul_97`). Then the note tells that the exporter left at the node, the node's name
+        (`/layers.0/query/MatMul`), or the name of the bias.
         """
         name, bias = self.weight.name or "", self.bias()
         if name.endswith(".weight"):
@@ -97,17 +99,17 @@ class Layer:
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """What a person may call the weight, the best name first."""
+        """Names of the weight in the order of preference."""
         return tuple(dict.fromkeys((self.module, f"{self.module}.weight", self.weight.name or "")))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a person may call the layer, the best name first."""
-        found = (*self.weight_names, self.node.name, self.output.name)
-        return tuple(dict.fromkeys(name for name in found if name))
+        """Names of the layer in the order of preference."""
+        candidates = (*self.weight_names, self.node.name, self.output.name)
+        return tuple(dict.fromkeys(name for name in candidates if name))
 
     def bias(self) -> tuple[ir.Value, ir.Node, int] | None:
-        """The stored bias, with the node and the input where it comes in."""
+        """Return the stored bias, the node that reads it and the index of the input."""
         if self.node.op_type != "MatMul":
             value = self.node.inputs[2] if len(self.node.inputs) > 2 else None
             return (value, self.node, 2) if value is not None and constant_tensor(value) is not None else None
@@ -121,9 +123,9 @@ class Layer:
 
 
 def layers(graph: ir.Graph) -> list[Layer]:
-    """The layers of a graph, in order, those in nested graphs too where they use weights of the graph itself."""
-    found = (_layer(node, graph) for node in graph.all_nodes() if is_standard(node))
-    return [layer for layer in found if layer is not None]
+    """Return the layers of a graph in order, with those of nested graphs that use its weights."""
+    candidates = (_layer(node, graph) for node in graph.all_nodes() if is_standard(node))
+    return [layer for layer in candidates if layer is not None]
 
 
 def _layer(node: ir.Node, graph: ir.Graph) -> Layer | None:
@@ -145,21 +147,21 @@ def _layer(node: ir.Node, graph: ir.Graph) -> Layer | None:
 
 
 def find_head(model: Model, name: str | None = None) -> Layer:
-    """The layer that gives the logits: the one of that name, or the last one before an output."""
-    known = layers(model.graph)
+    """Return the layer that computes the logits: by name, or the last one before an output."""
+    candidates = layers(model.graph)
     if name is not None:
-        named = [layer for layer in known if name in layer.names]
+        named = [layer for layer in candidates if name in layer.names]
         if len(named) != 1:
             problem = f"there is no layer `{name}`" if not named else f"`{name}` is the name of {len(named)} layers"
-            names = [other for layer in known for other in layer.names]
-            raise UnknownNameError(problem, hint=suggest(name, names) or listing(known))
+            names = [other for layer in candidates for other in layer.names]
+            raise UnknownNameError(problem, hint=suggest(name, names) or listing(candidates))
         return named[0]
-    by_node = {layer.node: layer for layer in known}
-    found = dict.fromkeys(head for output in model.outputs if (head := _before(output, by_node)) is not None)
-    if len(found) == 1:
-        return next(iter(found))
-    problem = "it is not clear which layer gives the logits" if found else "no layer gives the logits of an output"
-    raise UnknownNameError(problem, hint=listing(found or known, "name it with `layer`; "))
+    by_node = {layer.node: layer for layer in candidates}
+    heads = dict.fromkeys(head for output in model.outputs if (head := _before(output, by_node)) is not None)
+    if len(heads) == 1:
+        return next(iter(heads))
+    problem = "it is not clear which layer gives the logits" if heads else "no layer gives the logits of an output"
+    raise UnknownNameError(problem, hint=listing(heads or candidates, "name it with `layer`; "))
 
 
 def _before(output: ir.Value, by_node: dict[ir.Node, Layer]) -> Layer | None:
@@ -177,16 +179,16 @@ def _before(output: ir.Value, by_node: dict[ir.Node, Layer]) -> Layer | None:
     return None
 
 
-def listing(found: Iterable[Layer], before: str = "") -> str:
-    """A hint that says which layers there are, the last ones first."""
-    names = list(dict.fromkeys(layer.names[0] for layer in found))[::-1]
+def listing(candidates: Iterable[Layer], before: str = "") -> str:
+    """Return a hint that lists layers, the last ones first."""
+    names = list(dict.fromkeys(layer.names[0] for layer in candidates))[::-1]
     if not names:
         return "there is no MatMul, Gemm or Conv with a stored weight; inline functions first (`onward inline`)"
     return f"{before}there are {', '.join(names[:_MOST_LISTED])}{', ...' if len(names) > _MOST_LISTED else ''}"
 
 
 def downstream(value: ir.Value) -> Iterator[ir.Node]:
-    """The nodes that depend on a value, each once, in nested graphs too."""
+    """Yield the nodes that depend on a value, with those in nested graphs."""
     pending, seen = [value], set()
     while pending:
         current = pending.pop(0)

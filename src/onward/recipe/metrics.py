@@ -1,4 +1,4 @@
-"""Metrics of predictions, added up batch by batch.
+"""Metrics of predictions, accumulated batch by batch.
 
 accuracy = make("accuracy")
 accuracy.add(logits, labels)        # as often as there are batches
@@ -24,7 +24,7 @@ from onward.recipe.spec import check_options, lookup, parse
 
 
 class Metric(ABC):
-    """A number that sums up predictions. It is NaN where there is nothing to sum up."""
+    """An accumulated metric. It is NaN if nothing was added."""
 
     higher_is_better = True
 
@@ -33,7 +33,7 @@ class Metric(ABC):
 
     @abstractmethod
     def merge(self, other: Self) -> None:
-        """Add what another process has added up."""
+        """Add the sums of another process."""
 
     @abstractmethod
     def result(self) -> float: ...
@@ -52,10 +52,11 @@ def _check_sizes(predictions: np.ndarray, targets: np.ndarray) -> None:
 
 
 class _OfClasses(Metric):
-    """Scores, logits or probabilities, have classes along the second axis; targets are numbers of classes, or scores.
+    """A metric of classes: scores have classes along the second axis; targets are class indices or
+    scores.
 
-    With a `threshold`, and where there is only one score, each is a decision of its own: those above it mean yes.
-    Negative labels, such as -100, do not count.
+    With a `threshold`, and where there is only one score, each is a decision of its own: those
+    above it mean yes. Negative labels, such as -100, do not count.
     """
 
     def __init__(self, threshold: float | None = None) -> None:
@@ -74,10 +75,10 @@ class _OfClasses(Metric):
 
     @abstractmethod
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        """Scores as rows, with the number of a class each; or as a table of decisions, with one of yes and no."""
+        """Add rows of scores with a class index each; or a table of decisions with 0 or 1 each."""
 
     def _choose(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What was chosen, and what is right, as numbers of classes."""
+        """Return the chosen and the right classes as indices."""
         if labels.dtype == bool:
             return (scores > (self._threshold or 0.0)).reshape(-1).astype(np.int64), labels.reshape(-1).astype(np.int64)
         return scores.argmax(1), labels
@@ -118,7 +119,10 @@ class TopK(Accuracy):
 
 
 class _Confusion(_OfClasses):
-    """Counts of label and chosen class; for two classes, the second is what is looked for, else the mean of all."""
+    """Counts of label and chosen class.
+
+    Of two classes, the second is positive; else the mean over classes counts.
+    """
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
@@ -136,12 +140,12 @@ class _Confusion(_OfClasses):
 
     def _add_counts(self, counts: np.ndarray) -> None:
         total = np.zeros((max(len(counts), len(self._counts)),) * 2, np.int64)
-        for part in (counts, self._counts):
-            total[: len(part), : len(part)] += part
+        for table in (counts, self._counts):
+            total[: len(table), : len(table)] += table
         self._counts = total
 
-    def _average_over_classes(self, part: np.ndarray, whole: np.ndarray) -> float:
-        of_classes = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+    def _average_over_classes(self, hits: np.ndarray, whole: np.ndarray) -> float:
+        of_classes = np.divide(hits, whole, out=np.zeros(len(hits)), where=whole > 0)
         if len(of_classes) == 2:
             return float(of_classes[1])
         present = self._counts.sum(0) + self._counts.sum(1) > 0
@@ -149,14 +153,14 @@ class _Confusion(_OfClasses):
 
 
 class Precision(_Confusion):
-    """How many of those that were chosen are right."""
+    """The share of chosen items that are right."""
 
     def result(self) -> float:
         return self._average_over_classes(np.diag(self._counts), self._counts.sum(0))
 
 
 class Recall(_Confusion):
-    """How many of those that are right were chosen."""
+    """The share of right items that were chosen."""
 
     def result(self) -> float:
         return self._average_over_classes(np.diag(self._counts), self._counts.sum(1))
@@ -170,7 +174,7 @@ class F1(_Confusion):
 
 
 class AUC(_OfClasses):
-    """The chance that one of a class scores higher than one of the others; of several classes, the mean."""
+    """The probability that an item of a class scores higher than another; mean over classes."""
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
@@ -190,12 +194,12 @@ class AUC(_OfClasses):
             areas = [_area(scores[:, i], labels[:, i]) for i in range(scores.shape[1])]
         else:
             areas = [_area(chances, labels == i) for i, chances in _chances(scores).items()]
-        known = [area for area in areas if area == area]
-        return float(np.mean(known)) if known else float("nan")
+        areas_of_classes = [area for area in areas if area == area]
+        return float(np.mean(areas_of_classes)) if areas_of_classes else float("nan")
 
 
 def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
-    """By class, what grows with its probability, as logits of different samples do not. Of two classes, one will do."""
+    """Return scores that grow with class probabilities and compare across samples."""
     scores = scores.astype(np.float64)
     if scores.shape[1] == 2:
         return {1: scores[:, 1] - scores[:, 0]}
@@ -206,7 +210,7 @@ def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _area(scores: np.ndarray, positive: np.ndarray) -> float:
-    """By ranks; equal scores share theirs."""
+    """Compute the area by ranks; equal scores share theirs."""
     if positive.all() or not positive.any():
         return float("nan")
     _, where, counts = np.unique(scores, return_inverse=True, return_counts=True)
@@ -219,7 +223,7 @@ def _area(scores: np.ndarray, positive: np.ndarray) -> float:
 
 
 class _OfAmounts(Metric):
-    """Differences to targets, in float64, and how targets vary, per column."""
+    """Differences to targets in float64, and sums for the variance of targets, per column."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -228,12 +232,12 @@ class _OfAmounts(Metric):
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
         _check_sizes(predictions, targets)
-        wanted = targets.astype(np.float64).reshape(len(targets), -1)
-        difference = predictions.astype(np.float64).reshape(wanted.shape) - wanted
+        expected = targets.astype(np.float64).reshape(len(targets), -1)
+        difference = predictions.astype(np.float64).reshape(expected.shape) - expected
         batch = type(self)()
-        batch._count, batch._mean = len(wanted), wanted.mean(0)
+        batch._count, batch._mean = len(expected), expected.mean(0)
         batch._absolute, batch._squared = np.abs(difference).sum(0), np.square(difference).sum(0)
-        batch._variation = np.square(wanted - batch._mean).sum(0)
+        batch._variation = np.square(expected - batch._mean).sum(0)
         self.merge(batch)
 
     def merge(self, other: Self) -> None:
@@ -265,7 +269,7 @@ class RMSE(_OfAmounts):
 
 
 class R2(_OfAmounts):
-    """The share of the variance that the predictions explain; of several columns, the mean."""
+    """The share of the variance that predictions explain; the mean over columns."""
 
     def result(self) -> float:
         if not self._count:
@@ -289,16 +293,16 @@ METRICS: Mapping[str, type[Metric]] = {
 
 
 OF_CLASSES = tuple(name for name, kind in METRICS.items() if issubclass(kind, _OfClasses))
-"""Metrics of labels that are numbers of classes. Others are of amounts."""
+"""Metrics of class indices; others are of amounts."""
 
 
 def make(spec: str, **defaults: Any) -> Metric:
-    """A metric by its name, with options: `"top_k:k=5"`. `defaults` are for those that have such options."""
-    wanted = parse(spec)
-    kind = lookup("metric", wanted.name, METRICS)
-    known = inspect.signature(kind).parameters
-    check_options(f"the metric `{wanted.name}`", wanted.options, known)
-    return kind(**{**{name: value for name, value in defaults.items() if name in known}, **wanted.options})
+    """Return the metric of a spec such as `"top_k:k=5"`. `defaults` fill options that it has."""
+    parsed = parse(spec)
+    metric = lookup("metric", parsed.name, METRICS)
+    parameters = inspect.signature(metric).parameters
+    check_options(f"the metric `{parsed.name}`", parsed.options, parameters)
+    return metric(**{**{name: value for name, value in defaults.items() if name in parameters}, **parsed.options})
 
 
 # ---- the metrics of a training model ---------------------------------------------------------------------------------
@@ -310,27 +314,27 @@ OF_LOSS = "perplexity"
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One loss: what it compares, and how."""
+    """A loss and its arguments."""
 
     name: str
-    """In full: `cross_entropy`, not `ce`."""
+    """The full name: `cross_entropy`, not `ce`."""
     output: str | None = None
     target: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def axis(self) -> int:
-        """Along which the output has classes."""
+        """Axis of classes in the output."""
         return int(self.options.get("axis", 1))
 
     @property
     def by_number(self) -> bool:
-        """Whether targets are numbers of classes."""
+        """True if targets are class indices."""
         return self.name == "nll" or (self.name == "cross_entropy" and "target" not in self.options)
 
 
 def objectives(training: Model) -> list[Objective]:
-    """The losses of all steps, as far as the model says which they are."""
+    """Return the losses of all steps that the model records."""
     return [
         Objective(
             LOSSES[fact["name"]].name if fact.get("name") in LOSSES else str(fact.get("name")),
@@ -345,12 +349,12 @@ def objectives(training: Model) -> list[Objective]:
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """An input that holds classes by number."""
+    """An input that holds class indices."""
 
     name: str
     count: int
     ignored: int | None
-    """The number that means none."""
+    """The ignored class index."""
 
 
 def labels_of(training: Model) -> Labels | None:
@@ -360,7 +364,8 @@ def labels_of(training: Model) -> Labels | None:
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
             continue
         if isinstance(count := shape[loss.axis], int):
-            # The standard's operator ignores what it is told to; smoothed cross-entropy is a function of our own.
+            # The standard's operator ignores what it is told to; smoothed cross-entropy is a
+            # function of our own.
             unsaid = NO_LABEL if loss.options.get("label_smoothing") else None
             return Labels(loss.target, count, loss.options.get("ignore_index", unsaid))
     return None
@@ -368,21 +373,21 @@ def labels_of(training: Model) -> Labels | None:
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """What is measured on validation data, and on which output and input of the model."""
+    """Metrics on validation data, with the output and the input that they compare."""
 
     names: tuple[str, ...] = ()
     output: str | None = None
     target: str | None = None
     monitor: str = "loss"
-    """What decides which model is the best."""
+    """The metric that decides which model is the best."""
     axis: int = 1
-    """Along which the output has classes."""
+    """Axis of classes in the output."""
     threshold: float | None = None
-    """Above which an output means yes, where each is a decision of its own."""
+    """Threshold above which an output means yes, for independent decisions."""
     are_classes: bool = False
-    """Whether targets are numbers of classes."""
+    """True if targets are class indices."""
     ignored: int | None = None
-    """The number that means none of them."""
+    """The ignored class index."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -405,7 +410,7 @@ class Measures:
         return {name: make(name, threshold=self.threshold) for name in self.names if name != OF_LOSS}
 
     def countable(self, targets: np.ndarray) -> np.ndarray:
-        """Targets as metrics take them: what is negative does not count."""
+        """Return targets as metrics take them: negative class indices are ignored."""
         return np.where(targets == self.ignored, -1, targets) if self.are_classes else targets
 
     def is_better(self, value: float, best: float | None) -> bool:
@@ -415,7 +420,7 @@ class Measures:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether what is monitored is."""
+        """True if a larger value of the monitored metric is better."""
         metric = METRICS.get(parse(self.monitor).name)
         return metric is not None and metric.higher_is_better
 
@@ -424,13 +429,13 @@ _SUITABLE = {
     **dict.fromkeys(("cross_entropy", "nll", "binary_cross_entropy", "bce_with_logits", "hinge"), "accuracy"),
     **dict.fromkeys(("mse", "l1", "huber", "smooth_l1"), "mae"),
 }
-"""What to measure, where the loss is the only one and nothing else is said."""
+"""The default metric by the name of the only loss."""
 _THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
-"""Losses of decisions, and the outputs above which they mean yes."""
+"""Losses of decisions -> the threshold above which their output means yes."""
 
 
 def chosen_metrics(training: Model, given: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
-    """What is measured: what is given, or suits the loss, and what is monitored."""
+    """Return the names of metrics: `metrics`, or that of the loss, and the monitored one."""
     losses = objectives(training)
     if given is None:
         given = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
@@ -439,7 +444,7 @@ def chosen_metrics(training: Model, given: Sequence[str] | str | None, monitor: 
 
 
 def measures_of(training: Model, metrics: Sequence[str], monitor: str | None) -> Measures:
-    """What is measured, by the loss of a training model; the first metric is monitored unless another is said."""
+    """Return the metrics for the loss of a training model (default monitor: the first)."""
     loss = next(iter(objectives(training)), Objective(""))
     labels = labels_of(training)
     return Measures(

@@ -1,4 +1,4 @@
-"""The loss of a recipe: named losses on outputs, a loss that somebody drew as a graph, or a value of the model."""
+"""The loss of a recipe: named losses, a loss model or function, or a value of the model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _EXISTING = "value"
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One summand: a loss on an output, times `scale`. `custom` is a loss model or function instead of a named one."""
+    """A loss on an output, times `scale`. `custom` is a loss model or function."""
 
     spec: Spec
     output: str | None = None
     scale: float = 1.0
     constant: float | None = None
-    """What the output should be everywhere, where that is not for the data to say."""
+    """A constant target for the whole output, instead of data."""
     custom: Any = None
 
     def fact(self, output: str, inputs: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Term:
 
 
 def terms(loss: Any) -> list[Term]:
-    """The summands of a loss as given: a spec, a model or function, a list of them, or a mapping from output names."""
+    """Parse a loss: a spec, a model or function, a list, or a map from output names."""
     if isinstance(loss, Mapping) and "name" not in loss:
         return [dataclasses.replace(term, output=output) for output, spec in loss.items() for term in terms(spec)]
     if isinstance(loss, Model | ir.Function | os.PathLike | bytes) or hasattr(loss, "SerializeToString"):
@@ -78,20 +78,20 @@ def _number(spec: Spec, option: str) -> float | None:
 
 
 def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
-    """The values of the inference graph that each summand looks at."""
-    known = {value.name: value for value in values(model.graph) if value.name}
-    found = [_prediction(model, term, known) for term in summands]
-    if untyped := [value for value in found if value.type is None or value.shape is None]:
+    """Return the value of the inference graph that each summand reads."""
+    by_name = {value.name: value for value in values(model.graph) if value.name}
+    targets = [_prediction(model, term, by_name) for term in summands]
+    if untyped := [value for value in targets if value.type is None or value.shape is None]:
         fill_in_types(model, untyped)
-    return found
+    return targets
 
 
-def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.Value:
+def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir.Value:
     if term.output is not None:
-        if term.output not in known:
-            hint = suggest(term.output, known) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
+        if term.output not in by_name:
+            hint = suggest(term.output, by_name) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
             raise UnknownNameError(f"there is no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
-        return tensor_of(known[term.output])
+        return tensor_of(by_name[term.output])
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
         raise RecipeError("the model has no floating-point output that a loss could look at")
@@ -112,7 +112,7 @@ def build(
     trained: Mapping[ir.Value, ir.Value],
     sample_weight: Any = None,
 ) -> Expr:
-    """Append the loss to the algorithm: the sum of all terms, a scalar. `trained` maps inference to training values."""
+    """Append the sum of all terms, a scalar. `trained` maps inference to training values."""
     total: Expr | None = None
     facts = []
     weights = SampleWeights.of(sample_weight, assembly)
@@ -158,8 +158,8 @@ def _add_named_loss(
                 f"the loss `{loss.name}` does not compare its output with numbers, so it takes no `constant`",
                 hint="take one such as `mse` or `bce_with_logits`",
             )
-        wanted = prediction.op.filled_like(prediction.value, term.constant)
-        return _named(loss, prediction, [wanted], options, weights), []
+        constant = prediction.op.filled_like(prediction.value, term.constant)
+        return _named(loss, prediction, [constant], options, weights), []
     taken = {v.name for v in assembly.step.algorithm.inputs}
     inputs = [
         assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
@@ -215,14 +215,14 @@ def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -
 def _loss_model(
     assembly: Assembly, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
-    """Put a loss model's nodes into the algorithm; its inputs are outputs of the model by name, or new inputs."""
+    """Embed a loss model; its inputs are outputs of the model by name, or new inputs."""
     loss = add_prefix(convert_opset(loss, assembly.model.opset), "loss/")
     outputs = _outputs_by_name(assembly, trained)
-    wanted = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
-    matched = any(name in outputs for name in wanted.values())
+    input_names = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
+    matched = any(name in outputs for name in input_names.values())
     added: list[str] = []
     sources: dict[ir.Value, ir.Value] = {}
-    for i, (value, name) in enumerate(wanted.items()):
+    for i, (value, name) in enumerate(input_names.items()):
         if name in outputs:
             source = outputs[name]
         elif i == 0 and not matched:
@@ -241,7 +241,7 @@ def _loss_model(
 
 
 def scalar(loss: Expr) -> Expr:
-    """The loss as a tensor without axes, whatever shape of one element it has."""
+    """Reshape a loss of one element to a tensor without axes."""
     shape = loss.value.shape
     if shape is not None and len(shape) == 0:
         return loss
@@ -261,56 +261,57 @@ _NOT_FOR_PROBABILITIES = {
     ("bce_with_logits", "Softmax"): "cross_entropy",
     ("nll", "Softmax"): "cross_entropy",
 }
-"""A loss, the operator whose probabilities it is not for, and the loss for what that operator reads.
+"""(loss, operator whose probabilities it is not for) -> the loss for the operator's input.
 
-Cross-entropy of what LogSoftmax gives is right: the logarithms of probabilities are scores that give these.
+Cross-entropy of LogSoftmax is right: logarithms of probabilities are scores that give these.
 """
 _GIVE_SCORES = {"Gemm", "MatMul", "Conv"}
 
 
 def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Iterator[str]:
-    """A sentence for each loss that looks at probabilities where it is for scores, or the other way round."""
+    """Yield a sentence for each loss that reads probabilities instead of scores, or the reverse."""
     for term, value in zip(summands, predictions, strict=True):
-        known = LOSSES.get(term.spec.name)
+        loss = LOSSES.get(term.spec.name)
         made_by = value.producer()
         while made_by is not None and made_by.op_type in _HANDED_ON and made_by.inputs and made_by.inputs[0]:
             made_by = made_by.inputs[0].producer()
-        if made_by is None or known is None or term.custom is not None:
+        if made_by is None or loss is None or term.custom is not None:
             continue
-        instead = _NOT_FOR_PROBABILITIES.get((known.name, made_by.op_type))
+        instead = _NOT_FOR_PROBABILITIES.get((loss.name, made_by.op_type))
         if instead is not None and made_by.inputs and made_by.inputs[0] is not None:
             way_out = f"{made_by.inputs[0].name}={instead}"
             yield (
-                f"the loss `{known.name}` is not for probabilities, and `{value.name}` comes out of a "
+                f"the loss `{loss.name}` is not for probabilities, and `{value.name}` comes out of a "
                 f'{made_by.op_type}; look at what goes in: `loss="{way_out}"` (`--loss {way_out}`)'
             )
-        elif known.name == "binary_cross_entropy" and made_by.op_type in _GIVE_SCORES:
+        elif loss.name == "binary_cross_entropy" and made_by.op_type in _GIVE_SCORES:
             yield (
-                f"the loss `{known.name}` is for probabilities, and `{value.name}` comes out of a {made_by.op_type}; "
+                f"the loss `{loss.name}` is for probabilities, and `{value.name}` comes out of a {made_by.op_type}; "
                 'for scores there is `loss="bce_with_logits"` (`--loss bce_with_logits`)'
             )
 
 
 # ---- weights of samples ----------------------------------------------------------------------------------------------
 
-# As in PyTorch, `(loss(x, y, reduction="none") * weight).mean()`, which is what Keras does with `sample_weight`; or
-# divided by the sum of the weights, as Keras does with `reduction="mean_with_sample_weight"`.
+# As in PyTorch, `(loss(x, y, reduction="none") * weight).mean()`, which is what Keras does with
+# `sample_weight`; or divided by the sum of the weights, as Keras does with
+# `reduction="mean_with_sample_weight"`.
 
 
 _NOT_OF_SAMPLES = ("ctc",)
-"""Losses whose mean is not that of what they give for each sample."""
+"""Losses whose mean is not the mean of the losses per sample."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleWeights:
-    """The input that holds weights, and what their sum is divided by."""
+    """The input of sample weights, and the divisor of their sum."""
 
     values: Expr
     by: str
 
     @classmethod
     def of(cls, given: Any, assembly: Assembly) -> SampleWeights | None:
-        """Add the input to a step: `weight`, or `weight:by=weights`."""
+        """Add the input for `weight` or `weight:by=weights` to a step."""
         if given is None:
             return None
         spec = parse(given)
@@ -325,7 +326,7 @@ class SampleWeights:
         return cls(assembly.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)
 
     def build(self, loss: Loss, prediction: Expr, targets: list[Expr], options: dict[str, Any]) -> Expr:
-        """A loss by name, in which samples weigh what they should."""
+        """Return a named loss with weighted samples."""
         reduction = {**loss.options, **options}["reduction"]
         if loss.name in _NOT_OF_SAMPLES:
             raise RecipeError(
@@ -333,14 +334,14 @@ class SampleWeights:
                 hint="leave `sample_weight` out",
             )
         op = prediction.op
-        each = loss.build(op, prediction, *targets, **{**options, "reduction": "none"})
-        weights = op.CastLike(self.values, each)
-        each = op.Flatten(each, axis=1)  # a weight goes with all that a sample has
+        losses = loss.build(op, prediction, *targets, **{**options, "reduction": "none"})
+        weights = op.CastLike(self.values, losses)
+        losses = op.Flatten(losses, axis=1)  # a weight goes with all that a sample has
         if self.by == "count" and reduction != "batchmean":
-            made = reduce_loss(op, each * op.Unsqueeze(weights, [1]), reduction)
+            total = reduce_loss(op, losses * op.Unsqueeze(weights, [1]), reduction)
         else:
-            of_sample = (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, [1], keepdims=0)
+            of_sample = (op.ReduceMean if reduction == "mean" else op.ReduceSum)(losses, [1], keepdims=0)
             counted = weights if self.by == "weights" else op.filled_like(weights.value, 1.0)
-            made = reduce_loss(op, of_sample * weights, "sum" if reduction == "sum" else "mean", weight=counted)
-        made.value.shape = ir.Shape([])
-        return made
+            total = reduce_loss(op, of_sample * weights, "sum" if reduction == "sum" else "mean", weight=counted)
+        total.value.shape = ir.Shape([])
+        return total

@@ -1,4 +1,4 @@
-"""From an inference model and a recipe to a training model."""
+"""Training models from inference models and recipes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from onward.transform.quantized import RANGE_KEY
 @documented
 @dataclasses.dataclass(frozen=True, repr=False)
 class Recipe(Fields, StepOptions):
-    """What turns an inference model into a training model.
+    """A recipe: everything that turns an inference model into a training model.
 
         recipe = onward.Recipe(loss="cross_entropy", optimizer="adamw:lr=1e-3", clip="norm:1")
         training = recipe.apply(onward.load("digits.onnx"))
@@ -63,12 +63,12 @@ class Recipe(Fields, StepOptions):
         self._resolved()
 
     def _resolved(self) -> dict[str, Any]:
-        """Return the fields that are written in more than one way, in one."""
+        """Return the recipe with fields that have several spellings in one form."""
         optimizer = self.optimizer if self.lr is None else with_rate(self.optimizer, self.lr)
         return {"init": by_pattern(self.init), "optimizer": optimizer, "lr": None}
 
     def apply(self, model: Model) -> Model:
-        """The training model; `model` itself stays as it is."""
+        """Return the training model; `model` is not changed."""
         if model.steps and not self.append:
             raise RecipeError(
                 "the model already carries its training",
@@ -100,8 +100,8 @@ class Recipe(Fields, StepOptions):
         if trainable is not None:
             named = [value for value in in_bodies(model.graph) if matching(trainable, [value.name or ""])]
             trainable = [*trainable, *(lift(model, value) for value in named)]
-        found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
-        selection = select(model, watched, trainable, freeze, found)
+        patterns_of_roles = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
+        selection = select(model, watched, trainable, freeze, patterns_of_roles)
         is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)
         learned = ranges.learned_scales(model, selection.parameters) if is_quantized else []
         masks = self._prune(model, selection.parameters)
@@ -128,7 +128,7 @@ class Recipe(Fields, StepOptions):
         check_patterns(init, selection.parameters)
         for value in selection.parameters:
             bind_initial_value(assembly, value, init)
-        chosen = groups(selection.parameters, optimizer, self.groups, found)
+        chosen = groups(selection.parameters, optimizer, self.groups, patterns_of_roles)
         if learned:
             ranges.bind_learned(assembly, learned, init)
             chosen += ranges.groups_of_scales(learned, model, chosen[-1], len(chosen))
@@ -151,7 +151,7 @@ class Recipe(Fields, StepOptions):
         return stamp(model)
 
     def _adapt(self, model: Model) -> Model:
-        """The model for its new task."""
+        """Return the model changed for its new task."""
         if self.new_head is not None:
             model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head, "new_head")})
         if self.lora is not None:
@@ -216,7 +216,7 @@ class Recipe(Fields, StepOptions):
         assembly.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:
-        """The recipe as JSON; a loss that was given as an object is only named."""
+        """Return the recipe as JSON; a loss object is only named."""
         recipe = self.changed() | self._resolved()
         usual = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name: recipe[name] for name in usual if name in recipe and recipe[name] != usual[name]}
@@ -243,7 +243,7 @@ def prepare(model: Source, **recipe: Any) -> Model:
 def _inputs_in_training(
     model: Model, entries: Mapping[str, preprocessing.ModelInput], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
-    """What the model gets of its inputs in training, where that is not what is fed."""
+    """Add preprocessing and augmentation; return a map of inputs to their values in training."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}
     return {name: trained.get(value, value) for name, value in read.items() if name in entries or value in trained}
 
@@ -253,7 +253,7 @@ def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:
 
 
 def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:
-    """One Gradient node: the loss with respect to every parameter, given everything else that the loss depends on."""
+    """Add one Gradient node: the loss by every parameter, given all else it depends on."""
     others = [value for value in _independent(loss.value, assembly) if value not in parameters]
     op: Builder = assembly.op
     op.imports.setdefault(TRAINING_DOMAIN, 1)
@@ -272,7 +272,7 @@ def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -
 
 
 def _independent(loss: ir.Value, assembly: Assembly) -> list[ir.Value]:
-    """The inputs and the state, in order, that `loss` depends on; constants do not count."""
+    """Return the inputs and state variables that `loss` depends on, in order."""
     state = {assembly.values[name] for name in (*assembly.step.update, *assembly.step.reset) if name in assembly.values}
     graphs = (assembly.model.graph, assembly.step.algorithm)
     leaves = [v for g in graphs for v in values(g) if v.producer() is None]

@@ -1,7 +1,8 @@
-"""Pruning: weights of layers that are zero, and stay so while the others are trained.
+"""Pruning: weights of layers that are zero and stay zero while the others are trained.
 
-What is left is decided once, by the size of the weights in the file: masks are constants of the step. Gradients and
-new weights go through them, whatever the optimizer does, so that the file holds the zeros at any time.
+What is left is decided once, by the size of the weights in the file: masks are constants of the
+step. Gradients and new weights go through them, whatever the optimizer does, so that the file holds
+the zeros at any time.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ _SOME_OF = re.compile(r"(\d+)of(\d+)")
 _OPTIONS: Mapping[str, Any] = {"sparsity": 0.5, "targets": "*", "keep": ()}
 
 Masks = dict[ir.Value, np.ndarray]
-"""Weights, and which of their numbers are left."""
+"""Weights -> the mask of their remaining numbers."""
 
 
 def prune(model: Model, parameters: Sequence[ir.Value], given: str | Mapping[str, Any]) -> Masks:
-    """Set the smallest numbers of weights that are trained to zero, in place.
+    """Set the smallest trained weights to zero, in place.
 
-    `magnitude:sparsity=0.5` takes that share of each weight; `2of4` leaves the two largest of every four numbers that
-    are summed up one after the other.
+    `magnitude:sparsity=0.5` removes that share of each weight. `2of4` leaves the two largest of
+    every four consecutive numbers along the axis that is summed.
     """
     spec = parse(given)
-    found = _SOME_OF.fullmatch(spec.name)
-    if not found and spec.name != "magnitude":
+    match = _SOME_OF.fullmatch(spec.name)
+    if not match and spec.name != "magnitude":
         raise UnknownNameError(f"there is no way to prune `{spec.name}`", hint="there are `magnitude` and `2of4`")
-    known = {name: value for name, value in _OPTIONS.items() if name != "sparsity" or not found}
-    check_options(f"`prune={spec.name}`", spec.options, known)
-    options = {**known, **spec.options}
+    defaults = {name: value for name, value in _OPTIONS.items() if name != "sparsity" or not match}
+    check_options(f"`prune={spec.name}`", spec.options, defaults)
+    options = {**defaults, **spec.options}
     chosen = _chosen(model, parameters, options["targets"], options["keep"])
-    left = (int(found[1]), int(found[2])) if found else None
+    left = (int(match[1]), int(match[2])) if match else None
     if left is not None and not 0 < left[0] < left[1]:
         raise RecipeError(f"`{spec.name}` leaves nothing out, or nothing in", hint="write `2of4`")
     masks = {}
@@ -64,19 +65,23 @@ def _share(sparsity: Any) -> float:
 
 
 def _chosen(model: Model, parameters: Sequence[ir.Value], targets: Any, keep: Any) -> list[Layer]:
-    known = list({layer.weight: layer for layer in layers(model.graph) if layer.weight in parameters}.values())
+    candidates = list({layer.weight: layer for layer in layers(model.graph) if layer.weight in parameters}.values())
     words = keep.split("+") if isinstance(keep, str) else list(keep)
-    ends = {"first": known[:1], "last": known[-1:]}
-    kept = [layer for word in words for layer in ends.get(word, [one for one in known if matching([word], one.names)])]
+    ends = {"first": candidates[:1], "last": candidates[-1:]}
+    selected = [
+        layer
+        for word in words
+        for layer in ends.get(word, [candidate for candidate in candidates if matching([word], candidate.names)])
+    ]
     patterns = targets.split("+") if isinstance(targets, str) else list(targets)
-    chosen = [layer for layer in known if matching(patterns, layer.names) and layer not in kept]
+    chosen = [layer for layer in candidates if matching(patterns, layer.names) and layer not in selected]
     if not chosen:
-        raise UnknownNameError("nothing is left to prune", hint=listing(known))
+        raise UnknownNameError("nothing is left to prune", hint=listing(candidates))
     return chosen
 
 
 def _largest(array: np.ndarray, sparsity: float) -> np.ndarray:
-    """All but so large a share, the smallest; of equal ones, the first go."""
+    """Return a mask without the share `sparsity` of the smallest; ties drop the first."""
     order = np.argsort(np.abs(array), axis=None, kind="stable")
     mask = np.ones(array.size, bool)
     mask[order[: round(sparsity * array.size)]] = False
@@ -84,7 +89,7 @@ def _largest(array: np.ndarray, sparsity: float) -> np.ndarray:
 
 
 def _some_of(layer: Layer, array: np.ndarray, left: int, size: int) -> np.ndarray:
-    """Of every `size` numbers along what is summed up, the `left` largest."""
+    """Return a mask of the `left` largest of every `size` numbers along the summed axis."""
     axis = 1 if layer.units_first else 0
     if array.shape[axis] % size:
         raise RecipeError(
@@ -98,12 +103,12 @@ def _some_of(layer: Layer, array: np.ndarray, left: int, size: int) -> np.ndarra
 
 
 def mask_gradients(assembly: Assembly, gradients: Mapping[ir.Value, Expr], masks: Masks) -> dict[ir.Value, Expr]:
-    """Gradients that are zero where weights are."""
+    """Set gradients of zero weights to zero."""
     return {value: _masked(assembly, value, g, masks).like(value) for value, g in gradients.items()}
 
 
 def mask_updates(assembly: Assembly, masks: Masks) -> None:
-    """Bind weights, and averages of them, to what goes through their masks."""
+    """Apply the masks to new weights and to averages of weights."""
     for value in masks:
         for name in (value.name or "", f"ema/{value.name}"):
             if name in assembly.step.update:

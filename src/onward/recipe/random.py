@@ -1,16 +1,18 @@
-"""Random numbers made in the graph: the same on every engine, and the same again when a run is resumed.
+"""Random numbers computed in the graph: the same on every engine, and the same after a resume.
 
-A generator without hidden state. Numbers are a function of a *key*, a uint32[2] tensor: the cipher Threefry-2x32 with
-20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) encrypts the positions 0, 1, 2 ... with
-it. That takes only arithmetic on unsigned integers, and the results are JAX's, bit for bit:
+A generator without hidden state. Numbers are a function of a *key*, a uint32[2] tensor: the cipher
+Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+encrypts the positions 0, 1, 2 ... with it. That takes only arithmetic on unsigned integers, and the
+results are JAX's, bit for bit:
 
     new_key(seed)                jax.random.key(seed)
     fold_in(op, key, data)       jax.random.fold_in(key, data)
     random_bits(op, key, shape)  jax.random.bits(key, shape, "uint32")
     uniform(op, key, shape)      jax.random.uniform(key, shape)
 
-A key is used once. Further ones are made from it with `fold_in` (one for each update) and `site_key` (one for each
-place in the model). `shape` is an int64 tensor, known only at run time if need be, of at most 2^32 elements in all.
+A key is used once. Further ones are made from it with `fold_in` (one for each update) and
+`site_key` (one for each place in the model). `shape` is an int64 tensor, known only at run time if
+need be, of at most 2^32 elements in all.
 """
 
 from __future__ import annotations
@@ -31,20 +33,21 @@ FLOAT, DOUBLE, UINT32, BOOL = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType
 
 
 def new_key(seed: int) -> np.ndarray:
-    """The key of a seed: its upper and its lower 32 bits."""
+    """Return the key of a seed: its upper and its lower 32 bits."""
     if not 0 <= seed < 2**64:
         raise RecipeError(f"the seed {seed} does not fit into 64 bits", hint="take a seed from 0 to 2^64 - 1")
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
 def fold_in(op: Builder, key: Expr, data: int | Expr) -> Expr:
-    """The key number `data` (taken modulo 2^32, e.g. the step counter) of those that follow from `key`."""
+    """Return the key number `data` (modulo 2^32, e.g. the step counter) that derives from `key`."""
     data = op.Cast(data, to=UINT32) if isinstance(data, Expr) else op.constant(np.uint32(data & 0xFFFFFFFF))
     return _call(op, _fold_in, UINT32, key, data)
 
 
 def site_key(op: Builder, key: Expr, name: str) -> Expr:
-    """A key for the place `name` in a model: `key` xor the first 64 bits of the name's SHA-256.
+    """Return a key for the site `name` in a model: `key` xor the first 64 bits of the name's
+    SHA-256.
 
     It depends on nothing else, so adding a layer does not change what another one draws.
     """
@@ -56,7 +59,7 @@ def site_key(op: Builder, key: Expr, name: str) -> Expr:
 
 
 def random_bits(op: Builder, key: Expr, shape: Expr) -> Expr:
-    """A uint32 tensor whose bits are all random."""
+    """Return a uint32 tensor of random bits."""
     return _call(op, _random_bits, UINT32, key, shape)
 
 
@@ -72,7 +75,7 @@ def threefry2x32(op: Builder, key: Expr, counter0: Expr, counter1: Expr) -> tupl
 
 
 def encrypt(op: Builder, key0: Expr, key1: Expr, counter0: Expr, counter1: Expr) -> tuple[Expr, Expr]:
-    """The same with the two words of a key, each of which may be many."""
+    """Encrypt words with a key, whose words may be tensors: Threefry-2x32 with 20 rounds."""
     keys = (key0, key1, op.BitwiseXor(op.BitwiseXor(key0, key1), _PARITY))
     word0, word1 = counter0 + key0, counter1 + key1
     for group in range(5):
@@ -85,7 +88,10 @@ def encrypt(op: Builder, key0: Expr, key1: Expr, counter0: Expr, counter1: Expr)
 
 
 def _rotate_left(op: Builder, word: Expr, distance: int) -> Expr:
-    """Mul and Add in place of a shift and Or: the same bits, and faster, since runtimes vectorise arithmetic."""
+    """Rotate bits by Mul and Add.
+
+    Shift and Or give the same bits slower: runtimes vectorize arithmetic only.
+    """
     return word * np.uint32(1 << distance) + op.BitShift(word, np.uint32(32 - distance), direction="RIGHT")
 
 
@@ -118,7 +124,7 @@ def _paired_bits(op: Builder, key: Expr, shape: Expr) -> Expr:
 
 
 def _blocks(op: Builder, key: Expr, shape: Expr) -> tuple[Expr, Expr]:
-    """Two words for each element of a tensor of that shape, flat."""
+    """Return two random words for each element of a tensor of that shape, flat."""
     counter = op.Cast(_range(op, np.int64(0), op.ReduceProd(shape, keepdims=0)), to=UINT32)
     return op.call(threefry2x32, key, np.zeros(1, np.uint32), counter)
 
@@ -131,14 +137,15 @@ def _range(op: Builder, start: Expr | np.int64, limit: Expr) -> Expr:
 
 
 def uniform(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> Expr:
-    """Numbers in [0, 1), equally likely: the multiples of 2^-23 (float32) or 2^-52 (float64)."""
+    """Return uniform numbers in [0, 1): multiples of 2^-23 (float32) or 2^-52 (float64)."""
     return _call(op, _uniform_float if _check_dtype(dtype) == FLOAT else _uniform_double, dtype, key, shape)
 
 
 def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> Expr:
-    """Normally distributed numbers with mean 0 and standard deviation 1: the quantiles of uniform ones.
+    """Return normal numbers with mean 0 and standard deviation 1: quantiles of uniform numbers.
 
-    Those of `jax.random.normal`, but for rounding: quantiles are good to 1e-15 here, whatever the type of the result.
+    Those of `jax.random.normal`, but for rounding: quantiles are good to 1e-15 here, whatever the
+    type of the result.
     """
     smallest = 2.0**-25 if _check_dtype(dtype) == FLOAT else 2.0**-54
     return _quantiles(op, uniform(op, key, shape, dtype), smallest - 0.5, 1.0)
@@ -147,18 +154,18 @@ def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> E
 def truncated_normal(
     op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT, lower: float = -2.0, upper: float = 2.0
 ) -> Expr:
-    """Numbers as of `normal`, but only such as lie between `lower` and `upper`; one uniform number each."""
+    """Return normal numbers between `lower` and `upper`, from one uniform number each."""
     low, high = (math.erf(bound / math.sqrt(2)) / 2 for bound in (lower, upper))
     return _quantiles(op, uniform(op, key, shape, _check_dtype(dtype)), low, high - low)
 
 
 def bernoulli_mask(op: Builder, key: Expr, shape: Expr, p: float | Expr) -> Expr:
-    """A tensor of truth values, each true with probability `p`."""
+    """Return a bool tensor whose elements are true with probability `p`."""
     return _call(op, _bernoulli_mask, BOOL, key, shape, p if isinstance(p, Expr) else np.float32(p))
 
 
 def dropout(op: Builder, x: Expr, ratio: float | Expr, key: Expr) -> Expr:
-    """`x` with the share `ratio` of its elements set to zero, and the others scaled so that the mean stays."""
+    """Set the share `ratio` of elements of `x` to zero and scale the others to keep the mean."""
     return op.call(_dropout, x, ratio if isinstance(ratio, Expr) else np.float32(ratio), key)
 
 
@@ -227,7 +234,7 @@ def _check_dtype(dtype: ir.DataType) -> ir.DataType:
 
 
 def _rational(op: Builder, x: Expr, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Expr:
-    """The quotient of two polynomials, highest power first."""
+    """Return the quotient of two polynomials, highest power first."""
     numerator, denominator = (_polynomial(op, x, c) for c in coefficients)
     return numerator / denominator
 

@@ -1,17 +1,19 @@
 """Learning-rate schedules inside the graph, computed from the step counter in float64.
 
-Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step` counts the updates already made, and is
-0 at the first one. The numbers are float64 tensors that can be changed in the file without touching a node.
+Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step` counts the updates
+already made, and is 0 at the first one. The numbers are float64 tensors that can be changed in the
+file without touching a node.
 
     cosine = schedule("cosine")
     numbers, choices = cosine.resolve({"steps": 1000, "warmup": 50})
     rate = cosine.build(op, lr, step, {name: op.constant(np.float64(n)) for name, n in numbers.items()}, **choices)
 
-Every schedule takes `warmup=N`: during the first N updates the rate rises in a straight line from lr * warmup_start to
-lr, and only then the schedule begins. Its `steps` still count from the first update, so it ends where it did.
+Every schedule takes `warmup=N`: during the first N updates the rate rises in a straight line from
+lr * warmup_start to lr, and only then the schedule begins. Its `steps` still count from the first
+update, so it ends where it did.
 
-Every schedule takes `every=N`: it then counts groups of N updates, such as epochs, in all its numbers, and the rate
-stays the same within a group.
+Every schedule takes `every=N`: it then counts groups of N updates, such as epochs, in all its
+numbers, and the rate stays the same within a group.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ def _cosine(op: Builder, start: Expr, end: Expr, p: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by its name, with its options as users write them and their defaults (None: must be given).
+    """A schedule with its options and their defaults (None: required).
 
     Options are numbers, but for those in `choices`: these select the function.
     """
@@ -185,7 +187,7 @@ class Schedule:
     choices: Mapping[str, tuple[str | bool, ...]]
 
     def resolve(self, options: Mapping[str, Any]) -> tuple[Numbers, Choices]:
-        """The numbers and the choices that these options mean, defaults filled in, all checked."""
+        """Return the numbers and choices of `options`, with defaults, checked."""
         check_options(f"schedule `{self.name}`", options, self.options)
         settings = {**self.options, **options}
         if not settings["warmup"]:
@@ -204,7 +206,7 @@ class Schedule:
         return numbers, choices
 
     def build(self, op: Builder, lr: Expr, step: Expr, numbers: Mapping[str, Expr], **choices: str | bool) -> Expr:
-        """The learning rate at `step`; each of `numbers` is a float64 scalar, or a vector where it is a list."""
+        """Return the learning rate at `step`; `numbers` are float64 scalars or vectors."""
         if "every" in numbers:
             step = op.call(groups_of_steps, step, numbers["every"])
         if "warmup" not in numbers:
@@ -228,7 +230,7 @@ class Schedule:
         return value
 
     def number(self, name: str, value: Any) -> float | list[float]:
-        """A number, or several, as this schedule takes it."""
+        """Convert an option to a number or a list of numbers."""
         if value is None:
             hint = f"write it as in `{self.name}:{name}=100`"
             raise RecipeError(f"schedule `{self.name}` needs the option `{name}`", hint=hint)
@@ -252,12 +254,12 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def schedule(name: str) -> Schedule:
-    """The schedule of that name."""
+    """Return the schedule named `name`."""
     return lookup("schedule", name, SCHEDULES)
 
 
 def _add(name: str, summary: str, function: Callable[..., Function], **options: Any) -> None:
-    """Enter a schedule. An option is its default, None if it must be given, or the tuple of its choices."""
+    """Add a schedule to the table. An option is a default, None if required, or choices."""
     choices = {key: value for key, value in options.items() if isinstance(value, tuple)}
     defaults = {key: value[0] if key in choices else value for key, value in options.items()}
     common = {"warmup": 0.0, "warmup_start": 0.0, "every": 1.0}
@@ -331,7 +333,7 @@ _add(
 
 @dataclass(frozen=True)
 class SchedulePart:
-    """One schedule of a sequence, with what it is built from, and the step at which the next one takes over."""
+    """One schedule of a sequence, its arguments, and the step at which the next one takes over."""
 
     schedule: Schedule
     numbers: Mapping[str, Expr]
@@ -340,9 +342,9 @@ class SchedulePart:
 
 
 def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[SchedulePart]) -> Expr:
-    """The learning rate at `step` of schedules that follow one another, each counting from the step where it begins.
+    """Return the learning rate at `step` of schedules in sequence; each counts from its own start.
 
-    All but the last have an `until`; these rise from part to part.
+    All but the last have an `until`, in ascending order.
     """
     first = parts[0]
     rate = first.schedule.build(op, lr, step, first.numbers, **first.choices)

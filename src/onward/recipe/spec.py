@@ -1,4 +1,4 @@
-"""Recipes as people type them, such as `adamw:lr=1e-3,weight_decay=0.01`, and the ranges of the numbers in them."""
+"""Specs such as `adamw:lr=1e-3,weight_decay=0.01`, and the ranges of the numbers in them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Spec:
 
 
 def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable[..., Any]] | None = None) -> Spec:
-    """A spec from `name:key=value,...`, or from a mapping with a `name`.
+    """Parse `name:key=value,...` or a mapping with a `name`.
 
     Of those that are `functions`, the first option may go without its name: `resize:256`.
     """
@@ -62,9 +62,12 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
 
 
 def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:
-    """`NAME=SPEC` as both, or None and a spec for all; specs begin with a known word, or names hold no colon.
+    """Split `NAME=SPEC`; the name is None for a spec without address.
 
-    Names may hold colons and equals signs themselves, as those of TensorFlow do: `Identity:0=cross_entropy`.
+    `known` are the first words of specs. Without one, names hold no colon.
+
+    Names may hold colons and equals signs themselves, as those of TensorFlow do:
+    `Identity:0=cross_entropy`.
     """
     head, colon, options = text.partition(":")
     if head in known:
@@ -78,13 +81,13 @@ def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:
 
 
 def parse_options(rest: str, whole: str) -> dict[str, Any]:
-    """The options in `key=value,key=value`; a comma inside brackets belongs to the value."""
+    """Parse `key=value,key=value`; a comma inside brackets belongs to the value."""
     options: dict[str, Any] = {}
-    for part in _split(rest):
-        key, equals, value = part.partition("=")
+    for item in _split(rest):
+        key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise RecipeError(
-                f"`{part}` in `{whole}` is not `option=value`", hint="write it as `adamw:lr=1e-3,eps=1e-8`"
+                f"`{item}` in `{whole}` is not `option=value`", hint="write it as `adamw:lr=1e-3,eps=1e-8`"
             )
         if key.strip() in options:
             raise RecipeError(f"`{whole}` gives `{key.strip()}` twice", hint="give it once")
@@ -93,28 +96,29 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
 
 
 def by_name(pairs: Iterable[Sequence[str]]) -> dict[str, str]:
-    """A mapping of what was given as pairs, in which no name stands twice."""
-    found: dict[str, str] = {}
+    """Return pairs as a mapping; raise if a name occurs twice."""
+    values: dict[str, str] = {}
     for name, value in pairs:
-        if name in found:
-            raise RecipeError(f"`{name}` is given twice: as `{found[name]}` and as `{value}`", hint="give it once")
-        found[name] = value
-    return found
+        if name in values:
+            raise RecipeError(f"`{name}` is given twice: as `{values[name]}` and as `{value}`", hint="give it once")
+        values[name] = value
+    return values
 
 
 def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int, name: str = "") -> dict[str, Any]:
-    """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked.
+    """Parse and check the options of a function: `rank=8,targets=[*query*,*value*]` or a mapping.
 
-    What stands first may go without its name: `8,targets=*query*`, or just 8. `name`: what messages call the function.
+    The first option may go without its name: `8,targets=*query*`, or just 8. `name` is the name in
+    messages.
     """
     name = name or function.__name__
-    known, required = options_of(function)
+    defaults, required = options_of(function)
     if isinstance(given, Mapping):
         options = dict(given)
     else:
         text = str(given)
-        options = parse_options(text if "=" in text.partition(",")[0] else f"{next(iter(known))}={text}", text)
-    check_options(f"`{name}`", options, known)
+        options = parse_options(text if "=" in text.partition(",")[0] else f"{next(iter(defaults))}={text}", text)
+    check_options(f"`{name}`", options, defaults)
     missing = [option for option in required if option not in options]
     if missing:
         raise RecipeError(f"`{name}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
@@ -122,14 +126,14 @@ def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int
 
 
 def options_of(function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a function takes beside its first argument, with defaults, and what it must be given."""
+    """Return a function's parameters after the first with defaults, and the required ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     required = tuple(p.name for p in parameters if p.default is p.empty)
     return {p.name: None if p.name in required else p.default for p in parameters}, required
 
 
 def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
-    """The entry of that name, or an error that suggests others."""
+    """Return the entry named `name`, or raise with a suggestion."""
     if not isinstance(name, str) or name not in table:
         hint = suggest(str(name), table) or f"there are {', '.join(table)}"
         raise UnknownNameError(f"there is no {what} `{name}`", hint=hint)
@@ -137,7 +141,7 @@ def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
 
 
 def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse options that `what` does not have, all at once."""
+    """Raise if `options` has names that are not in `known`."""
     unknown = [key for key in given if key not in known]
     if unknown:
         names = ", ".join(f"`{key}`" for key in unknown)
@@ -146,34 +150,34 @@ def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any])
 
 
 def words(text: str) -> list[str]:
-    """Several specs with spaces between them; a space inside brackets belongs to the value."""
+    """Split specs at spaces; a space inside brackets belongs to the value."""
     return _split(" ".join(text.split()), " ")
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
-    parts, depth, current = [], 0, ""
+    items, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
         if character == separator and depth == 0:
-            parts.append(current)
+            items.append(current)
             current = ""
         else:
             current += character
-    return [part for part in (*parts, current) if part.strip()]
+    return [item for item in (*items, current) if item.strip()]
 
 
 _WORDS = {"true": True, "false": False, "none": None}
 
 
 def _value(text: str) -> Any:
-    """A number, true, false, none, or a list of such or of words; anything else is a string."""
+    """Parse a number, true, false, none, or a list of such or of words; else a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         words = text.startswith("[") and text.endswith("]") and "," in text
-        return [_value(part.strip()) for part in _split(text[1:-1])] if words else text
+        return [_value(item.strip()) for item in _split(text[1:-1])] if words else text
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -193,7 +197,7 @@ OF_OPTIMIZERS: Mapping[str, Range] = {
     "beta2_decay": Range(most=0),
     "d": Range(least=1),
 }
-"""Those of optimizers; what is not named is not negative."""
+"""Ranges of optimizer options (default: not negative)."""
 
 OF_SCHEDULES: Mapping[str, Range] = {
     **dict.fromkeys(("steps", "size", "period", "timescale", "div_factor", "final_div_factor", "until"), POSITIVE),
@@ -201,7 +205,7 @@ OF_SCHEDULES: Mapping[str, Range] = {
     **dict.fromkeys(("mult", "every"), Range(least=1)),
     "pct_start": Range(above=0, below=1),
 }
-"""Those of schedules; what is not named is any number."""
+"""Ranges of schedule options (default: any number)."""
 
 OF_UPDATES: Mapping[str, Range] = {
     "accumulate": Range(least=1),
@@ -216,14 +220,14 @@ OF_UPDATES: Mapping[str, Range] = {
     "scaler/hysteresis": Range(least=1),
     "scaler/min_scale": NOT_NEGATIVE,
 }
-"""Those of what is around optimizers, by their names in a training step."""
+"""Ranges of the numbers around optimizers, by their names in a training step."""
 
 
 # ---- numbers that are changed in a file ------------------------------------------------------------------------------
 
 
 def check_setting(model: Model, name: str, value: Any, step: int = 0) -> None:
-    """Refuse a number that a hyper-parameter, a counter or a scale cannot be; weights can be any that is finite."""
+    """Raise if a hyper-parameter, counter or scale is out of range; weights must be finite."""
     tensor = model.initializer(name, step).const_value
     within = _range(name, tensor.metadata_props if tensor is not None else {})
     for number in value if isinstance(value, list) else [value]:

@@ -1,7 +1,8 @@
-"""Which tensors of a model are trained.
+"""Selection of the trained tensors of a model.
 
-The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point type: an initializer,
-the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` turns into floats. Then:
+The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point
+type: an initializer, the output of a `Constant` or `ConstantOfShape` node, or integers that
+`DequantizeLinear` turns into floats. Then:
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
@@ -15,9 +16,9 @@ the output of a `Constant` or `ConstantOfShape` node, or integers that `Dequanti
 8. an exporter of PyTorch made it, going by its name and place -> constant
 9. everything else -> parameter
 
-Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3, 4, 5, 7 and 8 would leave out. Where it is not given and the model has adapters, these and a
-new head are trained, and nothing else.
+Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list
+of what is trained, and may name what rules 3, 4, 5, 7 and 8 would leave out. Where it is not given
+and the model has adapters, these and a new head are trained, and nothing else.
 """
 
 from __future__ import annotations
@@ -93,13 +94,15 @@ _SETTINGS: dict[str, set[int] | None] = {
 # Operators that take quantised tensors: their floating-point inputs are scales.
 _QUANTISED = ("QLinear", "QGemm")
 
-# Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor, zeros in the place of a bias.
+# Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor, zeros in the
+# place of a bias.
 _ARITHMETIC = {
     "Add", "Conv", "ConvTranspose", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sqrt", "Sub", "Sum",
     "Where",
 }  # fmt: skip
 
-# Operators whose factors have axes: a number that has none was spread out for them, as the first state of a loop is.
+# Operators whose factors have axes: a number that has none was spread out for them, as the first
+# state of a loop is.
 _PRODUCTS = {"MatMul", "Gemm"}
 
 _MASK = -1e4
@@ -107,15 +110,15 @@ _MASK = -1e4
 _UNREACHED = "no gradient reaches it from the loss"
 _INTEGERS = "integers that nothing is rounded to"
 _NEVER = {"hyper": "a number that steers training", PREPROCESSING: "part of the preprocessing"}
-"""Roles of tensors that are never trained, and what they are."""
+"""Roles of tensors that are never trained, with their meaning."""
 
 HEAD, ADAPTERS = "head", ("lora_A", "lora_B")
-"""Slots, in the tags of tensors, of what was added to a model in order to train it for something else."""
+"""Slots, in the tags of tensors, of tensors that were added for a new task."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What became of one candidate, and why."""
+    """The decision about one candidate, with the reason."""
 
     name: str
     role: Role
@@ -124,7 +127,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The outcome for all candidates."""
+    """The decisions about all candidates."""
 
     parameters: list[ir.Value]
     choices: list[Choice]
@@ -133,7 +136,7 @@ class Selection:
         return [choice for choice in self.choices if choice.role == role]
 
     def with_parameters(self, added: Sequence[ir.Value], reason: str) -> Selection:
-        """The same, with further tensors that are trained."""
+        """Return the selection with further trained tensors."""
         names = {value.name for value in added}
         others = [choice for choice in self.choices if choice.name not in names]
         return Selection([*self.parameters, *added], [*others, *(Choice(n or "", "parameter", reason) for n in names)])
@@ -146,11 +149,11 @@ def select(
     freeze: Sequence[str] = (),
     roles: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Selection:
-    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of it.
+    """Decide which tensors are trained. Parameters in nodes become initializers.
 
     `roles` says what the patterns that are no patterns of names stand for.
     """
-    known = dict(candidates(model.graph))
+    constants = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
     patterns = [*(trainable or ()), *freeze]
     missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
@@ -164,24 +167,24 @@ def select(
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
     if not chosen:
         raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint=_way_out(model.graph))
-    parameters = [expose(model.graph, known[name][0]) for name in chosen]
+    parameters = [expose(model.graph, constants[name][0]) for name in chosen]
     return Selection(parameters, list(choices.values()))
 
 
 def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
-    """What the rule says about every candidate, before any pattern. Nothing is changed."""
+    """Apply the rule to every candidate, without patterns. Changes nothing."""
     edges = gradient_edges(targets)
-    found = dict(candidates(model.graph)).values()
-    values = [value for value, _ in found if value in edges]
-    made = {value for value in values if is_exporter_constant(value, model)}
+    constants = dict(candidates(model.graph)).values()
+    values = [value for value, _ in constants if value in edges]
+    created = {value for value in values if is_exporter_constant(value, model)}
     others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
-    made_by_exporter = made if others else set()
-    held = {value for value, _ in found if is_held_in_trace(value)} if is_traced(model) else set()
-    return [_judge(value, hidden, edges, made_by_exporter, held) for value, hidden in found]
+    made_by_exporter = created if others else set()
+    traced = {value for value, _ in constants if is_held_in_trace(value)} if is_traced(model) else set()
+    return [_judge(value, hidden, edges, made_by_exporter, traced) for value, hidden in constants]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
-    """Where a gradient flows on its way back from `targets`: value -> the inputs of nodes through which it arrives."""
+    """Return where gradients of `targets` flow: value -> the node inputs that pass them on."""
     edges: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
     pending, seen = list(targets), set()
     while pending:
@@ -200,7 +203,7 @@ def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.
 def matching(
     patterns: Iterable[str], names: Iterable[str], roles: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> list[str]:
-    """The names that match any of the patterns (`*` and `?` as in file names, or a role), in their own order."""
+    """Return the names that match any of the patterns (`*` and `?`, or a role), in order."""
     patterns = list(patterns)
     return [name for name in names if any(_matches(name, pattern, roles) for pattern in patterns)]
 
@@ -212,13 +215,16 @@ def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> b
 
 
 def _matters(node: ir.Node, index: int) -> bool:
-    """Whether a gradient flows into an input, or it is a setting, which counts as read."""
+    """True if a gradient flows into an input, or it is a setting, which counts as read."""
     flows = has_gradient(node.domain, node.op_type, index) or _is_setting(node, index)
     return flows and not _is_carried_in_vain(node, index)
 
 
 def _is_carried_in_vain(node: ir.Node, index: int) -> bool:
-    """Whether an input is the first value of what a Loop carries, and nobody reads it: conditions are written so."""
+    """True if an input is the first value of a Loop's carried variable that nothing reads.
+
+    Exporters write conditions of loops so.
+    """
     if node.op_type != "Loop" or index < 2:
         return False
     inside = [value for body in nested_graphs(node) for value in body.inputs[index : index + 1]]
@@ -231,7 +237,7 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
-    """Name -> (value, how it is hidden) of every constant with a floating-point type."""
+    """Yield name, value and storage of every constant with a floating-point type."""
     for name, value in graph.initializers.items():
         if value.const_value is not None and value.const_value.dtype.is_floating_point():
             yield name, (value, "")
@@ -274,10 +280,10 @@ def _judge(
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
-    known = origin(value)
-    if known == "parameter":
+    source = origin(value)
+    if source == "parameter":
         return Choice(name, "parameter", "a parameter of the PyTorch module")
-    if known == "buffer":
+    if source == "buffer":
         return Choice(name, "constant", "a buffer of the PyTorch module")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
@@ -289,13 +295,13 @@ def _judge(
         return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
-    if known == "constant" or value in made_by_exporter:
+    if source == "constant" or value in made_by_exporter:
         return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
-    """The operators that use `value`, looking through those that only hand it on."""
+    """Return the operators that use `value`, also through operators that only pass it on."""
     pending, seen = [value], {value}
     while pending:
         for node, i in edges.get(pending.pop(), ()):
@@ -317,7 +323,7 @@ def _is_setting(node: ir.Node, index: int) -> bool:
 
 
 def _is_fixed_integers(value: ir.Value) -> bool:
-    """Whether it is stored as integers that no trained number could be brought back to."""
+    """True if a tensor is stored as integers that a trained number cannot be rounded to."""
     node = value.producer()
     if node is None or node.op_type != "DequantizeLinear":
         return False
@@ -337,7 +343,7 @@ def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
 
 
 def _is_bias_of_one(node: ir.Node, index: int) -> bool:
-    """Whether input `index` is the bias of a layer with a single output, which is a single number, too."""
+    """True if input `index` is the bias of a layer with a single output, also a single number."""
     if node.op_type == "Gemm":
         weight, axis = node.inputs[1], 0 if node.attributes.get_int("transB", 0) else -1
     elif node.op_type in ("Conv", "ConvTranspose"):
@@ -351,18 +357,18 @@ def _is_bias_of_one(node: ir.Node, index: int) -> bool:
 
 
 def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
-    """Whether it is added to scores to rule some out. Only tensors that are added or compared are looked into."""
+    """True if a tensor is added to scores to exclude some. Reads only added or compared ones."""
     if not readers or any(node.op_type not in ("Add", "Sub", "Mul", "Softmax", "Where") for node, _ in readers):
         return False
     tensor = constant_tensor(value)
     if tensor is None or tensor.dtype.bitwidth < 16:
         return False
     parts = (block.astype(np.float32, copy=False) for block in blocks(tensor.numpy()))
-    return any(np.isinf(part).any() or part.min() <= _MASK for part in parts)
+    return any(np.isinf(numbers).any() or numbers.min() <= _MASK for numbers in parts)
 
 
 def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Choice]:
-    """Where the model has adapters, they and a new head are trained, and what they adapt stays as it is."""
+    """Select only adapters and a new head, if the model has adapters."""
     tags = {n: v.const_value.metadata_props for n, v in graph.initializers.items() if v.const_value is not None}
     added = {name: tag[SLOT_KEY] for name, tag in tags.items() if tag.get(SLOT_KEY) in (HEAD, *ADAPTERS)}
     if not set(ADAPTERS) & set(added.values()):
@@ -377,8 +383,8 @@ def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Ch
 def _match(
     choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
 ) -> Choice:
-    # What no gradient reaches, what steers or prepares data, what cannot be put back, and statistics cannot be trained
-    # whatever a pattern says.
+    # What no gradient reaches, what steers or prepares data, what cannot be put back, and
+    # statistics cannot be trained whatever a pattern says.
     impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _INTEGERS, *_NEVER.values())
     if trainable is not None and not impossible:
         if matching(trainable, [choice.name], {} if choice.reason == EXPORTER_CONSTANT else roles):
@@ -415,12 +421,6 @@ ROLES = {
     "head": "weight and bias of the layer that gives the logits",
 }
 
-ROLES = {
-    "biases": "what layers and normalizations add",
-    "norms": "scales and biases of normalizations",
-    "head": "weight and bias of the layer that gives the logits",
-}
-
 _WITH_BIAS = {"Conv": 2, "ConvTranspose": 2, "DeformConv": 3, "GRU": 3, "Gemm": 2, "LSTM": 3, "RNN": 3}
 _MATMULS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _NORMALIZATION = "Normalization"
@@ -430,41 +430,42 @@ Edges = Mapping[ir.Value, list[tuple[ir.Node, int]]]
 
 
 def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) -> dict[str, set[str]]:
-    """For each pattern that is the name of a role, and of no tensor, the names of the parameters that have it.
+    """Return the parameters of each pattern that is the name of a role and of no tensor.
 
-    So too for patterns of what tensors are called behind a Transpose, Cast or the like that hands one of them on.
+    So too for patterns of what tensors are called behind a Transpose, Cast or the like that hands
+    one of them on.
     """
-    known = dict(candidates(model.graph))
+    constants = dict(candidates(model.graph))
     patterns = list(patterns)
-    aliases = _by_other_names([pattern for pattern in patterns if pattern not in ROLES], known)
-    wanted = [pattern for pattern in dict.fromkeys(patterns) if pattern in ROLES and pattern not in known]
-    if not wanted:
+    aliases = _by_other_names([pattern for pattern in patterns if pattern not in ROLES], constants)
+    role_patterns = [pattern for pattern in dict.fromkeys(patterns) if pattern in ROLES and pattern not in constants]
+    if not role_patterns:
         return aliases
     edges = gradient_edges(targets)
-    found: dict[str, set[str]] = dict(aliases)
-    for role in wanted:
+    names_by_pattern: dict[str, set[str]] = dict(aliases)
+    for role in role_patterns:
         if role == "head":
             head = find_head(model)
             bias = head.bias()
             stored = (head.weight, *([bias[0]] if bias else []))
-            found[role] = {value.name for value in stored if value.name}
+            names_by_pattern[role] = {value.name for value in stored if value.name}
         else:
             belongs = _is_bias if role == "biases" else is_norm
-            found[role] = {name for name, (value, _) in known.items() if _has(value, edges, belongs)}
-    return found
+            names_by_pattern[role] = {name for name, (value, _) in constants.items() if _has(value, edges, belongs)}
+    return names_by_pattern
 
 
-def _by_other_names(patterns: Iterable[str], known: Mapping[str, tuple[ir.Value, str]]) -> dict[str, set[str]]:
-    unknown = [pattern for pattern in patterns if not matching([pattern], known)]
+def _by_other_names(patterns: Iterable[str], constants: Mapping[str, tuple[ir.Value, str]]) -> dict[str, set[str]]:
+    unknown = [pattern for pattern in patterns if not matching([pattern], constants)]
     if not unknown:
         return {}
-    called = {name: list(_later_names(value)) for name, (value, _) in known.items()}
-    found = {p: {name for name, others in called.items() if matching([p], others)} for p in unknown}
-    return {pattern: names for pattern, names in found.items() if names}
+    called = {name: list(_later_names(value)) for name, (value, _) in constants.items()}
+    matches = {p: {name for name, others in called.items() if matching([p], others)} for p in unknown}
+    return {pattern: names for pattern, names in matches.items() if names}
 
 
 def _later_names(value: ir.Value) -> Iterator[str]:
-    """What a tensor is called after nodes that do nothing but hand it on."""
+    """Return the names of a tensor behind nodes that only pass it on."""
     readers = value.consumers()
     while len(readers) == 1 and readers[0].op_type in _HAND_ON:
         value = readers[0].outputs[0]
@@ -479,7 +480,7 @@ def _has(value: ir.Value, edges: Edges, belongs: Callable[[ir.Node, int], bool])
 
 
 def _is_vector(value: ir.Value) -> bool:
-    """Whether it differs along one axis at most, unlike the positions that are added to an embedding."""
+    """True if a tensor varies along one axis at most, unlike positional embeddings."""
     shape = stored_shape(value)
     return shape is not None and sum(size > 1 for size in shape) <= 1
 
@@ -508,7 +509,7 @@ def is_norm(node: ir.Node, index: int) -> bool:
 
 
 def _norm_inputs(node: ir.Node) -> tuple[int, int]:
-    """Where an operator takes scale and bias."""
+    """Return the indices of scale and bias of an operator."""
     return (2, 3) if node.op_type.startswith("Skip") else (1, 2)
 
 
@@ -517,7 +518,7 @@ def _scales_a_norm(node: ir.Node) -> bool:
 
 
 def _normalizes(node: ir.Node | None) -> bool:
-    """Whether a node divides by a root, as a normalization does that is written out, or is a normalization."""
+    """True if a node is a normalization, or divides by a root as a written-out one does."""
     if node is None:
         return False
     if node.op_type.endswith(_NORMALIZATION):
@@ -533,6 +534,6 @@ def _is_root(node: ir.Node | None) -> bool:
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:
-    """What computes a value, looking through operators that only hand it on."""
-    found = source_of(value, TRANSPARENT)
-    return found.producer() if found is not None else None
+    """Return the node that computes a value, through operators that only pass it on."""
+    source = source_of(value, TRANSPARENT)
+    return source.producer() if source is not None else None

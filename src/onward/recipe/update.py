@@ -1,7 +1,8 @@
 """From gradients to new state: scaling, accumulation, clipping, optimizers, schedules, averages.
 
-Everything that one update computes is in `_new_state`. Where an update does not happen at every run (gradients are
-accumulated, or an overflow is skipped), that is one branch of an `If`, and the other branch keeps the old state.
+Everything that one update computes is in `_new_state`. Where an update does not happen at every run
+(gradients are accumulated, or an overflow is skipped), that is one branch of an `If`, and the other
+branch keeps the old state.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_opt
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
 _OF_SOME_SCALERS = {"hysteresis": 1.0, "min_scale": 0.0, "cooldown": 0.0}
-"""What DeepSpeed and Megatron have beside this: overflows until the scale shrinks, where it stops, and how many good
-updates do not count at the beginning and after an overflow."""
+"""Options of DeepSpeed's and Megatron's scalers: overflows until the scale shrinks, its minimum,
+and good updates that do not count at first and after an overflow."""
 _INITIAL_SCALE = 65536.0
 _CLIPS = ("norm", "tensor_norm", "value")
 
 
 class UpdateBuilder:
-    """Declares the state of the optimizers and appends their updates to the algorithm."""
+    """Builder of the optimizer state and updates in the algorithm."""
 
     def __init__(
         self,
@@ -89,9 +90,9 @@ class UpdateBuilder:
         state("scaler/growth_tracker", ir.Tensor(tracker), lambda op: op.Identity(tracker), role="scaler")
         return state("scaler/scale", ir.Tensor(scale), lambda op: op.Identity(scale), role="scaler")
 
-    def _declare_masters(self, wanted: bool | None) -> dict[ir.Value, Expr]:
-        """Copies of low-precision parameters in float32, on which the optimizer works."""
-        if wanted is False:
+    def _declare_masters(self, enabled: bool | None) -> dict[ir.Value, Expr]:
+        """Add float32 copies of low-precision parameters, which the optimizer updates."""
+        if enabled is False:
             return {}
         return {value: self._master(value) for value in self.parameters if value.dtype in HALVES}
 
@@ -129,51 +130,51 @@ class UpdateBuilder:
         return self.assembly.hyper("ema/decay", decay)
 
     def _target(self, value: ir.Value) -> ir.Value:
-        """What the optimizer works on: the float32 copy of a parameter, or the parameter itself."""
+        """Return the float32 copy of a parameter, or the parameter itself."""
         return self._masters[value].value if value in self._masters else value
 
-    def _learning_rates(self, given: Any) -> dict[str, ir.Value]:
-        """The learning rate of each group at this update."""
+    def _learning_rates(self, specs: Any) -> dict[str, ir.Value]:
+        """Return the learning rate of each group at this update."""
         op = self.assembly.op.scoped("schedule")
         rates = {}
         for group in self.groups:
             base = self.assembly.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
-            rates[group.name] = (base if given is None else self._apply_schedule(op, base, given)).value
-        if given is not None:
-            self.assembly.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(given)])
+            rates[group.name] = (base if specs is None else self._apply_schedule(op, base, specs)).value
+        if specs is not None:
+            self.assembly.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(specs)])
         for i, (name, value) in enumerate(rates.items()):
             self.assembly.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
         return rates
 
-    def _apply_schedule(self, op: Builder, base: Expr, given: Any) -> Expr:
-        items = [parse(item) for item in _as_list(given)]
+    def _apply_schedule(self, op: Builder, base: Expr, specs: Any) -> Expr:
+        items = [parse(item) for item in _as_list(specs)]
         parts = []
         for i, item in enumerate(items):
-            place = "schedule" if len(items) == 1 else f"schedule/{i}"
+            prefix = "schedule" if len(items) == 1 else f"schedule/{i}"
             until = item.options.get("until")
-            kind = schedule(item.name)
-            numbers, choices = kind.resolve(item.without("until").options)
-            exprs = {name: op(self.assembly.hyper(f"{place}/{name}", value).value) for name, value in numbers.items()}
+            definition = schedule(item.name)
+            numbers, choices = definition.resolve(item.without("until").options)
+            exprs = {name: op(self.assembly.hyper(f"{prefix}/{name}", value).value) for name, value in numbers.items()}
             if (until is None) != (i == len(items) - 1):
                 raise RecipeError("of schedules that follow one another, each but the last says `until` which step")
             if until is not None and (isinstance(until, bool) or not isinstance(until, int | float) or until <= 0):
                 raise RecipeError(
                     f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
                 )
-            end = None if until is None else op(self.assembly.hyper(f"{place}/until", float(until)).value)
-            parts.append(SchedulePart(kind, exprs, choices, end))
+            end = None if until is None else op(self.assembly.hyper(f"{prefix}/until", float(until)).value)
+            parts.append(SchedulePart(definition, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)
 
     # ---- what a run computes -----------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Expr) -> Expr:
-        """The value to differentiate."""
+        """Return the value to differentiate."""
         if self._scale is None:
             return loss
         return (loss * loss.op.CastLike(self._scale, loss)).named("scaled_loss")
 
     def apply(self, by_parameter: Mapping[ir.Value, Expr]) -> None:
-        """Append the updates, given the gradient of what `scale_loss` returned for each parameter."""
+        """Append the updates, from the gradient of `scale_loss` by each parameter."""
         op = self.assembly.op
         gradients = [like_target(op, by_parameter[value], self._target(value)) for value in self.parameters]
         if self._scale is not None:
@@ -183,8 +184,8 @@ class UpdateBuilder:
             gradients, due = self._accumulate(op, gradients)
         happens = due
         if self.dynamic_scale:
-            # Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to
-            # zero.
+            # Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN,
+            # which is not equal to zero.
             zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
             total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
             finite = op.Equal(total, np.float32(0))
@@ -194,7 +195,7 @@ class UpdateBuilder:
             self.assembly.update(name, expr)
 
     def _accumulate(self, op: Builder, gradients: Sequence[Expr]) -> tuple[list[Expr], Expr]:
-        """The mean gradient of the batches so far, and whether this batch completes an update."""
+        """Return the mean gradient of the batches so far, and if this batch completes an update."""
         count = self._counter("micro_step")
         every = self.assembly.hyper("accumulate", float(self.accumulate))
         seen = count + 1
@@ -217,10 +218,13 @@ class UpdateBuilder:
         return means, due
 
     def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
-        """A scale that grows after many good updates and shrinks after an overflow, as torch.amp.GradScaler's does."""
+        """Update a scale that grows after many good updates and shrinks after an overflow.
+
+        torch.amp.GradScaler does the same.
+        """
         assert self._scale is not None
-        known = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
-        number = {name: op(self.assembly.values[key]) for key, name in known.items() if key in self.assembly.values}
+        names = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
+        number = {name: op(self.assembly.values[key]) for key, name in names.items() if key in self.assembly.values}
         tracker = op(self.assembly.values["scaler/growth_tracker"])
         good = tracker + 1
         grows = op.GreaterOrEqual(op.Cast(good, to=ir.DataType.DOUBLE), number["growth_interval"])
@@ -242,7 +246,7 @@ class UpdateBuilder:
     def _patient(
         self, op: Builder, smaller: Expr, hysteresis: Expr, finite: Expr, grows: Expr, due: Expr | None
     ) -> Expr:
-        """What the scale is after an overflow: as before, as long as there were few since it grew."""
+        """Return the scale after an overflow: unchanged for the first few since it grew."""
         assert self._scale is not None
         left = op(self.assembly.values["scaler/hysteresis_tracker"])
         good = op.Where(grows, op.CastLike(hysteresis, left), left)
@@ -251,7 +255,7 @@ class UpdateBuilder:
         return op.Where(op.LessOrEqual(left, op.scalar(1, left)), smaller, self._scale)
 
     def _perhaps(self, op: Builder, happens: Expr | None, gradients: Sequence[Expr]) -> dict[str, Expr]:
-        """The new state, or the old one where an update does not happen."""
+        """Return the new state, or the old one if there is no update."""
         values = [g.value for g in gradients]
         if happens is None:
             return self._new_state(op, values, report=True)
@@ -285,11 +289,11 @@ class UpdateBuilder:
         if self.clip is None:
             return gradients
         op = op.scoped("clip")
-        kind, limit = self.clip.name, op(self.assembly.hyper("clip/limit", self.clip.options["limit"]).value)
-        if kind == "value":
+        method, limit = self.clip.name, op(self.assembly.hyper("clip/limit", self.clip.options["limit"]).value)
+        if method == "value":
             return clip_by_value(op, gradients, limit)
         variant = self.clip.options.get("variant", "torch")
-        if kind == "tensor_norm":
+        if method == "tensor_norm":
             return clip_by_norm(op, gradients, limit, variant)
         clipped, norm = clip_by_global_norm(op, gradients, limit, variant)
         if report:
@@ -307,50 +311,53 @@ class UpdateBuilder:
         return averages
 
 
-def _scaler_numbers(given: str) -> dict[str, float]:
-    """The numbers of `dynamic:growth_interval=1000,hysteresis=2`; those that only some scalers have, if they matter."""
-    known = {**_SCALER, **_OF_SOME_SCALERS, "initial": _INITIAL_SCALE}
-    options = parse_options(given.partition(":")[2], given)
-    check_options("the loss scale `dynamic`", options, known)
-    numbers = {**known, **options}
+def _scaler_numbers(text: str) -> dict[str, float]:
+    """Return the numbers of `dynamic:growth_interval=1000,hysteresis=2`.
+
+    Numbers of some scalers only are left out at their neutral values.
+    """
+    defaults = {**_SCALER, **_OF_SOME_SCALERS, "initial": _INITIAL_SCALE}
+    options = parse_options(text.partition(":")[2], text)
+    check_options("the loss scale `dynamic`", options, defaults)
+    numbers = {**defaults, **options}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RecipeError(f"`{name}` of the loss scale is `{value}`, which is not a number")
-        place = "scaler/scale" if name == "initial" else f"scaler/{name}"
-        OF_UPDATES[place].check(f"`{name}` of the loss scale", float(value))
+        key = "scaler/scale" if name == "initial" else f"scaler/{name}"
+        OF_UPDATES[key].check(f"`{name}` of the loss scale", float(value))
     usual = {name for name, value in _OF_SOME_SCALERS.items() if numbers[name] == value}
     return {name: float(value) for name, value in numbers.items() if name not in usual}
 
 
-def parse_clip(given: Any) -> Spec | None:
+def parse_clip(clip: Any) -> Spec | None:
     """Parse `1.0`, `norm:1`, `value:0.5`, `tensor_norm:1,variant=optax` or `{"norm": 1}`."""
-    if given is None:
+    if clip is None:
         return None
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        given = {"norm": given}
-    if isinstance(given, Mapping):
-        options = dict(given)
-        kind = next((name for name in _CLIPS if name in options), "")
-        limit: Any = options.pop(kind, None)
+    if isinstance(clip, int | float) and not isinstance(clip, bool):
+        clip = {"norm": clip}
+    if isinstance(clip, Mapping):
+        options = dict(clip)
+        method = next((name for name in _CLIPS if name in options), "")
+        limit: Any = options.pop(method, None)
     else:
-        kind, _, rest = str(given).partition(":")
+        method, _, rest = str(clip).partition(":")
         limit, _, rest = rest.partition(",")
-        options = parse_options(rest, str(given))
-    if kind not in _CLIPS:
+        options = parse_options(rest, str(clip))
+    if method not in _CLIPS:
         raise RecipeError(
-            f"gradients cannot be clipped by `{given}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`"
+            f"gradients cannot be clipped by `{clip}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`"
         )
     try:
         limit = float(limit)
     except (TypeError, ValueError):
-        raise RecipeError(f"`{given}` does not say by how much to clip", hint=f"write `{kind}:1`") from None
+        raise RecipeError(f"`{clip}` does not say by how much to clip", hint=f"write `{method}:1`") from None
     if limit not in OF_UPDATES["clip/limit"]:
         raise RecipeError(f"gradients cannot be clipped to {limit:g}", hint="the limit must be positive")
-    return Spec(kind, {"limit": limit, **options})
+    return Spec(method, {"limit": limit, **options})
 
 
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _schedule_fact(item: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Sessions of stock ONNX Runtime and what it can load."""
+"""Sessions of stock ONNX Runtime and its limits."""

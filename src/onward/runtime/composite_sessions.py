@@ -1,4 +1,4 @@
-"""Objects with the interface of a session of ONNX Runtime that consist of several sessions."""
+"""Sessions made of several sessions, with the interface of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onward.runtime.sessions import open_session
 
 
 class Exchange(NamedTuple):
-    """A value that processes add up between two segments: its name before and after."""
+    """A value that processes sum between two segments, by its name before and after."""
 
     local: str
     common: str
@@ -36,7 +36,10 @@ class _Named(NamedTuple):
 
 
 class SegmentedSession:
-    """The segments of a graph with AllReduces, which ONNX Runtime itself does not have, and the sums between them."""
+    """A session that runs a graph in segments and all-reduces between them.
+
+    ONNX Runtime itself has no AllReduce.
+    """
 
     def __init__(
         self,
@@ -74,11 +77,11 @@ class SegmentedSession:
 
 
 class _SegmentedBinding:
-    """Where all segments find their inputs and leave their outputs."""
+    """Inputs and outputs of all segments."""
 
     def __init__(self, session: SegmentedSession):
         self._group, self._exchanged = session.group, session.exchanged
-        self._segments = [None if one is None else _Segment(one) for one in session.sessions]
+        self._segments = [None if segment is None else _Segment(segment) for segment in session.sessions]
         self._wanted: list[str] = []
         self._found: dict[str, ort.OrtValue] = {}
 
@@ -105,14 +108,16 @@ class _SegmentedBinding:
             if segment is not None:
                 self._hand_on(segment.run(options))
             if exchanged:
-                sums = self._group.sum([self._found[one.local].numpy() for one in exchanged])
-                self._hand_on({one.common: self._value(one, total) for one, total in zip(exchanged, sums, strict=True)})
+                sums = self._group.sum([self._found[value.local].numpy() for value in exchanged])
+                self._hand_on(
+                    {value.common: self._value(value, total) for value, total in zip(exchanged, sums, strict=True)}
+                )
 
-    def _value(self, one: Exchange, total: np.ndarray) -> ort.OrtValue:
-        divisor = self._group.size if one.mean else self._group.copies
+    def _value(self, exchange: Exchange, total: np.ndarray) -> ort.OrtValue:
+        divisor = self._group.size if exchange.mean else self._group.copies
         array = np.asarray(total if divisor == 1 else total / total.dtype.type(divisor))
         value = ort.OrtValue.ortvalue_from_numpy(array)
-        if one.common not in self._wanted:
+        if exchange.common not in self._wanted:
             return value
         own = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), value.element_type(), "cpu")
         own.update_inplace(array)  # what is handed out must not go with the array
@@ -129,7 +134,7 @@ class _Segment:
         self._session, self._binding = session, session.io_binding()
         self._inputs = {value.name for value in session.get_inputs()}
         self._outputs: dict[str, ort.OrtValue | None] = {value.name: None for value in session.get_outputs()}
-        """What it makes, and where that goes: into memory that is given, or its own."""
+        """Outputs, and the memory for them: passed by the caller, or new."""
 
     def read(self, name: str, value: ort.OrtValue) -> None:
         if name in self._inputs:
@@ -151,10 +156,10 @@ class _Segment:
 
 
 class TextSession:
-    """Two sessions: text goes to the first, which makes numbers of it.
+    """Two sessions: the first converts text to numbers for the second.
 
-    Text cannot be bound to memory beside the state, as the rest of a step is. So it is handed to a session of its own,
-    and what comes out of that is bound like any other input.
+    Text cannot be bound to memory beside the state, as the rest of a step is. So it is handed to a
+    session of its own, and what comes out of that is bound like any other input.
     """
 
     def __init__(self, first: Model, rest: Model, open_rest: Callable[[Model], Any]):
@@ -163,7 +168,10 @@ class TextSession:
         self._first, self._rest = open_session(first, threads=1), open_rest(rest)
 
     def get_inputs(self) -> list[Any]:
-        return [*self._first.get_inputs(), *(one for one in self._rest.get_inputs() if one.name not in self._made)]
+        return [
+            *self._first.get_inputs(),
+            *(value for value in self._rest.get_inputs() if value.name not in self._made),
+        ]
 
     def get_outputs(self) -> list[Any]:
         outputs: list[Any] = self._rest.get_outputs()
@@ -181,18 +189,18 @@ class TextSession:
         self, outputs: Sequence[str], feeds: Mapping[str, Any], options: ort.RunOptions | None = None
     ) -> list[ort.OrtValue]:
         numbers = self._numbers({name: feeds[name] for name in self._texts}, options)
-        given = {name: value for name, value in feeds.items() if name not in self._texts}
-        made = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in numbers.items()}
-        results: list[ort.OrtValue] = self._rest.run_with_ort_values(outputs, given | made, options)
+        fed = {name: value for name, value in feeds.items() if name not in self._texts}
+        converted = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in numbers.items()}
+        results: list[ort.OrtValue] = self._rest.run_with_ort_values(outputs, fed | converted, options)
         return results
 
     def _numbers(self, texts: Mapping[str, np.ndarray], options: ort.RunOptions | None) -> dict[str, np.ndarray]:
-        given = {name: array.astype(object) for name, array in texts.items()}
-        return dict(zip(self._made, self._first.run(self._made, given, options), strict=True))
+        strings = {name: array.astype(object) for name, array in texts.items()}
+        return dict(zip(self._made, self._first.run(self._made, strings, options), strict=True))
 
 
 class _TextBinding:
-    """Where the rest finds its inputs and leaves its outputs, and the texts for the next run."""
+    """Inputs and outputs of the second session, and the texts of the next run."""
 
     def __init__(self, rest: Any, names: Sequence[str]):
         self.rest, self.texts = rest, dict[str, np.ndarray]()

@@ -1,4 +1,4 @@
-"""Devices of ONNX Runtime, values in its memory, and runs that can be interrupted."""
+"""Devices of ONNX Runtime, values in their memory, and interruptible runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PROVIDERS = {
     "webgpu": "WebGpuExecutionProvider",
 }
 WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
-"""Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
+"""Devices with own memory for state; on others, state is in CPU memory."""
 
 
 def devices() -> list[str]:
-    """What `device` may be, with this build of ONNX Runtime."""
+    """Return the values of `device` that this build of ONNX Runtime supports."""
     available = ort.get_available_providers()
     return [name for name, provider in _PROVIDERS.items() if provider in available]
 
@@ -65,12 +65,12 @@ def has_loops(model: Model) -> bool:
 
 
 def runner(model: Model) -> Callable[[Run], Any]:
-    """Return what calls a run of a model; Ctrl-C stops it, also where the model has loops."""
+    """Return a function that runs a model; Ctrl-C interrupts it, even inside a Loop."""
     return _stoppable if has_loops(model) else lambda run: run(None)
 
 
 def _stoppable(run: Run) -> Any:
-    """What may never end, in another thread, so that Ctrl-C is heard: ONNX Runtime itself does not listen."""
+    """Run a call that may never end in another thread: ONNX Runtime itself ignores Ctrl-C."""
     options = ort.RunOptions()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run, options)
@@ -84,7 +84,7 @@ def _stoppable(run: Run) -> Any:
 
 
 def write_buffer(buffer: ort.OrtValue, array: np.ndarray) -> None:
-    """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
+    """Copy an array into memory; types unknown to numpy as integers of the same width."""
     is_plain = array.dtype.isbuiltin == 1
     if is_plain and array.nbytes >= LARGE and buffer.device_name() == "cpu":
         np.copyto(buffer.numpy(), array)  # without a copy in between, where one number is repeated or lies elsewhere
@@ -108,7 +108,7 @@ def to_array(value: ort.OrtValue) -> np.ndarray:
 
 @functools.cache
 def _from_bfloat16() -> ort.InferenceSession:
-    """What makes float32 of bfloat16, of which ONNX Runtime gives no arrays."""
+    """Return a session that casts bfloat16 to float32: ONNX Runtime gives no arrays of bfloat16."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
     cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
     cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)

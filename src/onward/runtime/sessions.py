@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how all are opened and run, errors that they raise, memory, devices, and limits."""
+"""Sessions of ONNX Runtime: opening, errors, memory, devices, and limits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def open_session(
     integers: bool = True,
     library: Path | None = None,
 ) -> Any:
-    """A session for the inference graph of a model. A `Model` must be the caller's own: large tensors leave it.
+    """Open a session for the inference graph of a model. Large tensors leave a `Model`, so pass a
+    copy.
 
-    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes;
-    `integers` lets it compute in integers what stands between DequantizeLinear and QuantizeLinear. A `library` has
-    operators that the model uses beside those of ONNX Runtime.
+    `optimize` enables graph optimizations, whose time grows with the square of the nodes.
+    `integers` enables integer kernels between DequantizeLinear and QuantizeLinear. A `library` adds
+    custom operators.
     """
     import onnxruntime as ort
 
@@ -58,21 +59,21 @@ def open_session(
 
 
 def evaluate(model: Model, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
-    """What a graph that needs no engine computes, in the order of its outputs: constants, shapes, a learning rate."""
+    """Run a small graph once: constants, shapes, a learning rate. Return its outputs in order."""
     session = open_session(model)
     with explain_failures(DataError, "could not compute anything from these inputs"):
         return [np.asarray(array) for array in session.run(None, dict(inputs or {}))]
 
 
 @contextlib.contextmanager
-def explain_failures(kind: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
-    """Raise what ONNX Runtime raises, which has no common base, as an error of ours."""
+def explain_failures(error_type: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
+    """Convert exceptions of ONNX Runtime, which have no common base, to an error of ours."""
     try:
         yield
     except _failures() as error:
         reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
         hint = "`onward check MODEL --for onnxruntime` looks for the cause"
-        raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
+        raise error_type(f"ONNX Runtime {what}: {reason}", hint=hint) from error
 
 
 @functools.cache
@@ -87,10 +88,10 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
-    """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
+    """Pass frozen weights outside the serialized model, which holds 2 GiB at most.
 
-    Those in data files of one folder are mapped from them. Others leave the model, which is ours alone, for the
-    options: what is returned must live as long as the session, which reads the same memory.
+    Those in data files of one folder are mapped. Others leave the model for the session options.
+    The return value must live as long as the session, which reads the same memory.
     """
     import onnxruntime as ort
 
@@ -99,8 +100,8 @@ def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
     for name, value in model.graph.initializers.items():
         if (tensor := value.const_value) is None or not _is_large(tensor):
             continue
-        array, kind, shape = contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
-        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+        array, element_type, shape = contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
+        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type)
         value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
         options.add_initializer(name, handed[name])
     if handed:
@@ -109,7 +110,10 @@ def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
 
 
 def _map_from_one_folder(model: Model, options: Any) -> None:
-    """Say where data files are. ONNX Runtime finds them by name: what is elsewhere, or has no name, is in memory."""
+    """Return the folder of data files.
+
+    ONNX Runtime finds files by name: tensors elsewhere, or without a file name, stay in memory.
+    """
     folder = None
     for value in model.graph.initializers.values():
         if not is_external(tensor := value.const_value):
@@ -123,7 +127,7 @@ def _map_from_one_folder(model: Model, options: Any) -> None:
 
 
 def _is_large(tensor: ir.TensorProtocol) -> bool:
-    """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
+    """True if handing over is worth it. numpy has no arrays below a byte, nor of strings."""
     plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
     return plain and tensor.nbytes >= LARGE and not isinstance(tensor, ir.ExternalTensor)
 
@@ -140,11 +144,14 @@ NO_KERNEL = {
     "ImageDecoder": 20,
     "Swish": 25,
 }
-"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one:
-the list of its kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
+"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on.
+
+Tried one by one: the list of its kernels misleads, since a kernel matches only the first version of
+an operator in its range.
+"""
 
 NO_ATTRIBUTES = {"left_window_size", "right_window_size"}
-"""Attributes (of Attention) that the standard has added to versions of operators that ONNX Runtime had before."""
+"""Attributes of Attention that the standard added to versions that ONNX Runtime already had."""
 
 
 class Limits(NamedTuple):
@@ -155,7 +162,10 @@ class Limits(NamedTuple):
 
 @functools.cache
 def onnxruntime_limits() -> Limits:
-    """The newest operator set and IR version that the installed ONNX Runtime loads: it is asked, with tiny models."""
+    """Return the newest operator set and IR version that the installed ONNX Runtime loads.
+
+    Tiny models probe it.
+    """
     try:
         import onnxruntime
     except ImportError:

@@ -1,10 +1,11 @@
-"""The bytes of model files: parse what may be hostile, check external data, write so that a crash loses nothing.
+"""Bytes of model files: parse hostile input, check external data, write crash-safe.
 
-Protobuf is a container of tensors here, and an `onnx_ir` graph a set of places that hold tensors; what they mean is not
-this package's business.
+Protobuf is a container of tensors here, and an `onnx_ir` graph a set of places that hold tensors;
+what they mean is not this package's business.
 
-A save creates files beside the model and touches none that exists. Renaming the new `.onnx` over the old one is the
-commit: before it the old model is whole, after it the new one is. Data that only the old one used is deleted last.
+A save creates files beside the model and touches none that exists. Renaming the new `.onnx` over
+the old one is the commit: before it the old model is whole, after it the new one is. Data that only
+the old one used is deleted last.
 """
 
 from onward.model.storage.checksums import verify_checksums

@@ -1,7 +1,8 @@
 """Checksums of a model file and of the data files that were saved with it.
 
-They are the last entry in the metadata of the file, so that one rename commits them with the model. The entry lists
-ranges of data files, and ends with the CRC-32 of every byte before it. Readers of ONNX find a text in the metadata.
+They are the last entry in the metadata of the file, so that one rename commits them with the model.
+The entry lists ranges of data files, and ends with the CRC-32 of every byte before it. Readers of
+ONNX find a text in the metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from onward.model.storage.files import BLOCK, is_plain_name, mentions, reason, r
 Range = tuple[int, int, int]
 """Offset and length in a data file, and the CRC-32 of these bytes."""
 Ranges = Mapping[str, Sequence[Range]]
-"""By the name of the data file, which is beside the model file."""
+"""By the name of the data file, which is in the folder of the model file."""
 
 CHECKSUMS = "onward.checksums"
 _TAIL = re.compile(rb" ([0-9a-f]{8}) crc32:([0-9a-f]{8})")  # the length of the list before it, and the checksum
@@ -30,7 +31,7 @@ _DIGITS = 8
 
 
 def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
-    """Return the bytes to append to a serialized model: the entry of its metadata with the checksums."""
+    """Return the metadata entry with the checksums, to append to a serialized model."""
     listed = json.dumps(ranges, separators=(",", ":"))
     text = f"{listed} {len(listed):0{_DIGITS}x} crc32:{0:0{_DIGITS}x}"
     entry = ModelProto(metadata_props=[StringStringEntryProto(key=CHECKSUMS, value=text)]).SerializeToString()
@@ -39,14 +40,14 @@ def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
 
 
 def remove_checksum_entry(proto: ModelProto) -> None:
-    """Remove the entry from a model that was read: whatever is changed and saved from now on has other checksums."""
+    """Remove the entry from a parsed model: a changed model has other checksums."""
     for at in reversed(range(len(proto.metadata_props))):
         if proto.metadata_props[at].key == CHECKSUMS:
             del proto.metadata_props[at]
 
 
 def stored_ranges(path: Path) -> Ranges | None:
-    """Return the checksums that a model file lists for data files; None if it has none, or is damaged."""
+    """Return the checksums that a model file lists for data files; None if missing or damaged."""
     try:
         with path.open("rb") as file:
             return _read_ranges(file, regular(path).st_size)[0]
@@ -55,7 +56,7 @@ def stored_ranges(path: Path) -> Ranges | None:
 
 
 def verify_checksums(path: Path) -> bool:
-    """Compare a model file, and the data that was saved with it, with their checksums. False if there are none.
+    """Compare a model file and its data with their checksums. Return False if there are none.
 
     Raises:
         InvalidModelError: if a byte has changed since they were saved.
@@ -87,7 +88,7 @@ def _verify_data(path: Path, ranges: Sequence[Range]) -> None:
 
 
 def _read_ranges(file: BinaryIO, size: int) -> tuple[dict[str, list[Range]], int]:
-    """The ranges and the checksum of the model file; a ValueError if the file does not end with such an entry."""
+    """Return the ranges and the checksum of a model file; raise ValueError without them."""
     file.seek(max(size - _TAIL_BYTES, 0))
     tail = _TAIL.fullmatch(file.read(_TAIL_BYTES))
     if tail is None:
@@ -106,7 +107,8 @@ def _is_listed(item: tuple[Any, Any]) -> bool:
         is_plain_name(name)
         and isinstance(ranges, list)
         and all(
-            isinstance(one, list) and len(one) == 3 and all(type(n) is int and n >= 0 for n in one) for one in ranges
+            isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry)
+            for entry in ranges
         )
     )
 

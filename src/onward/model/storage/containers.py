@@ -1,7 +1,8 @@
-"""The headers of files of arrays, `.npy` and `.safetensors`: what they say is checked before anything is made of it.
+"""Headers of array files, `.npy`, `.npz` and `.safetensors`, checked before use.
 
-A header is text that anybody can write. What comes out of here has types that numpy has, and shapes whose bytes are
-there. What is wrong is said by a ValueError, as the rest of a sentence about the file.
+A header is text that anybody can write. What comes out of here has types that numpy has, and shapes
+whose bytes are there. What is wrong is said by a ValueError, as the rest of a sentence about the
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from onward.model.storage.files import PathLike, regular
 
 LONGEST = 100 << 20
-"""Bytes of a header. More is no header."""
+"""Maximum bytes of a header."""
 
 _MAGIC = b"\x93NUMPY"
 _TYPE = re.compile(r"[<>|=]?([biufcmMSUVO]\d{1,9}(\[\w{1,20}\])?|O|\?)")
@@ -48,12 +49,12 @@ class Stored(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 def npy_header(start: bytes) -> Stored:
-    """What an array is, by the first bytes of a file in .npy format. `offset` is where its own bytes begin."""
+    """Return the array behind the first bytes of a .npy file. `offset` is the start of its data."""
     if len(start) < 10 or start[:6] != _MAGIC:
         raise ValueError("it does not begin as one")
     if start[6] not in (1, 2, 3) or start[7]:
@@ -75,20 +76,20 @@ def npy_header(start: bytes) -> Stored:
     return _check_shape(Stored(_npy_type(header["descr"]), shape, offset, is_fortran))
 
 
-def _npy_type(given: Any) -> np.dtype:
-    if isinstance(given, list):
+def _npy_type(text: Any) -> np.dtype:
+    if isinstance(text, list):
         raise ValueError("it holds records of several fields; save each as an array of its own")
     try:
-        found = np.dtype(given) if isinstance(given, str) and _TYPE.fullmatch(given) else None
+        dtype = np.dtype(text) if isinstance(text, str) and _TYPE.fullmatch(text) else None
     except (TypeError, ValueError):
-        found = None
-    if found is None or not found.itemsize:
-        raise ValueError(f"`{str(given)[:40]}` is no type of numbers")
-    return found
+        dtype = None
+    if dtype is None or not dtype.itemsize:
+        raise ValueError(f"`{str(text)[:40]}` is no type of numbers")
+    return dtype
 
 
 def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Stored]:
-    """The tensors of a .safetensors file of so many bytes, of which `read` gives some from a place on."""
+    """Return the tensors of a .safetensors file; `read` returns bytes from an offset."""
     length = int.from_bytes(read(0, 8), "little")
     if length > min(size - 8, LONGEST):
         raise ValueError("its header would end beyond the file")
@@ -100,25 +101,25 @@ def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str
     if not isinstance(header, dict):
         raise ValueError("its header is no table")
     header.pop("__metadata__", None)
-    found = {name: _tensor(name, entry, start, size) for name, entry in header.items()}
-    _refuse_overlaps(found)
-    return found
+    tensors = {name: _tensor(name, entry, start, size) for name, entry in header.items()}
+    _refuse_overlaps(tensors)
+    return tensors
 
 
 def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
-    """What stands before the bytes of tensors in a .safetensors file: the header, and its length."""
+    """Return the header of a .safetensors file with its length."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:  # readers differ in which one they take
+        if name in entries:  # readers differ in which one they take
             raise ValueError(f"its header has `{name[:40]}` twice")
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _tensor(name: str, entry: Any, start: int, end: int) -> Stored:
@@ -146,7 +147,7 @@ def _refuse_overlaps(tensors: dict[str, Stored]) -> None:
 
 
 def _check_shape(stored: Stored) -> Stored:
-    """With a shape that an array can have."""
+    """Return the array; raise if its shape is impossible."""
     dims = stored.shape
     if len(dims) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < 2**63 for dim in dims):
         raise ValueError(f"`{str(list(dims))[:40]}` is no shape")
@@ -159,30 +160,30 @@ def _check_shape(stored: Stored) -> Stored:
 
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""What stands before a member, but for its name and what else is said there: a mark, and how long these are."""
+"""Local header of a zip member: a mark, and the lengths of the name and extra fields."""
 ZIPPED = b"PK\x03\x04"
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, OverflowError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
-"""What is raised for zip files that are damaged, or of a kind that is not read."""
+"""Exceptions for zip files that are damaged or of an unsupported kind."""
 
 
 def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.ZipInfo]:
-    """The files of an archive, by their names without an ending."""
-    found: dict[str, zipfile.ZipInfo] = {}
+    """Return the files of an archive by their names without the suffix."""
+    members: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         if not info.filename:
             raise ValueError("a file in it has no name")
         name = info.filename.removesuffix(ending)
-        if name in found:  # readers differ in which one they take
+        if name in members:  # readers differ in which one they take
             raise ValueError(f"`{name}` is in it twice")
-        found[name] = info
-    return found
+        members[name] = info
+    return members
 
 
 def stored_range(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, int]:
-    """Where the bytes of a member begin in the file, and how many they are: they lie there as they are."""
+    """Return offset and size of an uncompressed member in its file."""
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
         raise ValueError(f"`{info.filename}`, which unpacks to {info.file_size} bytes, is compressed or encrypted")
     file = archive.fp
@@ -198,7 +199,7 @@ def stored_range(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, 
 
 
 def read_stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
-    """Return the bytes of a member that is not compressed, and of at most so many bytes."""
+    """Return the bytes of an uncompressed member up to a limit."""
     _, size = stored_range(archive, info)
     if size > most:
         raise ValueError(f"`{info.filename}` is larger than any of a checkpoint")
@@ -210,11 +211,11 @@ def read_stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> b
 
 _LONGEST_HEADER = 1 << 20
 _LARGEST = 1 << 30
-"""Bytes of an array. A packed file of 1 MB can hold one of 1 GB, and these are read into memory."""
+"""Maximum bytes of an array in memory. A packed file of 1 MB can hold one of 1 GB."""
 
 
 def read_npz(path: PathLike) -> dict[str, np.ndarray]:
-    """All arrays of a file, which is small. What is wrong with it is said by a ValueError or an OSError."""
+    """Return all arrays of a small file; raise ValueError or OSError if it is damaged."""
     regular(path)
     try:
         with zipfile.ZipFile(path) as archive:

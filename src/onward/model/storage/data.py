@@ -1,4 +1,4 @@
-"""Data files: their names, their two layouts (plain and safetensors), and writing tensors, whole or in shards."""
+"""Data files: names, layouts (plain and safetensors), writing whole or in shards."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
 
-# The types that every reader of safetensors knows. One that it does not know makes the whole file unreadable.
+# The types that every reader of safetensors knows. One that it does not know makes the whole file
+# unreadable.
 _SAFETENSORS = {ir.DataType.from_numpy(np.dtype(kind)): name for name, kind in SAFETENSORS_TYPES.items()}
 
 
 @dataclass
 class _Piece:
-    """Bytes that are written once, and the places that share them (tied weights)."""
+    """Bytes that are written once, and the locations that share them (tied weights)."""
 
     tensor: ir.TensorProtocol
     places: list[TensorPlace]
@@ -50,15 +51,16 @@ def write_data(
     writers: Writers | None = None,
     ranges: dict[str, list[Range]] | None = None,
 ) -> dict[TensorPlace, ir.TensorProtocol]:
-    """Write what goes outside, one tensor at a time; what the places will hold.
+    """Write external tensors one at a time; return the tensors that refer to them.
 
     Args:
         ranges: Gets the checksums of what is written here, by the name of the file.
     """
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
-    # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place.
-    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
-    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
+    # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other
+    # data in its place.
+    names_in_use = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
+    first = max((int(match[1] or 0) + 1 for match in names_in_use if match), default=0)
     stem = target.name.removesuffix(".onnx")
     names = (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))
     pieces = _pieces(tensors)
@@ -77,8 +79,8 @@ def write_data(
                 written = _copy(piece.tensor, sink)
                 if ranges is not None and written is not None:
                     ranges.setdefault(path.name, []).append(written)
-                for place in piece.places:
-                    future[place] = outside(tensors[place], target.parent, path, offset)
+                for location in piece.places:
+                    future[location] = outside(tensors[location], target.parent, path, offset)
             sink.finish()
             flush(file)
     return future
@@ -86,27 +88,30 @@ def write_data(
 
 def _pieces(tensors: dict[TensorPlace, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
-    for place, tensor in tensors.items():
-        pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(place)
+    for location, tensor in tensors.items():
+        pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(location)
     return list(pieces.values())
 
 
 def _bytes_of(tensor: ir.TensorProtocol) -> object:
-    """Equal for tensors that share their bytes. One name may lead to different files, one after the other."""
+    """Return a key of the bytes of a tensor.
+
+    One name may lead to different files over time.
+    """
     if isinstance(tensor, HeldTensor):
         return tensor.source, tensor.offset, tensor.nbytes
     return range_of(tensor) or id(tensor)
 
 
 def spared_bytes(tensors: dict[TensorPlace, ir.TensorProtocol]) -> int:
-    """The bytes that a data file does not need, and a model file does: of zeros, and of tensors that share theirs."""
+    """Return the bytes that a data file saves against a model file: zeros and shared tensors."""
     pieces = _pieces(tensors)
     needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))
     return sum(map(nbytes, tensors.values())) - needed
 
 
 def _is_plainly_zero(tensor: ir.TensorProtocol) -> bool:
-    """Whether a tensor is a zero that is repeated. None is read to find out."""
+    """True if a tensor is a repeated zero. Reads no data."""
     array = tensor.raw if isinstance(tensor, ir.Tensor) else None
     return isinstance(array, np.ndarray) and is_repeated(array) and not any(array.flat[0].tobytes())
 
@@ -134,7 +139,7 @@ def _plain_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece, int]]
 
 
 def _safetensors_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece, int]]]:
-    """The format has no gaps. With the widest types first, each tensor is still aligned to its own type."""
+    """Return tensors widest type first: aligned, as the format has no gaps."""
     entries: dict[str, object] = {}
     offsets, end = [], 0
     for piece in sorted(pieces, key=lambda piece: -piece.tensor.dtype.bitwidth):
@@ -149,13 +154,13 @@ def _safetensors_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece,
 
 
 def _unused_key(name: str, taken: Iterable[str]) -> str:
-    """Two steps may each have a counter of the same name; and one key has a meaning of its own."""
+    """Return a fresh key: steps may share names of counters, and `__metadata__` is reserved."""
     candidates = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
     return next(key for key in candidates if key not in taken and key != "__metadata__")
 
 
 def _copy(tensor: ir.TensorProtocol, sink: Sink) -> Range | None:
-    """Write a tensor. Return the range that was written, which for a divided tensor is this process's part, if any."""
+    """Write a tensor; return the written range, if this process writes any."""
     start = sink.tell()
     if isinstance(tensor, DividedTensor):
         written = write_part(sink, start, tensor.part) if tensor.part is not None else None
@@ -187,7 +192,7 @@ def _own_names(target: Path, suffix: str) -> re.Pattern[str]:
 
 
 def is_own(target: Path, file: Path) -> bool:
-    """Whether a data file has a name that we give, and so may be deleted."""
+    """True if a data file has a name that Onward generates, so that it may be deleted."""
     return file.parent == target.parent and bool(_own_names(target, "data|safetensors").fullmatch(file.name))
 
 
@@ -195,15 +200,15 @@ def is_own(target: Path, file: Path) -> bool:
 
 
 Parts = Mapping[str, tuple[int, np.ndarray]]
-"""Tensor -> numbers of it in a row, and at which of its numbers they begin."""
+"""Tensor -> consecutive numbers of it, and the index of the first."""
 
 
 class DividedTensor(ir.LazyTensor):
-    """A tensor that is to be written, of which this process has some numbers in a row, or none."""
+    """A tensor of which this process has a range of numbers, or none."""
 
-    def __init__(self, key: str, part: tuple[int, np.ndarray] | None, like: ir.TensorProtocol):
+    def __init__(self, key: str, numbers: tuple[int, np.ndarray] | None, like: ir.TensorProtocol):
         super().__init__(self._refuse, like.dtype, **describe_tensor(like))
-        self.key, self.part = key, part
+        self.key, self.part = key, numbers
 
     def _refuse(self) -> NoReturn:
         raise ValueError(f"`{self.name}` is in several processes")
@@ -213,17 +218,17 @@ class Writers(Protocol):
     """The other processes."""
 
     def start(self, file: Path, offsets: Mapping[str, int]) -> None:
-        """Let them write their parts of tensors, which begin there."""
+        """Let the other processes write their ranges of tensors, which begin at `offsets`."""
 
     def finish(self) -> Ranges:
-        """Wait until they have, and it would survive a power failure; fail if one of them could not.
+        """Wait until the other processes have flushed; return the checksums of their ranges.
 
-        Returns the checksums of what they wrote.
+        Raises if one of them failed.
         """
 
 
 def write_parts(file: Path, offsets: Mapping[str, int], parts: Parts) -> list[Range]:
-    """Write this process's parts of tensors, which begin there, into a file that another one has made."""
+    """Write this process's ranges of tensors into a file that another process has created."""
     with open(file, "r+b") as stream:
         sink = Sink(stream, checksums=True)
         keys = sorted(parts, key=lambda key: offsets[key])
@@ -232,9 +237,9 @@ def write_parts(file: Path, offsets: Mapping[str, int], parts: Parts) -> list[Ra
     return ranges
 
 
-def write_part(sink: Sink, offset: int, part: tuple[int, np.ndarray]) -> Range:
-    """Write a part of a tensor that begins at `offset`. Return its range, with a checksum if the sink computes them."""
-    first, numbers = part
+def write_part(sink: Sink, offset: int, piece: tuple[int, np.ndarray]) -> Range:
+    """Write a range of a tensor at `offset`. Return it, with the checksum of the sink."""
+    first, numbers = piece
     start = offset + first * numbers.itemsize
     sink.seek(start)
     sink.take_checksum()

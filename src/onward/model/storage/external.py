@@ -1,4 +1,4 @@
-"""References from a ModelProto to data outside it: where they are, where they lead, and whether that is safe."""
+"""References from a ModelProto to external data: locations and their safety."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onward.model.storage.files import PathLike, reason
 
 
 def walk_tensors(proto: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor in a model: dense, sparse, in attributes, subgraphs and functions, for inference and training."""
+    """Return every tensor in a model: sparse, in attributes, functions and steps, too."""
     pending: list[Any] = [proto.graph, *proto.functions]
     for info in proto.training_info:
         pending += [info.initialization, info.algorithm]
@@ -42,7 +42,7 @@ def walk_tensors(proto: ModelProto) -> Iterator[TensorProto]:
 
 
 def _parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[TensorProto]:
-    return (part for tensor in sparse for part in (tensor.values, tensor.indices))
+    return (component for tensor in sparse for component in (tensor.values, tensor.indices))
 
 
 def _external(proto: ModelProto) -> Iterator[TensorProto]:
@@ -50,16 +50,16 @@ def _external(proto: ModelProto) -> Iterator[TensorProto]:
 
 
 def data_files(proto: ModelProto, folder: Path) -> dict[Path, str]:
-    """The data files that a model refers to, and the checksum that it gives for each, or nothing."""
-    found: dict[str, str] = {}
+    """Return the data files that a model refers to, with their checksums if recorded."""
+    checksums: dict[str, str] = {}
     for tensor in _external(proto):
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        found[entries["location"]] = found.get(entries["location"]) or entries.get("checksum", "")
-    return {Path(os.path.realpath(folder / location)): checksum for location, checksum in found.items()}
+        checksums[entries["location"]] = checksums.get(entries["location"]) or entries.get("checksum", "")
+    return {Path(os.path.realpath(folder / location)): checksum for location, checksum in checksums.items()}
 
 
 def add_checksums(proto: ModelProto, folder: Path, checksums: dict[Path, str]) -> None:
-    """Give the checksums of data files, which `onnx_ir` drops, with the references to those files again."""
+    """Restore the checksums of data files, which `onnx_ir` drops, in the references to them."""
     for tensor in _external(proto) if any(checksums.values()) else ():
         entries = {entry.key: entry.value for entry in tensor.external_data}
         checksum = checksums.get(Path(os.path.realpath(folder / entries["location"])))
@@ -68,7 +68,7 @@ def add_checksums(proto: ModelProto, folder: Path, checksums: dict[Path, str]) -
 
 
 class Fault(Exception):
-    """What is wrong with a reference to external data, as the rest of a sentence about the tensor."""
+    """A problem of a reference to external data, as the rest of a sentence about the tensor."""
 
     def __init__(self, text: str, about: Literal["place", "size", "overlap"] = "place"):
         super().__init__(text)
@@ -76,7 +76,7 @@ class Fault(Exception):
 
 
 def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
-    """Refuse a model whose external data is unsafe to read or cannot be read, naming every tensor. Opens no file.
+    """Raise if external data is unsafe or unreadable, with the names of all tensors. Opens no file.
 
     Without a folder, as for a model that did not come from a file, there can be no external data.
     """
@@ -93,7 +93,7 @@ def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
 def external_faults(
     tensors: Iterable[tuple[str, TensorProto]], base_dir: PathLike | None
 ) -> Iterator[tuple[str, Fault]]:
-    """What is wrong with tensors that are outside, each with what names it. Without a folder, no file is looked at."""
+    """Return problems of external tensors. Without a folder, no file is checked."""
     file_of = functools.cache(functools.partial(_file, base_dir))
     ranges: dict[Any, dict[tuple[int, int], tuple[str, str]]] = defaultdict(dict)
     for name, tensor in tensors:
@@ -110,14 +110,14 @@ def external_faults(
                 ranges[file].setdefault((start, stop), (name, f"(byte {start} of `{_printable(location)}`)"))
         except Fault as fault:
             yield name, fault
-    for found in ranges.values():
-        for late, early in overlaps(found):
-            name, where = found[late]
-            yield name, Fault(f"{where} overlaps {' '.join(found[early])}", "overlap")
+    for ranges_of_file in ranges.values():
+        for late, early in overlaps(ranges_of_file):
+            name, where = ranges_of_file[late]
+            yield name, Fault(f"{where} overlaps {' '.join(ranges_of_file[early])}", "overlap")
 
 
 def _reference(tensor: TensorProto) -> tuple[str, int, int]:
-    """Location, first byte, and the byte after the last."""
+    """Return location, first byte, and the byte after the last."""
     entries: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key in entries:  # readers differ in which one they take
@@ -125,8 +125,8 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
         entries[entry.key] = entry.value
     bits = bits_of(tensor)
     if bits is None:
-        kind = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
-        raise Fault(f"holds {kind}, which cannot be outside the file")
+        description = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
+        raise Fault(f"holds {description}, which cannot be outside the file")
     if any(dim < 0 for dim in tensor.dims):
         raise Fault("has a negative dimension")
     total = 0 if 0 in tensor.dims else bits
@@ -142,7 +142,10 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
 
 
 def _printable(text: str | bytes) -> str:
-    """Protobuf gives bytes for a string that is not UTF-8, and control characters would garble a message."""
+    """Return printable text.
+
+    Protobuf returns bytes for a string that is not UTF-8, and control characters garble a message.
+    """
     shown = text if isinstance(text, str) and text.isprintable() else repr(text)
     return shown if len(shown) <= 200 else f"{shown[:199]}…"
 
@@ -157,7 +160,7 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
 
 
 def bits_of(tensor: TensorProto) -> int | None:
-    """Of an element; None of strings, and of what is of no type that is known."""
+    """Return the bits of an element; None for strings and unknown types."""
     try:
         return ir.DataType(tensor.data_type).bitwidth
     except (ValueError, TypeError):
@@ -165,7 +168,7 @@ def bits_of(tensor: TensorProto) -> int | None:
 
 
 def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | None:
-    """The file that a location names, if reading it is safe; None without a folder to look in.
+    """Return the file at a location if it is safe to read; None without a folder.
 
     A fault is returned, so that it can be remembered.
     """
@@ -183,8 +186,8 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | 
         return None
     try:
         path, info = Path(base_dir), os.stat(base_dir)
-        for part in (part for part in parts if part not in ("", ".")):
-            path /= part
+        for segment in (segment for segment in parts if segment not in ("", ".")):
+            path /= segment
             info = os.lstat(path)
             if stat.S_ISLNK(info.st_mode):
                 return Fault(f"{where}: a path through a symbolic link")
@@ -200,14 +203,14 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | 
 
 
 def can_point_at(folder: Path, file: Path) -> bool:
-    """Whether a model in this folder may have tensors in that file, by its real path."""
+    """True if a model in this folder may have tensors in that file, by its real path."""
     if not file.is_relative_to(folder):
         return False
     return not isinstance(_file(folder, file.relative_to(folder).as_posix()), Fault)
 
 
 def overlaps(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """The ranges of a file, none of them empty, that begin within another, and that one."""
+    """Return the non-empty ranges of a file that begin within another one, each with that one."""
     end, before = 0, (0, 0)
     for start, stop in sorted(ranges):
         if start < end:

@@ -1,4 +1,4 @@
-"""Reading and writing files: what both ask of the file system, and a sink that leaves holes and tells a watcher."""
+"""File system queries, and a sink that leaves holes and reports progress."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _KINDS = {
 
 
 def regular(path: PathLike) -> os.stat_result:
-    """What the system says of a file; an OSError if there is none, or if it is something else.
+    """Return the status of a regular file; raise OSError for anything else.
 
-    All that is opened for reading is asked for here first: a pipe may keep one waiting for ever, and a device may have
-    no end.
+    All that is opened for reading is asked for here first: a pipe may keep one waiting for ever,
+    and a device may have no end.
     """
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
@@ -44,11 +44,11 @@ def regular(path: PathLike) -> os.stat_result:
 
 
 class NotRegularError(OSError):
-    """A path that names something other than a file."""
+    """A path that is not a regular file."""
 
 
 def listing(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it cannot be read."""
+    """Return the entries of a folder; empty if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -57,7 +57,7 @@ def listing(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def mentions(path: PathLike, name: str) -> bool:
-    """Whether a file has these bytes in it somewhere."""
+    """True if a file contains these bytes."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
@@ -68,13 +68,13 @@ def mentions(path: PathLike, name: str) -> bool:
 
 
 def flush(file: BinaryIO) -> None:
-    """Make what was written to a file survive a power failure."""
+    """Flush a file to the disk, to survive a power failure."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync(folder: Path, *, strict: bool) -> bool:
-    """Make new names in a folder survive a power failure, where the system offers that; False if it failed to."""
+    """Flush new names in a folder to the disk, if the system can; False if it failed."""
     if os.name == "nt":
         return True
     try:
@@ -92,17 +92,17 @@ def sync(folder: Path, *, strict: bool) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in the system's words and without its numbers."""
+    """Return the system's error text without the number."""
     return (isinstance(error, OSError) and error.strerror) or message_of(error) or type(error).__name__
 
 
 SENSELESS = (AttributeError, LookupError, TypeError, ValueError)
-"""What is raised where a tree that somebody stored is not as it should be."""
+"""Exceptions for a stored tree that is malformed."""
 
 
 @contextmanager
 def blame_file(sentence: str, *kinds: type[Exception], hint: str | None = None) -> Iterator[None]:
-    """Within it, errors of these kinds are the fault of a file; `sentence` says so, and the reason ends it."""
+    """Convert errors of these types to errors about a file: `sentence` and the reason."""
     blamed = kinds or (OSError, ValueError)
     try:
         yield
@@ -111,7 +111,7 @@ def blame_file(sentence: str, *kinds: type[Exception], hint: str | None = None) 
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a name is of something in a folder, and does not lead out of it."""
+    """True if a name stays in its folder."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
@@ -119,20 +119,20 @@ def is_plain_name(name: Any) -> bool:
 
 
 BLOCK = 1 << 24
-"""Bytes that are in memory at a time."""
+"""Bytes in memory at a time."""
 _UNIT = 1 << 20
 _ZEROS = bytes(_UNIT)
 _NOT_OFFERED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class Watcher(Protocol):
-    """Somebody who looks on while files are written."""
+    """An observer of file writes."""
 
     def begin(self, size: int) -> None:
-        """So many bytes more will be written."""
+        """Announce the number of bytes to write."""
 
     def advance(self, size: int) -> None:
-        """So many of them are."""
+        """Report written bytes."""
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -140,7 +140,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def report_writes_to(watcher: Watcher) -> Iterator[None]:
-    """Within it, somebody is told what is written."""
+    """Report writes to a watcher within the context."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -149,22 +149,23 @@ def report_writes_to(watcher: Watcher) -> Iterator[None]:
 
 
 def announce(size: int) -> None:
-    """Tell who looks on how much will be written."""
+    """Announce the number of bytes to write to the watcher."""
     if (watcher := _watcher.get()) is not None:
         watcher.begin(size)
 
 
 def advance(size: int) -> None:
-    """Tell who looks on how much is written."""
+    """Report written bytes to the watcher."""
     if (watcher := _watcher.get()) is not None:
         watcher.advance(size)
 
 
 class Sink:
-    """A new file that is written from its start to its end. What is zero in it becomes a hole, where files have holes.
+    """A new file that is written from start to end. Zeros become holes, if the file system has
+    them.
 
-    It has no `fileno`: who finds one writes past it. With `checksums` it computes the CRC-32 of what is written, which
-    takes a quarter of a second per GB.
+    It has no `fileno`: who finds one writes past it. With `checksums` it computes the CRC-32 of
+    what is written, which takes a quarter of a second per GB.
     """
 
     def __init__(self, file: BinaryIO, *, checksums: bool = False):
@@ -175,11 +176,11 @@ class Sink:
         return self._file.tell()
 
     def seek(self, at: int) -> None:
-        """Go on further behind; what lies between reads as zeros."""
+        """Move forward; the gap reads as zeros."""
         self._file.seek(at)
 
     def skip(self, size: int) -> None:
-        """Zeros."""
+        """Write zeros as a hole."""
         self._file.seek(size, os.SEEK_CUR)
         advance(size)
         if self._checksum is not None:
@@ -187,7 +188,7 @@ class Sink:
                 self._add(_ZEROS[: size - start])
 
     def take_checksum(self) -> int:
-        """Return the CRC-32 of what was written since the last call."""
+        """Return the CRC-32 of the bytes since the last call."""
         checksum, self._checksum = self._checksum, 0
         return checksum or 0
 
@@ -208,9 +209,10 @@ class Sink:
             return len(view)
 
     def copy(self, source: int, start: int, size: int) -> int:
-        """Bytes of another file, by its descriptor, as far as the system copies them by itself; how many it did.
+        """Copy bytes of another file by its descriptor within the system; return the number copied.
 
-        Some file systems do so without writing anything, by letting both files have the same blocks.
+        Some file systems do so without writing anything, by letting both files have the same
+        blocks.
         """
         self._file.flush()
         at, done = self._file.tell(), 0
@@ -232,7 +234,7 @@ class Sink:
         return done
 
     def finish(self) -> None:
-        """Let the file end here, even in a hole."""
+        """End the file here, even in a hole."""
         self._file.truncate()
 
 
@@ -241,12 +243,12 @@ def _is_zero(unit: memoryview) -> bool:
 
 
 def is_repeated(array: np.ndarray) -> bool:
-    """Whether an array is one number that takes no more memory than that."""
+    """True if an array is one repeated number in the memory of one."""
     return bool(array.size) and not any(array.strides)
 
 
 def write_array(array: np.ndarray, sink: Sink) -> None:
-    """The bytes of an array, in their order. One number that is repeated is written in blocks."""
+    """Write the bytes of an array in order. A repeated number is written in blocks."""
     if is_repeated(array):
         number = array.flat[0]
         if not any(number.tobytes()):
@@ -261,7 +263,7 @@ def write_array(array: np.ndarray, sink: Sink) -> None:
 
 
 def extents(file: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where between two places a file, by its descriptor, has data; the rest are holes, which read as zeros."""
+    """Return the ranges of a file that hold data; the rest are holes, which read as zeros."""
     if not hasattr(os, "SEEK_DATA"):
         yield start, end
         return

@@ -1,8 +1,8 @@
-"""HDF5 as Keras writes it, in a file or in a part of one: what lies where. Read without the HDF5 library.
+"""Reader of HDF5 as Keras writes it, without the HDF5 library.
 
-That library can be made to crash, or never to come back, by files that are damaged; and HDF5 can point to other files
-of the machine, in circles, and unpack to any size. Here is what h5py writes for Keras, and no more: groups with a table
-of symbols, arrays that lie in one piece, attributes that are text. Every place is checked, and none is visited twice.
+Damaged files crash or hang that library, and HDF5 can refer to other files, in circles, and unpack
+to any size. This reader supports only what h5py writes for Keras: groups with a symbol table,
+contiguous arrays, text attributes. Every offset is checked, and none is visited twice.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import numpy as np
 from onward.model.storage.containers import Stored
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
-"""How a file begins."""
+"""First bytes of a file."""
 _NOWHERE = (1 << 64) - 1
 _MOST_PARTS, _DEEPEST = 20_000_000, 64
 _SPACE, _TYPE, _EXTERNAL, _LAYOUT, _ATTRIBUTE, _MORE, _SYMBOLS = 1, 3, 7, 8, 12, 16, 17
 _NEWER = {2, 6, 18, 21}
-"""Messages of kinds that only newer layouts have: links, and attributes that are elsewhere."""
+"""Messages of newer layouts only: links, and attributes stored elsewhere."""
 BFLOAT16 = {"dtype": "bfloat16"}
-"""The attribute that Keras gives to arrays of a type that HDF5 has not."""
+"""Attribute of Keras for arrays of a type that HDF5 lacks."""
 DAMAGED = (OSError, ValueError, struct.error)
-"""What is raised for what is no such file, or not whole."""
+"""Exceptions for other or truncated files."""
 
 Messages = list[tuple[int, bytes]]
 
 
 def read_hdf5(data: mmap.mmap, start: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
-    """The groups of a file, or of the part of it that begins at `start`, by path: attributes, and arrays.
+    """Return the groups of a file, or of the range that begins at `start`, by path: attributes,
+    arrays.
 
     Arrays are places in the file; those that lie in a header, or nowhere, are themselves.
     """
@@ -48,7 +49,7 @@ class _HDF5Reader:
         self._data, self._start, self._end = data, start, end
         self._seen: set[int] = set()
         self._left = min(2 * (end - start), _MOST_PARTS)
-        """Parts that may still be looked at: small files can be made in which the same bytes are many things."""
+        """Remaining reads: small hostile files can use the same bytes as many objects."""
 
     def _bytes(self, at: int, size: int) -> bytes:
         if at + size > self._end - self._start:
@@ -84,45 +85,49 @@ class _HDF5Reader:
         if depth > _DEEPEST:
             raise ValueError("its groups are nested deeper than those of any model")
         messages = self._messages(at)
-        tables = [struct.unpack("<QQ", data[:16]) for kind, data in messages if kind == _SYMBOLS]
+        tables = [struct.unpack("<QQ", data[:16]) for message_type, data in messages if message_type == _SYMBOLS]
         if len(tables) != 1:
             raise ValueError(f"`{path}` is no group")
         arrays, inner = {}, []
-        for name, place in self._members(*tables[0]):
-            inside = self._messages(place, visit=False)
-            if any(kind == _SYMBOLS for kind, _ in inside):
-                inner.append((name, place))
+        for name, member in self._members(*tables[0]):
+            inside = self._messages(member, visit=False)
+            if any(message_type == _SYMBOLS for message_type, _ in inside):
+                inner.append((name, member))
             else:
-                self._visit(place)
+                self._visit(member)
                 arrays[name] = self._array(name, inside)
         yield path, {"attributes": self._attributes(messages), "arrays": arrays}
-        for name, place in inner:
-            yield from self._group(place, f"{path}/{name}".lstrip("/"), depth + 1)
+        for name, member in inner:
+            yield from self._group(member, f"{path}/{name}".lstrip("/"), depth + 1)
 
     def _messages(self, at: int, visit: bool = True) -> Messages:
-        """What the header of an object says, in one piece or several."""
+        """Return the messages in the header of an object, which may be in several blocks."""
         if visit:
             self._visit(at)
         version, count, size = self._numbers("<BxH4xI", at)
         if version != 1:
             raise ValueError("it has another layout than h5py gives to it: save it again with Keras")
-        pieces, found = [(at + 16, size)], Messages()
-        while pieces and len(found) < count:
-            place, left = pieces.pop(0)
-            while left >= 8 and len(found) < count:
-                kind, length, flags = self._numbers("<HHB", place)
-                if length + 8 > left or kind in _NEWER or (flags & 2 and kind in (_SPACE, _TYPE, _LAYOUT)):
+        pieces, messages = [(at + 16, size)], Messages()
+        while pieces and len(messages) < count:
+            offset, left = pieces.pop(0)
+            while left >= 8 and len(messages) < count:
+                message_type, length, flags = self._numbers("<HHB", offset)
+                if (
+                    length + 8 > left
+                    or message_type in _NEWER
+                    or (flags & 2 and message_type in (_SPACE, _TYPE, _LAYOUT))
+                ):
                     raise ValueError("the header of something in it makes no sense")
                 self._count()
-                body = self._bytes(place + 8, length)
-                found.append((kind, body))
-                if kind == _MORE:
+                body = self._bytes(offset + 8, length)
+                messages.append((message_type, body))
+                if message_type == _MORE:
                     pieces.append(struct.unpack("<QQ", body[:16]))
-                place, left = place + 8 + length, left - 8 - length
-        return found
+                offset, left = offset + 8 + length, left - 8 - length
+        return messages
 
     def _members(self, tree: int, heap: int) -> Iterator[tuple[str, int]]:
-        """Names and places of what is in a group: leaves of a tree, with names in a heap."""
+        """Yield names and offsets of a group's members: leaves of a tree."""
         magic, size, names = self._numbers("<4s4xQ8xQ", heap)
         if magic != b"HEAP":
             raise ValueError("the names of something in it are not there")
@@ -132,45 +137,45 @@ class _HDF5Reader:
             self._visit(at)
             (magic,) = self._numbers("<4s", at)
             if magic == b"TREE":
-                kind, _, used = self._numbers("<BBH", at + 4)
-                if kind:
+                node_type, _, used = self._numbers("<BBH", at + 4)
+                if node_type:
                     raise ValueError("the tree of a group is of something else")
                 children = struct.unpack(f"<{used * 2}Q", self._bytes(at + 24, used * 16))[1::2]
                 pending.extend(reversed(children))
             elif magic == b"SNOD":
                 for index in range(self._numbers("<H", at + 6)[0]):
-                    name, place, cached = self._numbers("<QQI", at + 8 + 40 * index)
-                    if cached == 2 or place == _NOWHERE or name >= size:
+                    name, member, cached = self._numbers("<QQI", at + 8 + 40 * index)
+                    if cached == 2 or member == _NOWHERE or name >= size:
                         raise ValueError("it has a link to somewhere else")
-                    yield self._text(names + name, size - name), place
+                    yield self._text(names + name, size - name), member
             else:
                 raise ValueError("the members of a group are not there")
 
     def _text(self, at: int, most: int) -> str:
-        found = self._bytes(at, min(most, 4096, self._end - self._start - at))
-        return found.partition(b"\0")[0].decode()
+        text = self._bytes(at, min(most, 4096, self._end - self._start - at))
+        return text.partition(b"\0")[0].decode()
 
     # ---- arrays and attributes ---------------------------------------------------------------------------------------
 
     def _array(self, name: str, messages: Messages) -> Stored | np.ndarray:
-        said = dict(messages)
-        if not said.keys() >= {_SPACE, _TYPE, _LAYOUT} or _EXTERNAL in said:
+        fields = dict(messages)
+        if not fields.keys() >= {_SPACE, _TYPE, _LAYOUT} or _EXTERNAL in fields:
             raise ValueError(f"`{name}` is no array, or its elements are in other files")
-        shape = _shape(said[_SPACE])
+        shape = _shape(fields[_SPACE])
         named = self._attributes(messages).get("dtype")
-        dtype = np.dtype(ml_dtypes.bfloat16) if named == BFLOAT16["dtype"] else _type(said[_TYPE])
-        if dtype.itemsize != struct.unpack_from("<I", said[_TYPE], 4)[0]:
+        dtype = np.dtype(ml_dtypes.bfloat16) if named == BFLOAT16["dtype"] else _type(fields[_TYPE])
+        if dtype.itemsize != struct.unpack_from("<I", fields[_TYPE], 4)[0]:
             raise ValueError(f"`{name}` is of a type that Keras has not")
         size = dtype.itemsize * int(np.prod(shape, dtype=object))
-        version, kind = said[_LAYOUT][:2]
-        if version not in (3, 4) or kind > 1:
+        version, layout_class = fields[_LAYOUT][:2]
+        if version not in (3, 4) or layout_class > 1:
             raise ValueError(f"`{name}` is packed: save it again with Keras")
-        if kind == 0:
-            (stored,) = struct.unpack_from("<H", said[_LAYOUT], 2)
+        if layout_class == 0:
+            (stored,) = struct.unpack_from("<H", fields[_LAYOUT], 2)
             if stored < size:
                 raise ValueError(f"`{name}` is cut off")
-            return np.frombuffer(said[_LAYOUT][4 : 4 + size], dtype).reshape(shape)
-        offset, stored = struct.unpack_from("<QQ", said[_LAYOUT], 2)
+            return np.frombuffer(fields[_LAYOUT][4 : 4 + size], dtype).reshape(shape)
+        offset, stored = struct.unpack_from("<QQ", fields[_LAYOUT], 2)
         if not size:
             return np.zeros(shape, dtype)
         if stored < size or offset == _NOWHERE or offset + size > self._end - self._start:
@@ -178,26 +183,26 @@ class _HDF5Reader:
         return Stored(dtype, shape, self._start + offset)
 
     def _attributes(self, messages: Messages) -> dict[str, str]:
-        """Those that are text."""
-        found = {}
-        for body in (body for kind, body in messages if kind == _ATTRIBUTE):
+        """Return the text attributes."""
+        attributes = {}
+        for body in (body for type_class, body in messages if type_class == _ATTRIBUTE):
             version, named, typed, spaced = struct.unpack_from("<BxHHH", body)
             padded = 8 if version == 1 else 1
             at, parts = 9 if version == 3 else 8, []
             for size in (named, typed, spaced):
                 parts.append(body[at : at + size])
                 at += -(-size // padded) * padded
-            kind = parts[1][0] & 15 if parts[1] else -1
-            if kind == 9:
-                found[parts[0].partition(b"\0")[0].decode()] = self._variable_text(body[at : at + 16])
-            elif kind == 3:
+            type_class = parts[1][0] & 15 if parts[1] else -1
+            if type_class == 9:
+                attributes[parts[0].partition(b"\0")[0].decode()] = self._variable_text(body[at : at + 16])
+            elif type_class == 3:
                 length = struct.unpack_from("<I", parts[1], 4)[0]
-                found[parts[0].partition(b"\0")[0].decode()] = body[at : at + length].partition(b"\0")[0].decode()
-        return found
+                attributes[parts[0].partition(b"\0")[0].decode()] = body[at : at + length].partition(b"\0")[0].decode()
+        return attributes
 
     def _variable_text(self, data: bytes) -> str:
-        """A text of any length, which is in a heap that many share."""
-        length, heap, wanted = struct.unpack("<IQI", data)
+        """Return a text of variable length from a shared heap."""
+        length, heap, entry = struct.unpack("<IQI", data)
         magic, size = self._numbers("<4s4xQ", heap)
         if magic != b"GCOL":
             raise ValueError("a text of it is not there")
@@ -205,7 +210,7 @@ class _HDF5Reader:
         while at + 16 <= size:
             self._count()
             index, stored = self._numbers("<H6xQ", heap + at)
-            if index == wanted:
+            if index == entry:
                 return self._bytes(heap + at + 16, min(length, stored)).decode()
             if not index:
                 break
@@ -224,13 +229,13 @@ def _shape(space: bytes) -> tuple[int, ...]:
 
 
 def _type(stored: bytes) -> np.dtype:
-    """A type of numbers: whole ones, floating ones, or the two names that truth has."""
-    kind, (order, _, _), size = stored[0] & 15, stored[1:4], struct.unpack_from("<I", stored, 4)[0]
-    if kind == 0 and not order & 1 and size in (1, 2, 4, 8):
+    """Return a number type: integer, floating-point, or boolean as an enumeration."""
+    type_class, (order, _, _), size = stored[0] & 15, stored[1:4], struct.unpack_from("<I", stored, 4)[0]
+    if type_class == 0 and not order & 1 and size in (1, 2, 4, 8):
         return np.dtype(f"{'i' if order & 8 else 'u'}{size}")
-    if kind == 1 and not order & 65 and size in (2, 4, 8):
+    if type_class == 1 and not order & 65 and size in (2, 4, 8):
         is_wide = size == 2 and stored[13] == 8
         return np.dtype(ml_dtypes.bfloat16) if is_wide else np.dtype(f"f{size}")
-    if kind == 8 and size == 1:
+    if type_class == 8 and size == 1:
         return np.dtype(np.bool_)
     raise ValueError("an array is of a type that Keras has not")

@@ -1,4 +1,4 @@
-"""Open a model file and its data files, which belong together even if another process saves over them meanwhile.
+"""Opening a model file with its data files, consistently, even if another process saves over them.
 
 What is not a model is refused, with a sentence that says what it is instead.
 """
@@ -30,10 +30,10 @@ class Opened:
 
 
 def open_model(path: PathLike) -> Opened:
-    """Parse a model file and hold its data files open, after checking that reading them is safe.
+    """Parse a model file and open its data files, after checking that reading them is safe.
 
-    A save renames the new model file over the old one, and removes old data files last. Whoever has just read the old
-    model and finds its data gone reads the new one.
+    A save renames the new model file over the old one, and removes old data files last. Whoever has
+    just read the old model and finds its data gone reads the new one.
     """
     for attempt in range(_ATTEMPTS):
         before = _identity(path)
@@ -48,8 +48,8 @@ def open_model(path: PathLike) -> Opened:
 
 
 def _held_files(proto: ModelProto, folder: Path) -> dict[Path, HeldFile]:
-    found = {file: hold_open(file) for file in data_files(proto, folder)}
-    return {file: source for file, source in found.items() if source is not None}
+    files = {file: hold_open(file) for file in data_files(proto, folder)}
+    return {file: source for file, source in files.items() if source is not None}
 
 
 def _identity(path: PathLike) -> tuple[int, ...] | None:
@@ -70,7 +70,7 @@ OUTSIDE_HINT = "store its tensors beside it, as external data"
 
 
 def folder_of(path: PathLike) -> Path:
-    """The folder in which a model's external data is looked for: where the file is, not where a link to it is."""
+    """Return the folder for external data: that of the file, not of a link to it."""
     return Path(os.path.realpath(path)).parent
 
 
@@ -146,10 +146,10 @@ _OTHERS = {
 
 
 def no_model(source: Any) -> Error:
-    """What to say of something that is neither a path nor a model."""
+    """Return a message about something that is neither a path nor a model."""
     if isinstance(source, str):
         return InvalidModelError("the path of the model is empty", hint="name an `.onnx` file")
-    of = [kind.__module__ for kind in type(source).__mro__]
+    of = [base.__module__ for base in type(source).__mro__]
     hint = "give the path of an `.onnx` file, its bytes, an `onnx.ModelProto` or an `onward.Model`"
     for package, maker in _MAKERS.items():
         if any(module.partition(".")[0] == package for module in of):
@@ -164,7 +164,7 @@ def no_model(source: Any) -> Error:
 
 
 def instead_of(path: Path) -> str:
-    """What to do instead of giving a folder, or what is no file, for a model."""
+    """Return a hint for a folder or another file format in place of a model."""
     for name, hint in _FOLDERS.items():
         if (path / name).exists():
             return hint.format(path=os.fspath(path), name=name)
@@ -191,7 +191,7 @@ _ZIPPED = {
     ".npy": ("a NumPy file", _DATA),
     ".json": ("a Keras file", _KERAS),
 }
-"""What a zip archive is, by how the name of its first file ends."""
+"""Kinds of zip archives by the suffix of their first file."""
 # Where the mark of a format is, the mark, what it is, what to do. No ONNX model begins with these.
 _FORMATS = [
     (0, b"version https://git-lfs", "a Git LFS pointer instead of the file", "fetch the file with `git lfs pull`"),
@@ -222,7 +222,7 @@ _FORMATS = [
 
 
 def refuse_other_formats(name: str, start: bytes, size: int) -> None:
-    """Refuse a file by the bytes with which it begins, before gigabytes of it are read."""
+    """Raise for other file formats by the first bytes, before gigabytes are read."""
     if size == 0:
         raise InvalidModelError(f"{name} is empty", hint="a download or copy may have failed")
     for at, mark, what, hint in _FORMATS:
@@ -239,12 +239,12 @@ def _explain_zip(start: bytes, size: int) -> tuple[str, str]:
     if size < 30 + length:
         return "the beginning of a zip archive, such as a PyTorch file", "a download or copy may have been cut off"
     first = start[30 : 30 + length].decode("utf-8", "replace")
-    found = next((known for ending, known in _ZIPPED.items() if first.endswith(ending)), None)
-    return found or ("a zip archive", _UNPACK)
+    explanation = next((text for ending, text in _ZIPPED.items() if first.endswith(ending)), None)
+    return explanation or ("a zip archive", _UNPACK)
 
 
 def refuse_text(name: str, start: bytes) -> None:
-    """Say so where what is no model is a text."""
+    """Raise if a file is text."""
     if _is_text(start):
         raise InvalidModelError(f"{name} is not an ONNX model but a text file", hint="name an `.onnx` file")
 

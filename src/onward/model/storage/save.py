@@ -1,5 +1,4 @@
-"""Saving a model: which tensors stay where they are, go into the model file or into a new data file, and the order of
-events that leaves a whole model at any time."""
+"""Saving a model: the layout of its tensors in files, and an order of writes that is crash-safe."""
 
 from __future__ import annotations
 
@@ -55,30 +54,38 @@ def save(
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
-    `places` are those of all graphs and functions that `to_proto` serialises. While it is called they hold what the new
-    file will hold; afterwards they hold what they held, or, if that was in a data file that is gone, what replaced it.
+    `places` are those of all graphs and functions that `to_proto` serialises. While it is called
+    they hold what the new file will hold; afterwards they hold what they held, or, if that was in a
+    data file that is gone, what replaced it.
 
     `external` says where tensors of at least `threshold_bytes` go:
 
     - `none`: into the model file.
-    - `data`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that large unless one
+    - `data`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that
+      large unless one
       tensor is larger.
-    - `safetensors`: the same with `.safetensors` files, which others can read by the names of the initializers. Types
+    - `safetensors`: the same with `.safetensors` files, which others can read by the names of the
+      initializers. Types
       that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
-    - `auto`: outside if the model, or the one that it replaces, has tensors outside, if they do not fit inside, or if a
+    - `auto`: outside if the model, or the one that it replaces, has tensors outside, if they do not
+      fit inside, or if a
       lot of them are zeros, which take room only inside. What is in a file that the new model can point at, in its
       folder or below, stays there. What is elsewhere is copied.
     - `overlay`: the same, and what would have to be copied is refused.
 
-    What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
-    What is all zeros takes no room in a new data file, where the file system has holes.
+    What is unchanged in a data file of the model that is replaced stays there. Attributes go
+    outside only if they were. What is all zeros takes no room in a new data file, where the file
+    system has holes.
 
-    `shared` is for a folder that nobody else writes to: data files in it that stay, which the model refers to without
-    copying them. There, what the replaced model used is removed by the next save, when nobody still reads it.
+    `shared` is for a folder that nobody else writes to: data files in it that stay, which the model
+    refers to without copying them. There, what the replaced model used is removed by the next save,
+    when nobody still reads it.
 
-    `also` are places of another model, whose tensors go into the data file beside this one, and are in it afterwards.
+    `also` are places of another model, whose tensors go into the data file beside this one, and are
+    in it afterwards.
 
-    `writers` are other processes, which write their parts of divided tensors into the same data file.
+    `writers` are other processes, which write their parts of divided tensors into the same data
+    file.
 
     With `checksums` the file says what its bytes, and those of data files that are written, must be
     (`verify_checksums`).
@@ -90,61 +97,63 @@ def save(
     with Transaction(target) as transaction:
         old = _replaced_files(target)
         plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
-        moved = {place: tensor for place, tensor in others.items() if _is_large(place, tensor, threshold_bytes)}
+        moved = {
+            location: tensor for location, tensor in others.items() if _is_large(location, tensor, threshold_bytes)
+        }
         ranges: dict[str, list[Range]] | None = {} if checksums else None
         data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers, ranges)
-        future = plan.kept | plan.embedded | data
-        with _holding({place: future[place] for place in tensors if place in future}):
+        future = plan.staying_tensors | plan.embedded | data
+        with _holding({location: future[location] for location in tensors if location in future}):
             payload, used = _serialise(to_proto(), target, old)
         for name, others_ranges in writers.finish().items() if writers is not None else ():
             if ranges is not None:
                 ranges.setdefault(name, []).extend(others_ranges)
         entry = b"" if ranges is None else checksum_entry(payload, _ranges_of(used, target) | ranges)
         transaction.commit(payload, entry if len(payload) + len(entry) <= PROTO_LIMIT else b"")
-    for place, tensor in others.items():
-        if place in moved:
-            place.tensor = _open_tensor(data[place])
+    for location, tensor in others.items():
+        if location in moved:
+            location.tensor = _open_tensor(data[location])
         elif is_external(tensor):
-            place.tensor = inside(tensor, tensor.numpy().copy())
+            location.tensor = inside(tensor, tensor.numpy().copy())
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
-    written = {where[0] for place in data if (where := range_of(data[place]))}
+    written = {where[0] for location in data if (where := range_of(data[location]))}
     obsolete = _obsolete(
         target, old.keys() - used if shared is None else _unused_files(target, used | written | old.keys())
     )
-    for place, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
+    for location, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
         if (where := range_of(tensor)) and where[0] in obsolete:
-            place.tensor = _open_tensor(future[place])
+            location.tensor = _open_tensor(future[location])
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
 
 
 def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
-    """The checksums that the replaced model lists for data files which the new one goes on using."""
+    """Return the checksums of the replaced model's data files that the new one uses."""
     before = stored_ranges(target) or {}
     return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
 
 def goes_outside(places: Iterable[TensorPlace]) -> bool:
-    """Whether a model has tensors outside its file, or more of them than fit inside."""
+    """True if a model has external tensors, or is too large for one file."""
     tensors = _tensors_at(places).values()
     return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
 
 
 def form_of(places: Iterable[TensorPlace]) -> External:
-    """Where the tensors of a model are, as `external` has it: so that another can have them there, too."""
+    """Return the value of `external` that describes the tensors of a model."""
     endings = {where[0].suffix for tensor in _tensors_at(places).values() if (where := range_of(tensor))}
     return "auto" if not endings else "safetensors" if endings == {".safetensors"} else "data"
 
 
 def data_files_of(path: PathLike) -> list[Path]:
-    """The data files of a model file."""
+    """Return the data files of a model file."""
     return list(_replaced_files(Path(os.path.realpath(path))))
 
 
 def _tensors_at(places: Iterable[TensorPlace]) -> dict[TensorPlace, ir.TensorProtocol]:
-    return {place: tensor for place in places if (tensor := place.tensor) is not None}
+    return {location: tensor for location in places if (tensor := location.tensor) is not None}
 
 
 def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -155,9 +164,9 @@ def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 @dataclass
 class _Plan:
-    """What the places will hold that does not stay as it is; `written` is what goes into new data files."""
+    """The new tensors of locations that change; `written` goes into new data files."""
 
-    kept: dict[TensorPlace, ir.TensorProtocol]
+    staying_tensors: dict[TensorPlace, ir.TensorProtocol]
     embedded: dict[TensorPlace, ir.TensorProtocol]
     written: dict[TensorPlace, ir.TensorProtocol]
     suffix: str
@@ -171,15 +180,19 @@ def _plan(
     external: str,
     threshold: int,
 ) -> _Plan:
-    ranges = {place: where for place, tensor in tensors.items() if (where := range_of(tensor))}
+    ranges = {location: where for location, tensor in tensors.items() if (where := range_of(tensor))}
     keep = _kept_files(target, set(ranges.values()), old, external) | (shared or set())
-    staying = {place for place in ranges if ranges[place][0] in keep and is_where_it_was_read(tensors[place])}
+    staying = {
+        location for location in ranges if ranges[location][0] in keep and is_where_it_was_read(tensors[location])
+    }
     if external in _STAYING and shared is None:
         staying |= _staying(target, ranges, tensors)
     if external == "overlay":
-        _refuse_copies(target, {place: where[0] for place, where in ranges.items() if place not in staying})
-    kept = {place: outside(tensors[place], target.parent, *ranges[place][:2]) for place in staying}
-    moving = {place: tensor for place, tensor in tensors.items() if place not in kept}
+        _refuse_copies(target, {location: where[0] for location, where in ranges.items() if location not in staying})
+    staying_tensors = {
+        location: outside(tensors[location], target.parent, *ranges[location][:2]) for location in staying
+    }
+    moving = {location: tensor for location, tensor in tensors.items() if location not in staying_tensors}
     total = sum(nbytes(tensor) for tensor in moving.values())
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
@@ -188,51 +201,60 @@ def _plan(
         spill = bool(files) or total > EMBED_LIMIT or spared_bytes(moving) > SPARED_LIMIT
     else:
         spill = external != "none"
-    written = {place: tensor for place, tensor in moving.items() if spill and _is_large(place, tensor, threshold)}
-    embedded = {place: inside(tensors[place]) for place in ranges if place in moving and place not in written}
+    written = {
+        location: tensor for location, tensor in moving.items() if spill and _is_large(location, tensor, threshold)
+    }
+    embedded = {
+        location: inside(tensors[location]) for location in ranges if location in moving and location not in written
+    }
     is_safe = external == "safetensors" or (
         external in _STAYING and files and {file.suffix for file in files} == {".safetensors"}
     )
-    return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
+    return _Plan(staying_tensors, embedded, written, "safetensors" if is_safe else "data")
 
 
-def _is_large(place: TensorPlace, tensor: ir.TensorProtocol, threshold: int) -> bool:
-    """Whether a tensor goes outside, where others do; an empty one has nothing to point at."""
-    return nbytes(tensor) >= max(threshold, 1) and (isinstance(place.holder, ir.Value) or is_external(tensor))
+def _is_large(location: TensorPlace, tensor: ir.TensorProtocol, threshold: int) -> bool:
+    """True if a tensor is large enough for a data file; an empty one has nothing to refer to."""
+    return nbytes(tensor) >= max(threshold, 1) and (isinstance(location.holder, ir.Value) or is_external(tensor))
 
 
 def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
-    """The data files of the replaced model that the new one goes on using: of the right kind and, if they are ours to
-    delete, used by half at least, so that a model that is often changed does not drag along all that it ever was."""
+    """Return the data files of the replaced model that the new one uses.
+
+    They have the right format. Files that may be deleted are used by half at least, or a model that
+    is changed often would grow without limit.
+    """
     used: dict[Path, int] = defaultdict(int)
     for file, _, size in ranges:
         used[file] += size
-    kept = set()
+    reused = set()
     for file in old & used.keys() if external != "none" else ():
         fits = external in _STAYING or (external == "safetensors") == (file.suffix == ".safetensors")
         if fits and (not is_own(target, file) or used[file] * 2 >= file.stat().st_size):
-            kept.add(file)
-    return kept
+            reused.add(file)
+    return reused
 
 
 def _staying(
     target: Path, ranges: dict[TensorPlace, tuple[Path, int, int]], tensors: dict[TensorPlace, ir.TensorProtocol]
 ) -> set[TensorPlace]:
-    """The places whose tensors stay in files that are not the replaced model's: what need not be copied is not."""
+    """Return the locations whose tensors stay in files outside the replaced model."""
     by_file: dict[Path, dict[tuple[int, int], list[TensorPlace]]] = defaultdict(lambda: defaultdict(list))
-    for place, (file, start, size) in ranges.items():
-        if size and start * 8 % tensors[place].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
-            by_file[file][start, start + size].append(place)
+    for location, (file, start, size) in ranges.items():
+        if size and start * 8 % tensors[location].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
+            by_file[file][start, start + size].append(location)
     staying = set()
-    for file, found in by_file.items():
+    for file, locations_by_range in by_file.items():
         if can_point_at(target.parent, file) and not is_own(target, file) and not _may_be_deleted(target, file):
-            tangled = {late for late, _ in overlaps(found)}
-            staying |= {place for where, places in found.items() if where not in tangled for place in places}
-    return {place for place in staying if is_where_it_was_read(tensors[place])}
+            tangled = {late for late, _ in overlaps(locations_by_range)}
+            staying |= {
+                location for where, places in locations_by_range.items() if where not in tangled for location in places
+            }
+    return {location for location in staying if is_where_it_was_read(tensors[location])}
 
 
 def _may_be_deleted(target: Path, file: Path) -> bool:
-    """Whether a save may delete a file that belongs to another model: it asks only the `.onnx` files beside it."""
+    """True if a save may delete a file of another model: only `.onnx` files protect it."""
     if file.parent == target.parent and target.name.endswith(".onnx"):
         return False
     models = [entry.name for entry in listing(file.parent) if entry.name.endswith(".onnx")]
@@ -240,29 +262,29 @@ def _may_be_deleted(target: Path, file: Path) -> bool:
 
 
 def _refuse_copies(target: Path, copied: dict[TensorPlace, Path]) -> None:
-    for place, file in copied.items():
+    for location, file in copied.items():
         if not is_own(target, file):
             raise WriteError(
-                f"could not write `{target}`: it cannot point at `{place.name}` in `{file}`",
+                f"could not write `{target}`: it cannot point at `{location.name}` in `{file}`",
                 hint=f"write into `{file.parent}`, or have it copied: `auto`, `data` or `safetensors`",
             )
 
 
 @contextmanager
 def _holding(future: dict[TensorPlace, ir.TensorProtocol]) -> Iterator[None]:
-    """While inside, these places hold what the new file will hold."""
-    past = [(place, place.tensor) for place in future]
+    """Set the tensors of locations within the context."""
+    past = [(location, location.tensor) for location in future]
     try:
-        for place, tensor in future.items():
-            place.tensor = tensor
+        for location, tensor in future.items():
+            location.tensor = tensor
         yield
     finally:
-        for place, before in past:
-            place.tensor = before
+        for location, before in past:
+            location.tensor = before
 
 
 def _serialise(proto: ModelProto, target: Path, old: dict[Path, str]) -> tuple[bytes, set[Path]]:
-    """The bytes of the model file, and the data files that it refers to, all of which must be there."""
+    """Return the bytes of the model file, and its data files, which must exist."""
     check_external(proto, target.parent)
     add_checksums(proto, target.parent, old)  # still true: no file that exists is written to
     with suppress(EncodeError):
@@ -273,7 +295,7 @@ def _serialise(proto: ModelProto, target: Path, old: dict[Path, str]) -> tuple[b
 
 
 def _replaced_files(target: Path) -> dict[Path, str]:
-    """The data files of the model that is there now, with checksums; of something else, or of a broken model, none."""
+    """Return the data files of the model at `target`; none if it is no intact model."""
     if not target.exists() or not mentions(target, "location"):  # spares parsing a large model that has no data files
         return {}
     try:
@@ -285,12 +307,12 @@ def _replaced_files(target: Path) -> dict[Path, str]:
 
 
 def _unused_files(target: Path, used: Set[Path]) -> set[Path]:
-    """Data files beside a model that are in nobody's use, such as those of the model before the one it replaced."""
+    """Return unused data files of the model's folder, such as those of the version before last."""
     return {path for entry in listing(target.parent) if (path := target.parent / entry.name) not in used}
 
 
 def _obsolete(target: Path, files: set[Path]) -> set[Path]:
-    """Those files that are ours to delete and that no other model mentions, such as a copy of the replaced one."""
+    """Return generated files that no other model mentions, such as a copy of the replaced one."""
     own = {file for file in files if is_own(target, file)}
     others = [entry for entry in listing(target.parent) if entry.name.endswith(".onnx") and entry.name != target.name]
     return {file for file in own if not any(mentions(other.path, file.name) for other in others)}

@@ -1,4 +1,4 @@
-"""The places of an `onnx_ir` graph that hold tensors, and the tensors that they can hold: inside a file or outside."""
+"""Locations of tensors in an `onnx_ir` graph, and tensors inside a file or outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Container = ir.Graph | ir.Function
 
 @dataclass(eq=False)
 class TensorPlace:
-    """Where a graph holds a tensor: an initializer, or an attribute."""
+    """A location of a tensor in a graph: an initializer, or an attribute."""
 
     holder: ir.Value | ir.Node | ir.Function
     attribute: str = ""
@@ -31,7 +31,9 @@ class TensorPlace:
 
     @property
     def name(self) -> str:
-        return "/".join(str(part) for part in (self.holder.name, self.attribute, self.index) if part not in ("", None))
+        return "/".join(
+            str(segment) for segment in (self.holder.name, self.attribute, self.index) if segment not in ("", None)
+        )
 
     @property
     def tensor(self) -> ir.TensorProtocol | None:
@@ -51,8 +53,8 @@ class TensorPlace:
 
 
 def places(*containers: Container) -> list[TensorPlace]:
-    """Every place in these graphs and functions, and in the graphs nested in them, that holds a tensor."""
-    return [place for container in containers for place in _places(container)]
+    """Return the location of every tensor in these graphs and functions, nested graphs included."""
+    return [location for container in containers for location in _places(container)]
 
 
 def _places(container: Container) -> Iterator[TensorPlace]:
@@ -71,25 +73,25 @@ def _places(container: Container) -> Iterator[TensorPlace]:
 
 
 def hold_data(places: Iterable[TensorPlace], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
-    """Say where the external tensors in a model are, by the files that were opened for it."""
+    """Point the external tensors of a model to the opened files."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
-    for place in places:
-        if not is_external(tensor := place.tensor):
+    for location in places:
+        if not is_external(tensor := location.tensor):
             continue
         assert isinstance(tensor, ir.ExternalTensor)
         tensor.base_dir = folder
         if (file := files.get(Path(os.path.realpath(tensor.path)))) is not None:
-            place.tensor = in_file(tensor, file)
+            location.tensor = in_file(tensor, file)
 
 
 def in_file(tensor: ir.ExternalTensor, file: HeldFile) -> HeldTensor:
-    """The same tensor, in a file that is held open."""
+    """Return the tensor in an open file."""
     at = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
     return HeldTensor(file, *at, base_dir=tensor.base_dir, **describe_tensor(tensor))
 
 
 def is_external(tensor: object) -> bool:
-    """Whether a tensor is in a file. A subclass may mean anything, and only its owner knows how to write it."""
+    """True if a tensor is in a file. Only the owner of a subclass knows how to write it."""
     return type(tensor) in (ir.ExternalTensor, HeldTensor)
 
 
@@ -98,14 +100,14 @@ def _is_foreign(tensor: object) -> bool:
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:
-    """How much could be outside the file; nothing of strings, and of what only its owner can write."""
+    """Return the bytes that could be external; 0 for strings and for subclasses of other owners."""
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) or _is_foreign(tensor):
         return 0
     return tensor.nbytes
 
 
 def range_of(tensor: ir.TensorProtocol) -> tuple[Path, int, int] | None:
-    """File, offset and length of an external tensor."""
+    """Return file, offset and length of an external tensor."""
     if not is_external(tensor):
         return None
     assert isinstance(tensor, ir.ExternalTensor)
@@ -113,29 +115,29 @@ def range_of(tensor: ir.TensorProtocol) -> tuple[Path, int, int] | None:
 
 
 def is_in(tensor: ir.TensorProtocol | None, files: Set[Path]) -> bool:
-    """Whether a tensor needs no file but these."""
+    """True if a tensor needs only these files."""
     where = range_of(tensor) if tensor is not None else None
     return where is None or where[0] in files
 
 
 def is_where_it_was_read(tensor: ir.TensorProtocol) -> bool:
-    """Whether the file that an external tensor names is still the one that it is in."""
+    """True if the file that an external tensor names still holds it."""
     return not isinstance(tensor, HeldTensor) or tensor.source.is_named()
 
 
 def describe_tensor(tensor: ir.TensorProtocol) -> dict[str, Any]:
-    """What a tensor keeps wherever its bytes are."""
+    """Return the fields of a tensor that do not depend on the storage."""
     keys = {"name": tensor.name or "", "doc_string": tensor.doc_string, "shape": ir.Shape(tensor.shape.numpy())}
     return keys | {"metadata_props": dict(tensor.metadata_props)}
 
 
 def inside(tensor: ir.TensorProtocol, numbers: np.ndarray | None = None) -> ir.TensorProtocol:
-    """The same tensor, to be written into the model file."""
+    """Return the tensor in memory, to be written into the model file."""
     return ir.Tensor(tensor.numpy() if numbers is None else numbers, tensor.dtype, **describe_tensor(tensor))
 
 
 def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -> ir.TensorProtocol:
-    """The same tensor, as a reference to bytes in a data file."""
+    """Return the tensor as a reference to bytes in a data file."""
     location = file.relative_to(folder).as_posix()
     return ir.ExternalTensor(
         location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **describe_tensor(tensor)
@@ -146,11 +148,12 @@ def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) ->
 
 # Data files that are held open: what was read stays what it was, whatever their names come to mean.
 #
-# A name may be gone, as after a save that no longer needs the file, or lead to another file, as after another export.
+# A name may be gone, as after a save that no longer needs the file, or lead to another file, as
+# after another export.
 
 
 class HeldFile:
-    """A file that tensors are in, open as long as one of them lives."""
+    """A file of tensors, open as long as one of them lives."""
 
     def __init__(self, path: Path, file: BinaryIO, info: os.stat_result):
         self.path, self.file, self._info = path, file, info
@@ -158,7 +161,7 @@ class HeldFile:
         weakref.finalize(self, file.close)
 
     def mapped(self) -> mmap.mmap:
-        """All of it, to look into."""
+        """Return the whole file as mapped memory."""
         self.check()
         return self._mapped
 
@@ -167,12 +170,12 @@ class HeldFile:
         return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def let_go(self) -> None:
-        """Give back the memory of what was looked at; it is read again when it is used again."""
+        """Release the memory of pages that were read; a new access reads them again."""
         if "_mapped" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def is_named(self) -> bool:
-        """Whether its name still leads to it."""
+        """True if the name of the file still refers to it."""
         info = self.check()
         try:
             return os.path.samestat(info, os.stat(self.path))
@@ -180,7 +183,7 @@ class HeldFile:
             return False
 
     def check(self) -> os.stat_result:
-        """Refuse a file that was written to: nobody has what it held."""
+        """Raise if the file was overwritten: its old content is lost."""
         info = os.fstat(self.file.fileno())
         if (info.st_size, info.st_mtime_ns) != (self._info.st_size, self._info.st_mtime_ns):
             raise ExternalDataError(
@@ -190,7 +193,7 @@ class HeldFile:
         return info
 
     def copy(self, start: int, size: int, target: BinaryIO | Sink) -> None:
-        """Write some of its bytes to another file. They are read, not mapped: a file that shrinks is an error here."""
+        """Copy bytes to another file. Reads, since mapping a file that shrinks crashes."""
         end = start + size
         while start < end and (block := self._read(start, min(end - start, BLOCK))):
             target.write(block)
@@ -198,7 +201,7 @@ class HeldFile:
         self.check()
 
     def pour(self, start: int, size: int, sink: Sink) -> None:
-        """The same into a new file, with its holes, and by the system where that copies files by itself."""
+        """Copy bytes to a new file with holes, within the system where possible."""
         end = start + size
         for begin, stop in extents(self.file.fileno(), start, min(end, self.check().st_size)):
             sink.skip(begin - start)
@@ -220,7 +223,7 @@ _open: weakref.WeakValueDictionary[tuple[int, ...], HeldFile] = weakref.WeakValu
 
 
 def hold_open(path: Path) -> HeldFile | None:
-    """A data file, held open once however many models use it; None where the system has no room for more of them."""
+    """Return a data file, opened once for all models; None at the limit of open files."""
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as it is used)
     except FileNotFoundError:
@@ -229,22 +232,22 @@ def hold_open(path: Path) -> HeldFile | None:
         return None
     info = os.fstat(file.fileno())
     key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
-    known = _open.get(key)
-    if known is not None and known.path == path:
+    opened = _open.get(key)
+    if opened is not None and opened.path == path:
         file.close()
-        return known
-    _open[key] = made = HeldFile(path, file, info)
-    return made
+        return opened
+    _open[key] = held_file = HeldFile(path, file, info)
+    return held_file
 
 
 def let_go() -> None:
-    """Give back the memory of all files that were looked at."""
+    """Release the memory of pages of all open files."""
     for file in list(_open.values()):
         file.let_go()
 
 
 class HeldTensor(ir.ExternalTensor):
-    """A tensor in a file that is held open."""
+    """A tensor in an open file."""
 
     __slots__ = ("source",)
 

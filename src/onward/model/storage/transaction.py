@@ -1,4 +1,4 @@
-"""Files that become valid together or not at all, and the error that says why they did not."""
+"""Files that become valid together or not at all, and the error that explains a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onward.model.storage.files import PathLike, flush, reason, sync
 
 
 class Transaction:
-    """The new files of one save: with the rename of the model file they all become valid, else none remains."""
+    """The new files of one save: the rename of the model file makes all valid."""
 
     def __init__(self, target: Path):
         self.target = target
@@ -29,7 +29,7 @@ class Transaction:
         self.file: BinaryIO | None = None
 
     def create(self, path: Path) -> BinaryIO:
-        """A new file that nobody can read who could not read the old model."""
+        """Return a new file with the permissions of the old model."""
         mode = 0o666 if self.mode is None else self.mode & 0o666
         file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
         if self.mode is not None:
@@ -48,8 +48,8 @@ class Transaction:
     def commit(self, *payload: bytes) -> None:
         assert self.file is not None
         with self.file as file:
-            for part in payload:
-                file.write(part)
+            for chunk in payload:
+                file.write(chunk)
             flush(file)
         if self.mode is not None:
             os.chmod(self.temporary, self.mode)
@@ -64,8 +64,9 @@ class Transaction:
             raise
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The temporary file is there just as long as the rename has not happened, whenever an interrupt comes.
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The temporary file is there just as long as the rename has not happened, whenever an
+        # interrupt comes.
         if os.path.lexists(self.temporary):
             if self.file is not None:
                 with suppress(OSError):  # closing may try to write once more
@@ -78,13 +79,13 @@ class Transaction:
 
 
 def write_file(path: PathLike, content: str | bytes) -> None:
-    """Write a file as a whole, or fail and leave what was there."""
+    """Write a file as a whole, or raise and leave the old one."""
     with Transaction(target_of(path)) as transaction:
         transaction.commit(content.encode() if isinstance(content, str) else content)
 
 
 def target_of(path: PathLike) -> Path:
-    """The file to write, after the objections that can be raised before any work is done."""
+    """Return the file to write, after checks that come before any work."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
@@ -96,7 +97,7 @@ def target_of(path: PathLike) -> Path:
 
 
 def is_torn(target: Path, file: Path) -> bool:
-    """Whether a file is what a process left behind that was killed while it wrote `target`."""
+    """True if a file was left by a process that was killed while it wrote `target`."""
     pattern = rf"\.{re.escape(target.name[:60])}\.[0-9a-f]{{8}}\.tmp"
     return file.parent == target.parent and bool(re.fullmatch(pattern, file.name))
 
@@ -121,10 +122,11 @@ def write_error(target: Path, error: Exception) -> WriteError:
 
 @contextmanager
 def replacing(folder: Path, what: Path | None = None) -> Iterator[Path]:
-    """A folder to write into. What is in it at the end is moved to `folder`, over what has the same names there.
+    """Return a folder to write into; at the end its files replace those of the same names in
+    `folder`.
 
-    Nothing is changed if anything fails before that, or while it is moved. Other files in `folder` stay as they are.
-    `what` is written, for messages; the folder itself unless given.
+    Nothing is changed if anything fails before that, or while it is moved. Other files in `folder`
+    stay as they are. `what` is written, for messages; the folder itself unless given.
     """
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():
@@ -136,11 +138,11 @@ def replacing(folder: Path, what: Path | None = None) -> Iterator[Path]:
         staging.mkdir()
         yield staging
         # Make all that was written survive a power failure.
-        for place, _, names in os.walk(staging):
+        for directory, _, names in os.walk(staging):
             for name in names:
-                with open(Path(place) / name, "r+b") as file:
+                with open(Path(directory) / name, "r+b") as file:
                     flush(file)
-            sync(Path(place), strict=True)
+            sync(Path(directory), strict=True)
         _put(staging, target)
     except OSError as error:
         raise (error if isinstance(error, WriteError) else write_error(what or folder, error)) from error
@@ -155,7 +157,8 @@ def _put(staging: Path, target: Path) -> None:
         return
     new = sorted(staging.iterdir())
     for entry in new:
-        # Let nobody read, or write, the new file who may not do so with the old one; and files are no folders.
+        # Let nobody read, or write, the new file who may not do so with the old one; and files are
+        # no folders.
         old = target / entry.name
         if old.exists() and old.is_dir() != entry.is_dir():
             what = "a folder" if old.is_dir() else "a file"
@@ -164,21 +167,21 @@ def _put(staging: Path, target: Path) -> None:
             raise WriteError(f"could not write `{old}`: it is read-only", hint="write under another name")
         if old.is_file() and entry.is_file() and not old.is_symlink():
             entry.chmod(stat.S_IMODE(old.stat().st_mode))
-    kept = staging.with_suffix(".old")
-    kept.mkdir()
+    backup = staging.with_suffix(".old")
+    backup.mkdir()
     try:
         for entry in new:
             if os.path.lexists(target / entry.name):
-                os.replace(target / entry.name, kept / entry.name)
+                os.replace(target / entry.name, backup / entry.name)
             os.replace(entry, target / entry.name)
     except BaseException:  # an interrupt, too
         for entry in new:
             if not os.path.lexists(entry):
                 os.replace(target / entry.name, entry)
-            if os.path.lexists(kept / entry.name):
-                os.replace(kept / entry.name, target / entry.name)
+            if os.path.lexists(backup / entry.name):
+                os.replace(backup / entry.name, target / entry.name)
         with suppress(OSError):
-            kept.rmdir()
+            backup.rmdir()
         raise
     sync(target, strict=False)
-    shutil.rmtree(kept, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The encoding of protocol buffers, for small messages without their classes, and the CRC-32C of TensorFlow's files."""
+"""Protocol buffer encoding for small messages without their classes, and TensorFlow's CRC-32C."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LONGEST = 10
-"""Bytes of a varint."""
+"""Maximum bytes of a varint."""
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where the next thing begins."""
+    """Return a number, and the offset behind it."""
     number = 0
     for index in range(_LONGEST):
         if at + index >= len(data):
@@ -28,53 +28,53 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message: a number or bytes under each of their numbers."""
-    for number, kind, begin, end in spans(data):
-        if kind == _BYTES:
+    """Return the fields of a message: number -> integer or bytes."""
+    for number, wire_type, begin, end in spans(data):
+        if wire_type == _BYTES:
             yield number, data[begin:end]
-        elif kind == _VARINT:
+        elif wire_type == _VARINT:
             yield number, read_varint(data, begin)[0]
         else:
             yield number, int.from_bytes(data[begin:end], "little")
 
 
 def spans(data: bytes, at: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of the message between two places: their numbers, kinds, and where the value begins and ends."""
+    """Yield the fields of the message in a range: number, wire type, start and end of the value."""
     end = len(data) if end is None else end
     while at < end:
         tag, at = read_varint(data, at)
-        kind = tag & 7
-        if kind == _VARINT:
+        wire_type = tag & 7
+        if wire_type == _VARINT:
             length = read_varint(data, at)[1] - at
-        elif kind == _BYTES:
+        elif wire_type == _BYTES:
             length, at = read_varint(data, at)
-        elif kind in (_FIXED32, _FIXED64):
-            length = 4 if kind == _FIXED32 else 8
+        elif wire_type in (_FIXED32, _FIXED64):
+            length = 4 if wire_type == _FIXED32 else 8
         else:
             raise ValueError("it has a field of a kind that there is not")
         if at + length > end:
             raise ValueError("it ends within a field")
-        yield tag >> 3, kind, at, at + length
+        yield tag >> 3, wire_type, at, at + length
         at += length
 
 
 def messages(data: bytes, span: tuple[int, int], *path: int) -> Iterator[tuple[int, int]]:
-    """Where messages or bytes are that a path of numbers leads to, from the message at a span."""
+    """Yield the spans of messages or bytes at a path of field numbers in a message."""
     if not path:
         yield span
         return
-    for number, kind, begin, end in spans(data, *span):
-        if number == path[0] and kind == _BYTES:
+    for number, wire_type, begin, end in spans(data, *span):
+        if number == path[0] and wire_type == _BYTES:
             yield from messages(data, (begin, end), *path[1:])
 
 
 def texts(data: bytes, number: int) -> Iterator[bytes]:
-    """The values of a field that is bytes, a text or a message."""
-    return (value for found, value in fields(data) if found == number and isinstance(value, bytes))
+    """Return the values of a field of bytes, text or messages."""
+    return (value for field_number, value in fields(data) if field_number == number and isinstance(value, bytes))
 
 
 def numbers(data: bytes) -> dict[int, int]:
-    """Fields that are numbers; of each the last."""
+    """Return the integer fields; the last of each counts."""
     return {number: value for number, value in fields(data) if isinstance(value, int)}
 
 
@@ -83,7 +83,7 @@ def text(data: bytes, number: int) -> str:
 
 
 def as_signed(number: int) -> int:
-    """A number of 64 bits that may be below zero."""
+    """Return a 64-bit number as signed."""
     return number - (1 << 64) if number >> 63 else number
 
 
@@ -92,22 +92,22 @@ def as_signed(number: int) -> int:
 
 def varint(number: int) -> bytes:
     number &= (1 << 64) - 1
-    made = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        made.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*made, number])
+    return bytes([*encoded, number])
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """A field; one that is 0 is left out, as the encoding has it."""
+    """Encode a field; 0 is left out, as the encoding does."""
     if isinstance(value, bytes):
         return varint(number << 3 | _BYTES) + varint(len(value)) + value
     return varint(number << 3 | _VARINT) + varint(value) if value else b""
 
 
 def fixed_field(number: int, form: str, value: float) -> bytes:
-    """A field of four or eight bytes, in a form of `struct`: `<I`, `<f`, `<d`."""
+    """Encode a field of four or eight bytes in a `struct` format: `<I`, `<f`, `<d`."""
     data = struct.pack(form, value)
     return varint(number << 3 | (_FIXED32 if len(data) == 4 else _FIXED64)) + data
 
@@ -117,7 +117,7 @@ def fixed_field(number: int, form: str, value: float) -> bytes:
 
 _POLYNOMIAL = 0x82F63B78
 _LANE = 256
-"""Bytes that are gone through one after the other; all lanes of a block at once."""
+"""Bytes per lane, processed one after the other; all lanes of a block at once."""
 _MASK = 0xA282EAD8
 
 
@@ -134,7 +134,7 @@ def _byte_table() -> list[int]:
 
 @cache
 def _word_tables() -> tuple[np.ndarray, np.ndarray]:
-    """What becomes of the lower and of the upper half of a register after four bytes."""
+    """Return tables of the register after four bytes, for its lower and its upper half."""
     bits = [np.array([_shift(1 << bit + upper, 32) for bit in range(16)], np.uint32) for upper in (0, 16)]
     halves = np.arange(1 << 16, dtype=np.uint32)
     low, high = (
@@ -146,7 +146,7 @@ def _word_tables() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _zeros(power: int) -> np.ndarray:
-    """What becomes of each bit of a register after 2**power bytes of zeros."""
+    """Return the register after 2**power zero bytes, for each bit."""
     if not power:
         return np.array([_shift(1 << bit, 8) for bit in range(32)], np.uint32)
     half = _zeros(power - 1)
@@ -154,24 +154,24 @@ def _zeros(power: int) -> np.ndarray:
 
 
 def _after(columns: np.ndarray, registers: np.ndarray) -> np.ndarray:
-    made = np.zeros_like(registers)
+    result = np.zeros_like(registers)
     for bit in range(32):
-        made ^= np.where(registers >> np.uint32(bit) & np.uint32(1), columns[bit], np.uint32(0))
-    return made
+        result ^= np.where(registers >> np.uint32(bit) & np.uint32(1), columns[bit], np.uint32(0))
+    return result
 
 
 def _append_zeros(register: int, length: int) -> int:
-    """A register after so many bytes of zeros."""
-    found, power = np.array([register], np.uint32), 0
+    """Return a register after `count` zero bytes."""
+    registers, power = np.array([register], np.uint32), 0
     while length >> power:
         if length >> power & 1:
-            found = _after(_zeros(power), found)
+            registers = _after(_zeros(power), registers)
         power += 1
-    return int(found[0])
+    return int(registers[0])
 
 
 def _block(data: np.ndarray) -> int:
-    """The register after a power of two of lanes, from zero."""
+    """Return the register after a power of two of lanes, from zero."""
     low, high = _word_tables()
     words = np.ascontiguousarray(data.view("<u4").reshape(-1, _LANE // 4).T)
     registers = np.zeros(words.shape[1], np.uint32)
@@ -186,7 +186,7 @@ def _block(data: np.ndarray) -> int:
 
 
 def crc32c(data: bytes | memoryview, register: int = 0) -> int:
-    """The checksum of data, after what `register` is the checksum of."""
+    """Return the checksum of data that continues the checksum `register`."""
     left = np.frombuffer(data, np.uint8)
     register ^= 0xFFFFFFFF
     while left.size >= _LANE:
@@ -200,12 +200,12 @@ def crc32c(data: bytes | memoryview, register: int = 0) -> int:
 
 
 def mask(checksum: int) -> int:
-    """As it is stored, so that data that holds checksums has one that is no accident."""
+    """Return the stored form of a checksum: data that contain checksums get unlike ones."""
     return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
 
 class Summed:
-    """A file that is written to, with the checksum of what was written since the last time somebody asked."""
+    """A file with a checksum of the bytes written since the last query."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -216,5 +216,5 @@ class Summed:
         return self._file.write(data)
 
     def take(self) -> int:
-        found, self._checksum = self._checksum, 0
-        return mask(found)
+        checksum, self._checksum = self._checksum, 0
+        return mask(checksum)

@@ -1,4 +1,4 @@
-"""Adapters of a model: find, merge, remove and add them."""
+"""Low-rank adapters of a model: find, merge, remove and add them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODULE_KEY = "train.module"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """What is added to one weight, as tensors of the file."""
+    """The tensors of the adapter of one weight."""
 
     weight: str
     module: str
-    """What owns the weight, as the framework called it."""
+    """The module of the weight, as the framework named it."""
     a: ir.Value
     b: ir.Value
     scale: ir.Value
@@ -56,16 +56,16 @@ class Adapter:
 
 
 def by_weight(model: Model) -> dict[str, list[Layer]]:
-    """The layers that can be adapted, by the name of their weight; adapters themselves do not count."""
-    found: dict[str, list[Layer]] = {}
+    """Return the adaptable layers by the name of their weight, without the adapters themselves."""
+    layers_of: dict[str, list[Layer]] = {}
     for layer in layers(model.graph):
         if layer.weight.name and _tag(layer.weight, SLOT_KEY) not in ADAPTERS:
-            found.setdefault(layer.weight.name, []).append(layer)
-    return found
+            layers_of.setdefault(layer.weight.name, []).append(layer)
+    return layers_of
 
 
 def adapters(model: Model) -> list[Adapter]:
-    """The adapters of a model, by the tags of its tensors."""
+    """Return the adapters of a model, by the tags of its tensors."""
     parts: dict[str, dict[str, ir.Value]] = {}
     for value in model.graph.initializers.values():
         if (slot := _tag(value, SLOT_KEY)) in (*ADAPTERS, SCALE):
@@ -89,7 +89,7 @@ def array(value: ir.Value) -> np.ndarray:
 
 
 def delta(adapter: Adapter, layer: Layer, dtype: type = np.float64) -> np.ndarray:
-    """(alpha / rank) A B, in the layout of the weight."""
+    """Compute (alpha / rank) A B, in the layout of the weight."""
     a: np.ndarray = array(adapter.a).astype(dtype)
     b: np.ndarray = array(adapter.b).astype(dtype)
     scale: np.ndarray = array(adapter.scale).astype(dtype)
@@ -107,7 +107,7 @@ def delta(adapter: Adapter, layer: Layer, dtype: type = np.float64) -> np.ndarra
 
 @checked()
 def merge(model: Source) -> Model:
-    """A copy in which adapters are added to the weights that they adapt: W + (alpha / rank) A B, and nothing remains.
+    """Return a copy with adapters merged into their weights: W + (alpha / rank) A B.
 
         merged = onward.lora.merge(trained)
 
@@ -118,18 +118,18 @@ def merge(model: Source) -> Model:
     source = load(model)
     refuse_training(source, "merge its adapters")
     merged = source.copy()
-    found = adapters(merged)
-    if not found:
+    adapters_of = adapters(merged)
+    if not adapters_of:
         raise UnknownNameError("the model has no adapters to merge", hint="`onward.lora.add` adds some")
-    adapted = {adapter.weight: detach(merged, adapter) for adapter in found}
+    adapted = {adapter.weight: detach(merged, adapter) for adapter in adapters_of}
     names = merged.names()
-    for adapter in found:
+    for adapter in adapters_of:
         _fold(merged, names, adapter, adapted[adapter.weight])
     return merged
 
 
 def detach(model: Model, adapter: Adapter) -> list[Layer]:
-    """Remove an adapter with its tensors, in place; the layers that had it."""
+    """Remove an adapter with its tensors, in place; return its layers."""
     adapted = set()
     for reader in list(adapter.a.consumers()):
         total = reader
@@ -154,7 +154,7 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
 
 
 def _remove_branch(last: ir.Node) -> None:
-    """Remove a node, and what only it has read."""
+    """Remove a node and all nodes that only it reads."""
     pending = [last]
     while pending:
         node = pending.pop()
@@ -175,7 +175,9 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
     weight = layer.weight
     old = weight.const_value
     assert old is not None
-    entries = {(one.path[0], 0) if one.path else (one.node, 1) for one in adapted}
+    entries = {
+        (adapted_layer.path[0], 0) if adapted_layer.path else (adapted_layer.node, 1) for adapted_layer in adapted
+    }
     alone = {tuple(use) for use in weight.uses()} == entries and not weight.is_graph_output()
     name = adapter.weight if alone else names.fresh(f"{adapter.weight}/merged")
     tensor = ir.LazyTensor(
@@ -205,7 +207,7 @@ def _merge_weight(old: ir.TensorProtocol, adapter: Adapter, layer: Layer) -> ir.
 
 
 _OLDEST_OPSET = 13
-"""Dropout takes its ratio as an input from 12 on, and knows all types from 13 on."""
+"""First operator set where Dropout has a ratio input (12) and all types (13)."""
 _WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
 
 
@@ -218,7 +220,8 @@ def add(
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0,
     seed: Seed = 0,
 ) -> Model:
-    """A copy with low-rank adapters beside the weights of MatMul, Gemm and Conv that match `targets`.
+    """Return a copy with low-rank adapters on the weights of MatMul, Gemm and Conv that match
+    `targets`.
 
         adapted = onward.lora.add("bert.onnx", rank=8, targets="*attention*")
 
@@ -233,24 +236,28 @@ def add(
     """
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
-    known = by_weight(changed)
-    called = {weight: [name for layer in found for name in layer.weight_names] for weight, found in known.items()}
+    candidates = by_weight(changed)
+    called = {
+        weight: [name for layer in matching_layers for name in layer.weight_names]
+        for weight, matching_layers in candidates.items()
+    }
     chosen = [weight for weight, names in called.items() if matching(patterns, names)]
     if not chosen:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
         raise UnknownNameError(
-            f"{listed} matches no weight of a layer", hint=listing(found[0] for found in known.values())
+            f"{listed} matches no weight of a layer",
+            hint=listing(matching_layers[0] for matching_layers in candidates.values()),
         )
     taken = changed.names()
-    layers = [known[weight][0] for weight in chosen]
+    layers = [candidates[weight][0] for weight in chosen]
     for layer, a in zip(layers, draw_initial_values([_initial(layer, rank) for layer in layers], seed), strict=True):
         b = ir.Tensor(np.zeros(_shapes(layer, rank)[1], layer.dtype.numpy()), dtype=layer.dtype)
-        attach(changed, taken, known[layer.weight.name or ""], a, b, alpha / rank, dropout)
+        attach(changed, taken, candidates[layer.weight.name or ""], a, b, alpha / rank, dropout)
     return changed
 
 
 def adaptable(model: Source) -> Model:
-    """A copy to which adapters can be added."""
+    """Return a copy to which adapters can be added."""
     source = check_signatures(load(model))
     refuse_training(source, "add adapters")
     changed = of_one_opset(source, _OLDEST_OPSET).copy()
@@ -259,13 +266,13 @@ def adaptable(model: Source) -> Model:
 
 
 def _initial(layer: Layer, rank: int) -> Drawn:
-    """A as torch.nn.Linear starts, as their authors and PEFT have it; B is zero."""
+    """Draw A as torch.nn.Linear does, like the LoRA authors and PEFT; B is zero."""
     init = LINEAR + ("" if layer.is_convolution else ",layout=keras")
     return Drawn(f"{layer.weight.name}/{A}", layer.dtype, _shapes(layer, rank)[0], init)
 
 
 def _shapes(layer: Layer, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B."""
+    """Return the shapes of A and B."""
     inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
     if not layer.is_convolution:
         return (inputs, rank), (rank, layer.units)
@@ -300,7 +307,7 @@ def _store(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tenso
 
 
 def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value], dropout: float) -> None:
-    """Add the branch behind a layer. Its sum has the name of the layer's output, which gets another one."""
+    """Add the branch behind a layer. Its sum takes the name of the layer's output."""
     branch = ir.Graph([], [], nodes=[], name="adapter")
     op = Builder(branch, opset=model.opset, names=names, scope=f"{layer.weight.name}/lora")
     y = layer.output
@@ -318,7 +325,7 @@ def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value]
 
 
 def _change(op: Builder, layer: Layer, a: Expr, b: Expr, scale: Expr, dropout: float) -> Expr:
-    """What the adapter adds to the output of a layer."""
+    """Append the change of a layer's output by the adapter."""
     node, x = layer.node, op(layer.node.inputs[0])  # type: ignore[arg-type]
     if dropout:
         x = op.Dropout(x, op.constant(np.float32(dropout)))

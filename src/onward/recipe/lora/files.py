@@ -1,7 +1,8 @@
-"""Adapters alone in a file, as PEFT writes them: `base_model.model.<module>.lora_A.weight`, of [rank, in], and so on.
+"""Files of adapters in the format of PEFT: `base_model.model.<module>.lora_A.weight`, [rank, in],
+and so on.
 
-A path that ends in `.safetensors` is one file, whose header holds the configuration. Any other is a folder with
-`adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
+A path that ends in `.safetensors` is one file, whose header holds the configuration. Any other is a
+folder with `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
     - `path`: a folder, or one file that ends in `.safetensors`
     """
     source, target = serde.load(model), Path(path)
-    found = adapters(source)
-    if not found:
+    to_save = adapters(source)
+    if not to_save:
         raise UnknownNameError("the model has no adapters to save", hint="`onward.lora.add` adds some")
-    tensors = {key: array for adapter in found for key, array in _tensors(adapter).items()}
-    config = json.dumps(_config(source, found), indent=2)
+    tensors = {key: array for adapter in to_save for key, array in _tensors(adapter).items()}
+    config = json.dumps(_config(source, to_save), indent=2)
     if target.suffix == ".safetensors":
         write_file(target, _serialise(tensors, {"format": "pt", _METADATA: config}))
         return target
@@ -58,7 +59,7 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
 
 @checked()
 def load(model: Source, path: str | os.PathLike[str]) -> Model:
-    """A copy with the adapters of a file that `save` or PEFT wrote; those that it had on the same weights go.
+    """Return a copy with the adapters of a file that `save` or PEFT wrote; those that it had on the same weights go.
 
         adapted = onward.lora.load("bert.onnx", "adapter")
 
@@ -69,22 +70,22 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
     """
     pairs, config = _read(Path(path))
     changed = adaptable(model)
-    known = by_weight(changed)
-    names = {weight: found[0].module for weight, found in known.items()}
+    candidates = by_weight(changed)
+    names = {weight: adaptable_layers[0].module for weight, adaptable_layers in candidates.items()}
     placed = {module: _weight_of(module, names) for module in pairs}
     for adapter in adapters(changed):
         if adapter.weight in placed.values():
             detach(changed, adapter)
-    taken, known = changed.names(), by_weight(changed)
+    taken, candidates = changed.names(), by_weight(changed)
     for module, (a, b) in pairs.items():
-        layer = known[placed[module]][0]
+        layer = candidates[placed[module]][0]
         inner, outer = _as_stored(module, layer, a, b)
         rank = b.shape[1]
         patterns = config.get("alpha_pattern") or {}
         alpha = next((v for key, v in patterns.items() if module == key or module.endswith(f".{key}")), None)
         alpha = config["lora_alpha"] if alpha is None else alpha
         scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        attach(changed, taken, known[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
+        attach(changed, taken, candidates[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
     return changed
 
 
@@ -94,11 +95,11 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
 def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
     a, b = array(adapter.a), array(adapter.b)
     a, b = (a, b) if adapter.is_convolution else (a.T, b.T)
-    return {f"base_model.model.{adapter.module}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+    return {f"base_model.model.{adapter.module}.lora_{letter}.weight": x for letter, x in (("A", a), ("B", b))}
 
 
 def _config(model: Model, found: list[Adapter]) -> dict[str, Any]:
-    """What PEFT wants to know, with the most common rank and alpha, and those of the others by their modules."""
+    """Return the configuration of PEFT: common rank and alpha, and deviations by module."""
     rank = Counter(adapter.rank for adapter in found).most_common(1)[0][0]
     alpha = Counter(adapter.alpha for adapter in found).most_common(1)[0][0]
     return {
@@ -139,7 +140,7 @@ def _serialise(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> byte
 
 
 def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
-    """A and B of each module, as they are in the file, and the configuration."""
+    """Return A and B of each module, as stored, and the configuration."""
     import safetensors
 
     file = path / _WEIGHTS if path.is_dir() else path
@@ -177,20 +178,20 @@ def _read_config(path: Path, file: Path) -> dict[str, Any]:
     beside = file.with_name(_CONFIG)
     if path.is_dir() or beside.exists():
         regular(beside)
-        found = json.loads(beside.read_text(encoding="utf-8"))
+        config = json.loads(beside.read_text(encoding="utf-8"))
     else:
         from safetensors import safe_open
 
         with safe_open(file, "numpy") as opened:
-            found = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
-    if not isinstance(found, dict) or "lora_alpha" not in found:
+            config = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
+    if not isinstance(config, dict) or "lora_alpha" not in config:
         raise ValueError("its configuration does not say `lora_alpha`")
-    patterns = found.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or not all(map(_is_number, (found["lora_alpha"], *patterns.values()))):
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(map(_is_number, (config["lora_alpha"], *patterns.values()))):
         raise ValueError("`lora_alpha` and those of `alpha_pattern` must be numbers")
-    if not _is_number(dropout := found.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
+    if not _is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
         raise ValueError("`lora_dropout` must be a number from 0 to 1")
-    return found
+    return config
 
 
 def _is_number(value: object) -> bool:
@@ -198,14 +199,14 @@ def _is_number(value: object) -> bool:
 
 
 def _weight_of(module: str, names: dict[str, str]) -> str:
-    """The weight of a module of the file: of the same name, or the only one of which one name ends in the other."""
-    exact = [weight for weight, known in names.items() if known == module]
-    ends = [w for w, known in names.items() if f".{known}".endswith(f".{module}") or f".{module}".endswith(f".{known}")]
-    found = exact or ends
-    if len(found) != 1:
-        problem = "matches several weights" if found else "is no layer of the model"
+    """Return the weight of a module: by name, or the only match of endings."""
+    exact = [weight for weight, other in names.items() if other == module]
+    ends = [w for w, other in names.items() if f".{other}".endswith(f".{module}") or f".{module}".endswith(f".{other}")]
+    matches = exact or ends
+    if len(matches) != 1:
+        problem = "matches several weights" if matches else "is no layer of the model"
         raise UnknownNameError(f"`{module}` of the adapter {problem}", hint=_hint(module, names.values()))
-    return found[0]
+    return matches[0]
 
 
 def _hint(module: str, known: Iterable[str]) -> str:
@@ -213,7 +214,7 @@ def _hint(module: str, known: Iterable[str]) -> str:
 
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:
-    """A and B as a model holds them, in the type of the layer, if they fit it."""
+    """Return A and B in the layout and type of the layer; raise if their shapes do not fit."""
     dtype = layer.dtype
     if layer.is_convolution:
         groups = layer.node.attributes.get_int("group", 1)

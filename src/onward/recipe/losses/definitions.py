@@ -1,4 +1,4 @@
-"""The table of all losses, what a loss is, and what many of them share."""
+"""The table of losses, and their common code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Numbers = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Target:
-    """An input that a loss adds to the model. Its shape is unknown where the prediction's is."""
+    """An input that a loss adds to the model. Its shape is unknown if the prediction's is."""
 
     name: str
     dtype: ir.DataType
@@ -45,7 +45,7 @@ class Loss:
     _targets: Targets = field(repr=False)
 
     def targets(self, prediction: ir.Value, **options: Any) -> tuple[Target, ...]:
-        """The inputs that `build` needs beside the prediction, in order."""
+        """Return the inputs that `build` needs besides the prediction, in order."""
         return self._targets(prediction, **self._complete(options))
 
     def build(self, op: Builder, prediction: Expr, *targets: Expr, **options: Any) -> Expr:
@@ -58,14 +58,14 @@ class Loss:
 
     def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
         check_options(f"the loss `{self.name}`", options, self.options)
-        given = {k: (v, self.options[k]) for k, v in options.items()}
+        values = {k: (v, self.options[k]) for k, v in options.items()}
         wrong = [
             f"{k} is {v!r}, not {_KINDS[type(default)][1]}"
-            for k, (v, default) in given.items()
+            for k, (v, default) in values.items()
             if not _fits(v, default)
         ]
         check(not wrong, f"the loss `{self.name}` cannot be built: {'; '.join(wrong)}")
-        return {**self.options, **{k: v if default is None else type(default)(v) for k, (v, default) in given.items()}}
+        return {**self.options, **{k: v if default is None else type(default)(v) for k, (v, default) in values.items()}}
 
 
 _KINDS: dict[type, tuple[type, str]] = {
@@ -77,7 +77,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of an option's default; an option without one judges for itself."""
+    """True if a value has the type of an option's default; an option without one checks itself."""
     if default is None:
         return True
     fits = isinstance(value, _KINDS[type(default)][0]) and isinstance(value, bool) == isinstance(default, bool)
@@ -85,16 +85,16 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 LOSSES: dict[str, Loss] = {}
-"""Every loss, under its name and its short names."""
+"""Every loss by its name and its short names."""
 
 
 def loss(name: str) -> Loss:
-    """The loss of that name."""
+    """Return the loss named `name`."""
     return lookup("loss", name, LOSSES)
 
 
 def register_loss(name: str, *short_names: str, targets: Targets) -> Callable[[Callable[..., Expr]], Loss]:
-    """Register `build(op, prediction, *targets, **options)` as a loss: its keyword-only parameters are the options."""
+    """Register `build(op, prediction, *targets, **options)` as a loss."""
 
     def register(build: Callable[..., Expr]) -> Loss:
         parameters = inspect.signature(build).parameters.values()
@@ -106,7 +106,7 @@ def register_loss(name: str, *short_names: str, targets: Targets) -> Callable[[C
 
 
 def formula(function: Function, name: str, *short_names: str, summary: str, **settings: float) -> Loss:
-    """Register a loss that is one function, whose inputs are the prediction, the targets, and then positive numbers."""
+    """Register a loss that is one function of the prediction, the targets and positive numbers."""
 
     def build(op: Builder, *inputs: Expr, reduction: str, **options: float) -> Expr:
         for option, value in options.items():
@@ -117,9 +117,9 @@ def formula(function: Function, name: str, *short_names: str, summary: str, **se
     return _register(Loss(name, summary, {**settings, "reduction": "mean"}, build, targets), short_names)
 
 
-def _register(made: Loss, short_names: Sequence[str]) -> Loss:
-    LOSSES.update(dict.fromkeys((made.name, *short_names), made))
-    return made
+def _register(entry: Loss, short_names: Sequence[str]) -> Loss:
+    LOSSES.update(dict.fromkeys((entry.name, *short_names), entry))
+    return entry
 
 
 # ---- what many losses share ------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def one_of(option: str, value: Any, *allowed: Any) -> Any:
 
 
 def numbers(option: str, value: Numbers) -> np.ndarray:
-    """The value of an option that is a number or a list of numbers, in double precision."""
+    """Return an option that is a number or a list of numbers, in double precision."""
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError) as error:
@@ -144,7 +144,7 @@ def numbers(option: str, value: Numbers) -> np.ndarray:
 
 
 def like_prediction(*names: str) -> Targets:
-    """Targets of the prediction's own type and shape."""
+    """Return one target with the type and shape of the prediction."""
     return lambda prediction, **_: tuple(Target(name, dtype_of(prediction), prediction.shape) for name in names)
 
 
@@ -155,7 +155,7 @@ def dtype_of(prediction: ir.Value) -> ir.DataType:
 
 
 def reduce_loss(op: Builder, loss: Expr, reduction: str, *, weight: Expr | None = None) -> Expr:
-    """The mean, divided by the sum of `weight` where there is one; the sum; or the loss as it is."""
+    """Return the mean, divided by the sum of `weight` if present; the sum; or the loss itself."""
     one_of("reduction", reduction, "mean", "sum", "none")
     if reduction == "none":
         return loss
@@ -169,11 +169,11 @@ def reduce_loss(op: Builder, loss: Expr, reduction: str, *, weight: Expr | None 
 
 
 NO_LABEL = -100
-"""The label that is ignored where nobody says which: not a class, and PyTorch's choice."""
+"""The default ignored label, which is PyTorch's and no class."""
 
 
 def _labels(prediction: ir.Value, *, axis: int, target: str = "indices", **_: Any) -> tuple[Target]:
-    """Class indices have the shape of the prediction without its classes."""
+    """Return a target of class indices: the shape of the prediction without its classes."""
     dims = _dims(prediction, rank=2, form="[N, C, ...]" if one_of("axis", axis, 1, -1) == 1 else "[..., C]")
     if one_of("target", target, "indices", "probabilities") == "probabilities":
         return (Target("target", dtype_of(prediction), prediction.shape),)
@@ -183,7 +183,7 @@ def _labels(prediction: ir.Value, *, axis: int, target: str = "indices", **_: An
 
 
 def _sequences(prediction: ir.Value, *, batch_first: bool, **_: Any) -> tuple[Target, ...]:
-    """Padded label sequences [N, S], and the lengths [N] of inputs and of labels."""
+    """Return targets for padded label sequences [N, S] and the lengths [N] of inputs and labels."""
     dims = _dims(prediction, rank=3, form="[N, T, C]" if batch_first else "[T, N, C]")
     batch = None if dims is None else dims[0 if batch_first else 1]
     shapes = {"labels": [batch, None], "input_lengths": [batch], "target_lengths": [batch]}
@@ -213,7 +213,7 @@ def cross_entropy(
     axis: int = 1,
     reduction: str = "mean",
 ) -> Expr:
-    """Cross entropy of logits with class indices or, for target="probabilities", with class probabilities.
+    """Cross entropy of logits with class indices or, for target="probabilities", probabilities.
 
     The classes are on axis 1, as in images [N, C, H, W], or on axis -1, as in text [N, T, C]. The mean over indices
     divides by the weights of the labels that are not ignored, the mean over probabilities by the number of positions.
@@ -274,7 +274,7 @@ def _standard(
     ignore_index: int | None,
     reduction: str,
 ) -> Expr:
-    """One of the two loss operators of the standard."""
+    """Append one of the two loss operators of the standard."""
     one_of("reduction", reduction, "mean", "sum", "none")
     inputs = [scores, labels] if weights is None else [scores, labels, op.CastLike(weights, scores)]
     ignored = None if ignore_index is None else _index(ignore_index)
@@ -287,14 +287,14 @@ def _index(ignore_index: int) -> int:
 
 
 def _rows(op: Builder, scores: Expr, labels: Expr, axis: int, soft: bool = False) -> tuple[Expr, Expr]:
-    """Scores and labels with the classes on axis 1: where they are on axis -1, each position becomes a row."""
+    """Return scores and labels with classes on axis 1; positions before axis -1 become rows."""
     if one_of("axis", axis, 1, -1) == 1:
         return scores, labels
     return op.Flatten(scores, axis=-1), op.Flatten(labels, axis=-1) if soft else op.Reshape(labels, [-1])
 
 
 def _unrows(op: Builder, loss: Expr, scores: Expr, axis: int, reduction: str) -> Expr:
-    """The loss of each row, where there still are rows, back at its position."""
+    """Return the loss of each row at its position; undoes `_rows`."""
     return loss if axis == 1 or reduction != "none" else op.Reshape(loss, op.Shape(scores, end=-1))
 
 
@@ -312,7 +312,7 @@ def ctc(
     batch_first: bool = False,
     reduction: str = "mean",
 ) -> Expr:
-    """Connectionist temporal classification: log-probabilities [T, N, C] against unaligned label sequences [N, S].
+    """Connectionist temporal classification of log-probabilities [T, N, C] and labels [N, S].
 
     With `logits` the prediction is normalised first; with `batch_first` it is [N, T, C]. Labels too long for the input
     cost inf, or 0 with `zero_infinity`. The mean divides each loss by the length of its label sequence first.
@@ -345,7 +345,7 @@ def binary_cross_entropy(
     weight: Numbers | None = None,
     reduction: str = "mean",
 ) -> Expr:
-    """Binary cross entropy of probabilities: their logarithms stop at -100, or are clipped first (Keras: clip=1e-7)."""
+    """Binary cross entropy of probabilities; logs stop at -100, or are clipped (Keras: clip=1e-7)."""
     check(0 <= clip < 0.5, f"clip is {clip}", "it is at least 0 and less than 0.5")
     if clip:
         probability = op.Clip(probability, clip, 1 - clip)
@@ -410,7 +410,7 @@ def cosine(
 def kl_div(
     op: Builder, log_probability: Expr, target: Expr, *, log_target: bool = False, reduction: str = "batchmean"
 ) -> Expr:
-    """Kullback-Leibler divergence of log-probabilities from target probabilities, or (log_target) their logarithms.
+    """Kullback-Leibler divergence of log-probabilities from probabilities or (log_target) logs.
 
     The default, "batchmean", sums over a distribution and divides by the batch size; "mean" divides by all elements.
     """
@@ -433,7 +433,7 @@ def poisson_nll(
     eps: float = 1e-8,
     reduction: str = "mean",
 ) -> Expr:
-    """Poisson negative log-likelihood of counts, given the logarithm of their rate or (log_input=false) the rate.
+    """Poisson negative log-likelihood of counts, given log-rates or (log_input=false) rates.
 
     `full` adds Stirling's approximation of log y!; `eps` keeps the logarithm of a rate finite, and is 1e-7 in Keras.
     """

@@ -1,7 +1,9 @@
-"""The functions that losses call where the standard has no operator: one value per element, for any float type.
+"""Functions of losses that the standard has no operator for: one value per element, for any float
+type.
 
-Hyper-parameters are inputs, so that they keep double precision and can be read on the call. Each formula is chosen for
-its gradient as much as for its value: no inf or NaN behind a Where, and right also where Abs or Clip have a kink.
+Hyper-parameters are inputs, so that they keep double precision and can be read on the call. Each
+formula is chosen for its gradient as much as for its value: no inf or NaN behind a Where, and right
+also where Abs or Clip have a kink.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ def WeightClasses(op: Builder, x: Expr, class_weight: Expr) -> Expr:
 
 
 def _class_count(op: Builder, x: Expr) -> Expr:
-    """[C] as a tensor of one element."""
+    """Return C as a tensor of one element."""
     return op.Shape(x, start=1, end=2)
 
 
 def _along_classes(op: Builder, weights: Expr, x: Expr) -> Expr:
-    """Weights [C] as [C, 1, ...], to be broadcast against x [N, C, d...] of any rank."""
+    """Return weights [C] as [C, 1, ...], to broadcast against x [N, C, d...] of any rank."""
     ones = op.ConstantOfShape(op.Shape(op.Shape(x)) - 2, value=np.array([1]))
     return op.Reshape(weights, op.Concat([-1], ones, axis=0))
 
@@ -104,16 +106,20 @@ def SquaredHinge(op: Builder, prediction: Expr, target: Expr) -> Expr:
 
 
 def _softplus(op: Builder, x: Expr) -> Expr:
-    """log(1 + exp(x)) = (x + |x|) / 2 + log(1 + exp(-|x|)).
+    """Return log(1 + exp(x)) = (x + |x|) / 2 + log(1 + exp(-|x|)).
 
-    It cannot overflow, and its gradient is sigmoid(x) also at 0, whatever the gradient of Abs is there.
+    It cannot overflow, and its gradient is sigmoid(x) also at 0, whatever the gradient of Abs is
+    there.
     """
     magnitude = op.Abs(x)
     return (x + magnitude) / 2 + op.Log(1 + op.Exp(-magnitude))
 
 
 def _floored_log(op: Builder, p: Expr) -> Expr:
-    """max(log p, -100). What has no finite reciprocal in float32 counts as 0, or the gradient would overflow."""
+    """Return max(log p, -100).
+
+    A p without a finite reciprocal in float32 counts as 0, or the gradient would overflow.
+    """
     positive = p > float(np.finfo(np.float32).tiny)
     return op.Where(positive, op.Log(op.Where(positive, p, 1)), -100)
 
@@ -172,7 +178,7 @@ def TripletMargin(op: Builder, anchor: Expr, positive: Expr, negative: Expr, mar
 
 
 def _huber(op: Builder, error: Expr, delta: Expr) -> Expr:
-    """c (e - c / 2), with c = e clipped to [-delta, delta]: one smooth expression for both branches."""
+    """Return c (e - c / 2), with c = e clipped to [-delta, delta]: smooth over both branches."""
     clipped = op.Clip(error, -delta, delta)
     return clipped * (error - clipped / 2)
 
@@ -221,13 +227,14 @@ def GaussianNLL(op: Builder, mean: Expr, target: Expr, variance: Expr, eps: Expr
 
 # ---- label sequences without an alignment ----------------------------------------------------------------------------
 
-# Connectionist temporal classification is the likelihood of a label sequence, summed over all its alignments: the
-# forward algorithm in log space, one `Scan` step per time step. Where the textbook has log 0 = -inf there is a large
-# negative number, so that neither the loss nor its gradient ever sees inf - inf.
+# Connectionist temporal classification is the likelihood of a label sequence, summed over all its
+# alignments: the forward algorithm in log space, one `Scan` step per time step. Where the textbook
+# has log 0 = -inf there is a large negative number, so that neither the loss nor its gradient ever
+# sees inf - inf.
 
 
 IMPOSSIBLE = -1e30
-"""Stands for log 0: below the log-probability of any real path, and far enough from -inf to be added up in float32."""
+"""Stand-in for log 0: below any path's log-probability, and finite in sums of float32."""
 
 
 @function("loss")
@@ -245,14 +252,15 @@ def ConnectionistTemporalClassification(
     symbols = _between_blanks(op, op.Cast(labels, to=ir.DataType.INT64), target_lengths, blank_index)
     emissions = op.Max(_emissions(op, log_probs, symbols), IMPOSSIBLE)
     alpha = _forward(op, emissions, _may_skip_blank(op, symbols, blank_index), input_lengths)
-    # A path ends in its last label or in the blank after it; the columns of alpha are two further right.
+    # A path ends in its last label or in the blank after it; the columns of alpha are two further
+    # right.
     ends = op.Concat(target_lengths * 2 + 1, target_lengths * 2 + 2, axis=1)
     log_likelihood = op.ReduceLogSumExp(op.GatherElements(alpha, ends, axis=1), [1], keepdims=0)
     return op.Where(log_likelihood > IMPOSSIBLE / 2, -log_likelihood, np.inf)
 
 
 def _between_blanks(op: Builder, labels: Expr, lengths: Expr, blank: Expr) -> Expr:
-    """The symbols [N, 2S + 1] that a path runs through: blank, label, blank, ..., blank. Padding becomes blank too."""
+    """Return the symbols [N, 2S + 1] of a path: blank, label, blank, ..., blank."""
     batch, length = op.Shape(labels, end=1), op.Shape(labels, start=1)
     positions = op.Range(0, op.Squeeze(length), 1)
     labels = op.Where(op.Less(positions, lengths), labels, blank)
@@ -265,19 +273,19 @@ def _between_blanks(op: Builder, labels: Expr, lengths: Expr, blank: Expr) -> Ex
 
 
 def _emissions(op: Builder, log_probs: Expr, symbols: Expr) -> Expr:
-    """The log-probability [T, N, 2S + 1] of each symbol at each time."""
+    """Return the log-probability [T, N, 2S + 1] of each symbol at each time."""
     everywhen = op.Concat(op.Shape(log_probs, end=1), op.Shape(symbols), axis=0)
     return op.GatherElements(log_probs, op.Expand(symbols, everywhen), axis=2)
 
 
 def _may_skip_blank(op: Builder, symbols: Expr, blank: Expr) -> Expr:
-    """Where [N, 2S + 1] a path may come from two symbols back: at a label that differs from the label before."""
+    """Return a mask [N, 2S + 1]: True at a label that differs from the label before it."""
     before = op.Slice(op.Concat(op.Expand(blank, _columns(op, symbols, 2)), symbols, axis=1), [0], [-2], [1])
     return op.Not(op.Or(op.Equal(symbols, blank), op.Equal(symbols, before)))
 
 
 def _forward(op: Builder, emissions: Expr, may_skip: Expr, input_lengths: Expr) -> Expr:
-    """log alpha [N, 2 + 2S + 1] after the last time step; two impossible columns on the left are "before the start"."""
+    """Return log alpha [N, 2 + 2S + 1] after the last step; 2 columns precede the start."""
     impossible = op.scalar(IMPOSSIBLE, emissions)
     before_start = op.Expand(impossible, _columns(op, may_skip, 2))
     shape = op.Shape(may_skip) + np.array([0, 2])
@@ -289,7 +297,7 @@ def _forward(op: Builder, emissions: Expr, may_skip: Expr, input_lengths: Expr) 
         stay = op.Slice(alpha, [2], [2**31], [1])
         step = op.Slice(alpha, [1], [-1], [1])
         skip = op.Where(may_skip, op.Slice(alpha, [0], [-2], [1]), impossible)
-        ways = op.Concat(*(op.Unsqueeze(way, [0]) for way in (stay, step, skip)), axis=0)
+        ways = op.Concat(*(op.Unsqueeze(path, [0]) for path in (stay, step, skip)), axis=0)
         moved = op.ReduceLogSumExp(ways, [0], keepdims=0) + emission
         return op.Where(op.Less(time, input_lengths), op.Concat(before_start, moved, axis=1), alpha)
 
@@ -299,5 +307,5 @@ def _forward(op: Builder, emissions: Expr, may_skip: Expr, input_lengths: Expr) 
 
 
 def _columns(op: Builder, like: Expr, columns: int) -> Expr:
-    """The shape [N, columns], with N from `like`."""
+    """Return the shape [N, columns], with N from `like`."""
     return op.Concat(op.Shape(like, end=1), [columns], axis=0)

@@ -1,4 +1,4 @@
-"""Optimizers: what each computes, its numbers and slots, and which parameters it is for."""
+"""Optimizers: formulas, hyper-parameters, slots, and parameter groups."""
 
 from onward.recipe.optimizers.definition import ConfiguredOptimizer, Optimizer, Slot
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer

@@ -1,7 +1,9 @@
-"""Arithmetic of optimizers, as expressions: exact in every type, or rounded to 16 bits as PyTorch rounds.
+"""Arithmetic of optimizers as expressions: exact in every type, or rounded to 16 bits as in
+PyTorch.
 
-Numbers (learning rate, decay rates, bias corrections) are float64 scalars in all arithmetic among themselves, and are
-rounded to a tensor's type once, where they meet it: what frameworks do with Python floats, and exact in every type.
+Numbers (learning rate, decay rates, bias corrections) are float64 scalars in all arithmetic among
+themselves, and are rounded to a tensor's type once, where they meet it: what frameworks do with
+Python floats, and exact in every type.
 """
 
 from __future__ import annotations
@@ -12,107 +14,108 @@ import onnx_ir as ir
 from onward.build import Expr
 
 Number = Expr | float
-"""A float64 scalar of the graph, or a number that is known while building."""
+"""A float64 scalar of the graph, or a number known at build time."""
 
 
 def typed(number: Number, like: Expr) -> Expr:
-    """The number in the type of a tensor."""
+    """Return the number in the type of a tensor."""
     if isinstance(number, Expr):
         return like.op.CastLike(number, like)
     return like.op.scalar(number, like)
 
 
 def declared_scalar(expr: Expr, dtype: ir.DataType = ir.DataType.DOUBLE) -> Expr:
-    """The same value, known to be one number of this type."""
+    """Return the value declared as a scalar of this type."""
     expr.value.type = ir.TensorType(dtype)
     expr.value.shape = ir.Shape(())
     return expr
 
 
 def double(x: Expr) -> Expr:
-    """A scalar in float64."""
+    """Return a scalar in float64."""
     return x.op.Cast(x, to=ir.DataType.DOUBLE)
 
 
 def scaled(number: Number, x: Expr) -> Expr:
-    """number · x."""
+    """Return number · x."""
     return x * typed(number, x)
 
 
 def descend(x: Expr, rate: Number, direction: Expr) -> Expr:
-    """x − rate · direction."""
+    """Return x − rate · direction."""
     return x - scaled(rate, direction)
 
 
 def ema(old: Expr, new: Expr, beta: Number) -> Expr:
-    """The exponential moving average β·old + (1−β)·new."""
+    """Return the exponential moving average β·old + (1−β)·new."""
     return scaled(beta, old) + scaled(1 - beta, new)
 
 
 def trace(old: Expr, new: Expr, momentum: Number) -> Expr:
-    """What is left of the past and the new: μ·old + new."""
+    """Return the decayed past plus the new: μ·old + new."""
     return scaled(momentum, old) + new
 
 
 def power(base: Number, exponent: Expr) -> Expr:
-    """baseᵉ in float64, also where the exponent is an integer."""
+    """Return baseᵉ in float64, for integer exponents, too."""
     op = exponent.op
     return op.Pow(base if isinstance(base, Expr) else op.constant(np.float64(base)), exponent)
 
 
 def bias_correction(beta: Number, t: Expr) -> Expr:
-    """1 − βᵗ: how much of an average that began at zero is data after t updates."""
+    """Return 1 − βᵗ: the share of data in an average that began at zero, after t updates."""
     return 1.0 - power(beta, t)
 
 
 def coupled_decay(x: Expr, g: Expr, weight_decay: Number) -> Expr:
-    """g + λ·x: the gradient of an L2 penalty, seen by everything after it."""
+    """Return g + λ·x: the gradient with an L2 penalty."""
     return g + scaled(weight_decay, x)
 
 
 def decoupled_decay(x: Expr, lr: Expr, weight_decay: Expr) -> Expr:
-    """x · (1 − lr·λ): the weights shrink, the gradient is left alone."""
+    """Return x · (1 − lr·λ): decayed weights; the gradient is not changed."""
     return scaled(1.0 - lr * weight_decay, x)
 
 
 def root_correction(beta: Number, t: Expr) -> Expr:
-    """√(1 − βᵗ), for the root of an average."""
+    """Return √(1 − βᵗ), for the root of an average."""
     return t.op.Sqrt(bias_correction(beta, t))
 
 
 def adam_rate(lr: Expr, t: Expr, beta1: Number, beta2: Number) -> Expr:
-    """lr · √(1−β2ᵗ) / (1−β1ᵗ): the step along m / √v of averages that began at zero."""
+    """Return lr · √(1−β2ᵗ) / (1−β1ᵗ): the step along m / √v of averages that began at zero."""
     return lr * root_correction(beta2, t) / bias_correction(beta1, t)
 
 
 def over_root(m: Expr, v: Expr, eps: Number) -> Expr:
-    """m / (√v + ε)."""
+    """Return m / (√v + ε)."""
     return m / (v.op.Sqrt(v) + typed(eps, v))
 
 
 def over_root_of_sum(m: Expr, v: Expr, eps: Number) -> Expr:
-    """m / √(v + ε)."""
+    """Return m / √(v + ε)."""
     return m / v.op.Sqrt(v + typed(eps, v))
 
 
 def norm(x: Expr) -> Expr:
-    """The Euclidean norm of a whole tensor, a float64 scalar."""
+    """Return the Euclidean norm of a whole tensor, a float64 scalar."""
     return x.op.Sqrt(double(x.op.ReduceSumSquare(x, keepdims=0)))
 
 
 def rms(x: Expr) -> Expr:
-    """The root mean square of a whole tensor, a float64 scalar."""
+    """Return the root mean square of a whole tensor, a float64 scalar."""
     return x.op.Sqrt(double(x.op.ReduceMean(x * x, keepdims=0)))
 
 
 def trust_ratio(x: Expr, update: Expr) -> Expr:
-    """‖x‖ / ‖update‖, or 1 where one of them is zero."""
+    """Return ‖x‖ / ‖update‖, or 1 if either is zero."""
     op, weight, step = x.op, norm(x), norm(update)
     return op.Where(op.And(weight > 0.0, step > 0.0), weight / step, 1.0)
 
 
 def newton_schulz(x: Expr, a: Expr, b: Expr, c: Expr, eps: Expr, *, steps: int, tall: bool) -> Expr:
-    """A nearly orthogonal matrix in place of x: `steps` times X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, from x / ‖x‖.
+    """Return a nearly orthogonal matrix: `steps` times X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, from
+    x / ‖x‖.
 
     A tall matrix is transposed on the way, so that A is the smaller of the two products.
     """
@@ -121,7 +124,8 @@ def newton_schulz(x: Expr, a: Expr, b: Expr, c: Expr, eps: Expr, *, steps: int, 
     y = y / typed(op.Max(norm(x), eps), x)
     for _ in range(steps):
         gram = y @ op.Transpose(y, perm=[1, 0])
-        # A·(b + c·A): a factor right beside a product would become a float32 attribute in ONNX Runtime.
+        # A·(b + c·A): a factor right beside a product would become a float32 attribute in ONNX
+        # Runtime.
         polynomial = gram @ (scaled(b, op.EyeLike(gram)) + scaled(c, gram))
         y = scaled(a, y) + polynomial @ y
     return op.Transpose(y, perm=[1, 0]) if tall else y
@@ -139,7 +143,7 @@ def rounded(x: Expr, like: Expr) -> Expr:
 
 
 def fused_multiply_add(a: Expr, b: Expr, c: Expr) -> Expr:
-    """a·b + c, rounded to float32 once: in float64 the product of two float32 is exact."""
+    """Return a·b + c, rounded to float32 once: in float64 the product of two float32 is exact."""
     return single(double(a) * double(b) + double(c))
 
 
@@ -164,7 +168,7 @@ def lerp(old: Expr, new: Expr, weight: Expr) -> Expr:
 
 
 def between(old: Expr, new: Expr, weight: Expr) -> Expr:
-    """old + weight·(new − old), from whichever of the two is nearer."""
+    """Return old + weight·(new − old), computed from the nearer of the two."""
     near = weight < 0.5
     factor, base = old.op.Where(near, weight, weight - 1.0), old.op.Where(near, old, new)
     return fused_multiply_add(factor, new - old, base)

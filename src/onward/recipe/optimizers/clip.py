@@ -1,8 +1,9 @@
-"""Keeping gradients short: by the norm of all of them, by the norm of each, or by value.
+"""Gradient clipping: by global norm, by the norm of each tensor, or by value.
 
-Norms are taken in float32 at least, and compared in float64, unless all gradients have 16 bits: PyTorch rounds their
-norms to these, and so does its variant here. As in the frameworks, what is not finite is never hidden:
-a norm that is infinite or undefined makes the gradients that it scales zero or undefined.
+Norms are taken in float32 at least, and compared in float64, unless all gradients have 16 bits:
+PyTorch rounds their norms to these, and so does its variant here. As in the frameworks, what is not
+finite is never hidden: a norm that is infinite or undefined makes the gradients that it scales zero
+or undefined.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _BY_VARIANT: dict[str, Function] = {
 def clip_by_global_norm(
     op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch"
 ) -> tuple[list[Expr], Expr]:
-    """Gradients scaled down together until their common norm is `max_norm`; and what that norm was.
+    """Scale gradients down together to a common norm of `max_norm`; return them and the norm.
 
     Both norms are float64 scalars.
     """
@@ -82,7 +83,7 @@ def clip_by_global_norm(
     dtypes = {g.dtype for g in grads}
     if variant == "torch" and dtypes <= set(HALVES) and len(dtypes) == 1:
         norms = [_as_stored(op, op.Sqrt(square), grads[0]) for square in squares]
-        norm = _as_stored(op, op.Sqrt(op.Sum(*(each * each for each in norms))), grads[0])
+        norm = _as_stored(op, op.Sqrt(op.Sum(*(own * own for own in norms))), grads[0])
         scale = scale_to_norm_half
     else:
         norm = op.Sqrt(op.Sum(*squares))
@@ -91,20 +92,20 @@ def clip_by_global_norm(
 
 
 def _as_stored(op: Builder, number: Expr, like: Expr) -> Expr:
-    """A number with the digits that it would have in the type of a tensor."""
+    """Return a number rounded to the type of a tensor."""
     return declared_scalar(double(op.Cast(number, to=like.dtype)))
 
 
 def clip_by_norm(op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch") -> list[Expr]:
-    """Each gradient scaled down until its own norm is `max_norm`: Keras's clipnorm, with that variant."""
+    """Scale each gradient down to a norm of `max_norm`; the variant `keras` is Keras's clipnorm."""
     return [clip_by_global_norm(op, [g], max_norm, variant)[0][0] for g in grads]
 
 
 def clip_by_value(op: Builder, grads: Sequence[Expr], limit: Expr) -> list[Expr]:
-    """Each element brought into [−limit, limit]; `limit` is a float64 scalar."""
+    """Clip each element to [−limit, limit]; `limit` is a float64 scalar."""
     return [op.call(clip_to_value, g, limit).like(g.value) for g in grads]
 
 
 def _at_least_float32(op: Builder, g: Expr) -> Expr:
-    """Squares of float16 overflow at 256, and its sums of many terms stop growing."""
+    """Cast to float32 at least: squares of float16 overflow at 256, and long sums stop growing."""
     return op.Cast(g, to=ir.DataType.FLOAT) if g.dtype in HALVES else g

@@ -1,4 +1,4 @@
-"""What an optimizer is: numbers, choices, slots, and the nodes that update one parameter."""
+"""Definition of an optimizer: numbers, choices, slots, and the nodes that update one parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that an optimizer keeps beside a parameter, and what all its elements start as."""
+    """A tensor that an optimizer keeps per parameter, and its initial value."""
 
     name: str
     dtype: ir.DataType
@@ -43,11 +43,11 @@ class Slot:
 
 
 SCALAR_SLOTS = {"mu_product"}
-"""Slots that are one float64 number, whatever the parameter."""
+"""Slots of one float64 number, for any parameter shape."""
 
 
 class Update:
-    """An optimizer's update as functions that differ in what is done about weight decay."""
+    """The functions of an optimizer's update, one per treatment of weight decay."""
 
     def __init__(
         self,
@@ -61,29 +61,29 @@ class Update:
         self._doc = inspect.cleandoc(body.__doc__ or "") if doc is None else doc
         self._coupled_decay = coupled_decay
         self._decoupled_decay = decoupled_decay
-        self.name = name or "".join(part.capitalize() for part in body.__name__.split("_"))
+        self.name = name or "".join(word.capitalize() for word in body.__name__.split("_"))
         self.in_16_bits: dict[bool, Update] = {}
-        """The update as PyTorch rounds it for parameters of 16 bits, if known; the key: in its fused kernel."""
+        """The update in 16 bits as PyTorch rounds it, if known; the key: in its fused kernel."""
 
     @functools.cached_property
     def plain(self) -> Function:
-        """No weight decay beside what the signature names."""
+        """Update without weight decay, except in the signature."""
         return self._function("", "", lambda x, g, lr, weight_decay: (x, g))
 
     @functools.cached_property
     def coupled(self) -> Function:
-        """An L2 penalty: the decay is part of the gradient."""
+        """Update with an L2 penalty: the decay is part of the gradient."""
         doc = "\n\nBefore that, weight decay as an L2 penalty: g ← g + λ·x."
         return self._function("L2", doc, lambda x, g, lr, weight_decay: (x, self._coupled_decay(x, g, weight_decay)))
 
     @functools.cached_property
     def decoupled(self) -> Function:
-        """The decay acts on the weights alone."""
+        """Update whose decay acts on the weights alone."""
         doc = "\n\nBefore that, decoupled weight decay: x ← x·(1 − lr·λ)."
         return self._function("W", doc, lambda x, g, lr, weight_decay: (self._decoupled_decay(x, lr, weight_decay), g))
 
     def half(self, body: Callable[..., Any]) -> Update:
-        """Decorate the same formula for 16 bits, each operation rounded."""
+        """Decorate the 16-bit form of the formula, with each operation rounded."""
         return self._narrow(
             False,
             body,
@@ -94,7 +94,7 @@ class Update:
         )
 
     def fused(self, body: Callable[..., Any]) -> Update:
-        """Decorate the same formula for 16 bits, computed in float32 and rounded where it is stored."""
+        """Decorate the 16-bit form of the formula, computed in float32 and rounded when stored."""
         return self._narrow(
             True,
             body,
@@ -132,7 +132,7 @@ class Update:
 
 
 class UpdateCall(NamedTuple):
-    """The function that updates a parameter, its attributes, and the slots whose shape is not the parameter's."""
+    """The function that updates a parameter, its attributes, and slots of other shapes."""
 
     update: Update
     decay: Literal["plain", "coupled", "decoupled"] = "plain"
@@ -146,25 +146,25 @@ class UpdateCall(NamedTuple):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names between `x`, `g` and `lr`."""
+        """Names between `x`, `g` and `lr`."""
         return self.function.inputs[2 : self.function.inputs.index("lr")]
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The names from `lr` on, but for the counter."""
+        """Names from `lr` on, without the counter."""
         inputs = self.function.inputs
         return tuple(name for name in inputs[inputs.index("lr") :] if name != "t")
 
 
 class Standard(NamedTuple):
-    """An operator of the standard that computes the same, and by how much its counter is behind `t`."""
+    """An equivalent operator of the standard, and the offset of its counter from `t`."""
 
     op_type: str
     attributes: Mapping[str, float | str]
     behind: int
 
     def fits(self, dtype: ir.DataType | None) -> bool:
-        """Whether it takes this type, and float32 attributes are as good as the numbers that they stand for."""
+        """True if the operator supports the type and float32 attributes are exact enough."""
         if dtype == ir.DataType.DOUBLE:
             numbers = [value for value in self.attributes.values() if not isinstance(value, str)]
             return all(float(np.float32(value)) == value for value in numbers)
@@ -173,29 +173,29 @@ class Standard(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A kind of optimizer; `configure` makes one of it."""
+    """An optimizer of the table; `configure` sets its numbers and choices."""
 
     name: str
     summary: str
     hyper: Mapping[str, float]
-    """The numbers and their defaults, `lr` first."""
+    """Numbers and their defaults, `lr` first."""
     update: Callable[[Settings, Shape | None], Update | UpdateCall]
-    """The update of a parameter of a shape, or of any, if weight decay is that of `choose`; else a call."""
+    """The update for a shape or None, with the weight decay of `choose`; else a call."""
     variants: Mapping[str, Mapping[str, float]]
-    """The frameworks whose arithmetic is known, the default first, with the defaults that are not those of `hyper`."""
+    """Frameworks, the default first, and their defaults that differ from `hyper`."""
     options: Mapping[str, tuple[Any, ...] | int] = field(default_factory=dict)
-    """Choices beside the numbers: the allowed values, the default first; or a whole number and its default."""
+    """Further choices: the allowed values, the default first; or an integer default."""
     standard: Callable[[Settings], Standard | None] | None = None
     initial: Mapping[str, str | float] = field(default_factory=dict)
-    """What slots start as: a number, or the hyper-parameter that says it. All others start as zero."""
+    """Slots that do not start as zero: a number, or the name of a hyper-parameter."""
     follows_signs: bool = False
     """True if its steps have the sign of gradients, so that rounding errors near zero decide them."""
     is_scale_free: bool = True
-    """False if its steps are as long as gradients are; others divide that out."""
+    """False if step lengths follow gradient lengths; other optimizers divide these out."""
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...] | int]:
-        """All choices; `standard` says whether the standard's operator may stand for the function."""
+        """All choices; `standard` allows the standard's operator in place of the function."""
         common = {"variant": tuple(self.variants), "maximize": (False, True)}
         return {**self.options, **common, **({"standard": (True, False)} if self.standard else {})}
 
@@ -213,49 +213,51 @@ class Optimizer:
         return UpdateCall(update, "decoupled" if is_decoupled else "coupled")
 
     def configure(self, **settings: Any) -> ConfiguredOptimizer:
-        """An optimizer with these settings, numbers and choices alike, and defaults for the rest."""
+        """Return an optimizer with these numbers and choices, and defaults for the rest."""
         check_options(f"optimizer `{self.name}`", settings, {**self.hyper, **self.choices})
         options = {name: self._choice(name, allowed, settings.get(name)) for name, allowed in self.choices.items()}
-        given = {name: self.number(name, settings[name]) for name in self.hyper if name in settings}
-        configured = ConfiguredOptimizer(self, {**self.hyper, **self.variants[options["variant"]], **given}, options)
-        unused = {name for name, value in given.items() if value} - configured.effective
+        overrides = {name: self.number(name, settings[name]) for name in self.hyper if name in settings}
+        configured = ConfiguredOptimizer(
+            self, {**self.hyper, **self.variants[options["variant"]], **overrides}, options
+        )
+        unused = {name for name, value in overrides.items() if value} - configured.effective
         if unused:
-            names = " and ".join(f"`{name}`" for name in given if name in unused)
+            names = " and ".join(f"`{name}`" for name in overrides if name in unused)
             raise RecipeError(
                 f"optimizer `{self.name}` with these settings has no use for {names}",
                 hint="leave it out, or choose what it belongs to (" + ", ".join(self.choices) + ")",
             )
         return configured
 
-    def number(self, name: str, given: Any) -> float:
-        """A number as this optimizer takes it."""
+    def number(self, name: str, setting: Any) -> float:
+        """Convert the value of a hyper-parameter."""
         try:
-            value = float(given)
+            value = float(setting)
         except (TypeError, ValueError):
-            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, which is not a number") from None
+            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{setting}`, which is not a number") from None
         OF_OPTIMIZERS.get(name, NOT_NEGATIVE).check(f"`{name}` of optimizer `{self.name}`", value)
         return value
 
     def _choice(self, name: str, allowed: tuple[Any, ...] | int, given: Any) -> Any:
-        """The allowed value that is meant; the words of a command line are understood too."""
+        """Return the allowed value for a value or its text from a command line."""
         if isinstance(allowed, int):
-            text, wanted = str(allowed if given is None else given), "a whole number, at least 1"
+            text, expected = str(allowed if given is None else given), "a whole number, at least 1"
             meant = int(text) if text.isdecimal() and int(text) >= 1 else None
         else:
-            text, wanted = str(allowed[0] if given is None else given), " or ".join(f"`{v}`".lower() for v in allowed)
+            text, expected = str(allowed[0] if given is None else given), " or ".join(f"`{v}`".lower() for v in allowed)
             meant = next((value for value in allowed if str(value).lower() == text.lower()), None)
         if meant is None:
-            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, but must be {wanted}")
+            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, but must be {expected}")
         return meant
 
 
 @dataclass(frozen=True)
 class ConfiguredOptimizer:
-    """An optimizer with every number and choice made."""
+    """An optimizer with all numbers and choices set."""
 
     kind: Optimizer
     values: Mapping[str, float]
-    """Every number. Those that `inputs` names are read from the graph, where they can be edited."""
+    """Every number. The graph holds those in `inputs`, where they can be edited."""
     options: Mapping[str, Any]
 
     @property
@@ -264,7 +266,7 @@ class ConfiguredOptimizer:
 
     @property
     def effective(self) -> set[str]:
-        """The numbers that make a difference."""
+        """Numbers that change the result."""
         initial = (name for name in self.kind.initial.values() if isinstance(name, str))
         return {*self.kind.choose(self.settings, None).numbers, *initial}
 
@@ -275,7 +277,7 @@ class ConfiguredOptimizer:
         return call.decay == "decoupled" or "weight_decay" in call.update.plain.inputs
 
     def slots(self, parameter: ir.Value) -> tuple[Slot, ...]:
-        """The slots that a parameter needs."""
+        """Return the slots that a parameter needs."""
         call, shape = self._call(parameter), _static_shape(parameter)
         assert parameter.dtype is not None, parameter.name
         return tuple(
@@ -286,22 +288,26 @@ class ConfiguredOptimizer:
         )
 
     def standard(self, parameter: ir.Value) -> Standard | None:
-        """The standard's operator that updates this parameter, if there is one that is exact."""
+        """Return the exact operator of the standard for this parameter, or None."""
         if self.kind.standard is None or not self.options["standard"]:
             return None
         standard = self.kind.standard(self.settings)
         return standard if standard and standard.fits(parameter.dtype) else None
 
     def inputs(self, parameter: ir.Value) -> tuple[str, ...]:
-        """The numbers that the update reads from the graph, `lr` first. Those of a standard operator are attributes."""
+        """Return the numbers that the update reads from the graph, `lr` first.
+
+        Those of a standard operator are attributes.
+        """
         return ("lr",) if self.standard(parameter) else self._call(parameter).numbers
 
     def update(
         self, op: Builder, x: Expr, g: Expr, slots: Mapping[str, Expr], *, lr: Expr, t: Expr, hyper: Mapping[str, Expr]
     ) -> tuple[Expr, dict[str, Expr]]:
-        """Append the update of one parameter; its new value, and its new slots.
+        """Append the update of one parameter; return its new value and its new slots.
 
-        `lr` and what `inputs` names in `hyper` are float64 scalars; `t`, an int64 scalar, counts this update from 1.
+        `lr` and what `inputs` names in `hyper` are float64 scalars; `t`, an int64 scalar, counts
+        this update from 1.
         """
         call = self._call(x.value)
         g = -g if self.options["maximize"] else g
@@ -341,7 +347,7 @@ def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], 
 
 
 def _shared_node(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
-    """The output of this node, which other parameters may have needed before."""
+    """Return the output of this node, which updates of several parameters share."""
     values = [expr.value for expr in inputs]
     for node, _ in values[0].uses():
         same = node.op_type == op_type and node.graph is op.graph and list(node.inputs) == values

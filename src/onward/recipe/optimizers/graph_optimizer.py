@@ -1,14 +1,16 @@
-"""An optimizer as a graph that somebody else wrote or traced: from gradients and state to new parameters and state.
+"""Optimizers as graphs by other tools: from gradients and state to new parameters and state.
 
 There are two kinds, told apart by the names of their inputs:
 
 - for any one parameter, `x`, with its gradient `g`: it is called for each;
-- for certain parameters at once, which may depend on one another (a norm over all of them): each is an input of its own
+- for certain parameters at once, which may depend on one another (a norm over all of them): each is
+  an input of its own
   name, with its gradient `NAME/grad`.
 
-`lr` is the learning rate (float64), `t` counts updates, this one included (int64). All other inputs are state: that of
-a parameter is called `NAME/SLOT`, or `SLOT` where there is but one `x`; whatever else belongs to the group. Outputs are
-the new parameters and then the new state, in the order of the inputs.
+`lr` is the learning rate (float64), `t` counts updates, this one included (int64). All other inputs
+are state: that of a parameter is called `NAME/SLOT`, or `SLOT` where there is but one `x`; whatever
+else belongs to the group. Outputs are the new parameters and then the new state, in the order of
+the inputs.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from onward.transform.opset import convert_opset
 
 RATE, COUNT, GRADIENT = "lr", "t", "grad"
 DOMAIN = "onward.optimizers"
-"""Of the functions that such optimizers become in a training model."""
+"""Domain of the functions of such optimizers in a training model."""
 _ONE = ("x", "g")
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionOptimizer:
-    """An optimizer that is a graph, with its learning rate and what its state begins with."""
+    """An optimizer that is a graph, with its learning rate and initial state."""
 
     name: str
     update: Model
     lr: float
     initial: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """By input. What is not named begins as zero; a single number fills a tensor."""
+    """Initial state by input (default: zero); a single number fills a tensor."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -61,51 +63,51 @@ class FunctionOptimizer:
 
     @property
     def parameters(self) -> list[str]:
-        """The parameters that it is for, by the names of its inputs."""
+        """Parameters by the names of its inputs."""
         names = [value.name or "" for value in self.inputs]
         return ["x"] if self.is_for_one else [name for name in names if gradient_of(name) in names]
 
     @property
     def state(self) -> list[ir.Value]:
-        """The inputs that are state."""
+        """Inputs that are state."""
         gradients = ["g"] if self.is_for_one else map(gradient_of, self.parameters)
         others = {RATE, COUNT, *self.parameters, *gradients}
         return [value for value in self.inputs if value.name not in others]
 
     def check(self) -> None:
-        """Refuse a graph that updates nothing, or not all that it reads."""
+        """Raise if the graph updates nothing, or has a state without a new value."""
         if not self.parameters:
             raise RecipeError(
                 f"the optimizer `{self.name}` has no parameters among its inputs",
                 hint="name them `x` and `g`, or, for several at once, as the parameters, with `NAME/grad`",
             )
-        wanted, found = len(self.parameters) + len(self.state), len(self.update.graph.outputs)
-        if wanted != found:
+        expected, actual = len(self.parameters) + len(self.state), len(self.update.graph.outputs)
+        if expected != actual:
             raise RecipeError(
-                f"the optimizer `{self.name}` has {found} outputs, but {len(self.parameters)} parameters and "
+                f"the optimizer `{self.name}` has {actual} outputs, but {len(self.parameters)} parameters and "
                 f"{len(self.state)} tensors of state",
                 hint="its outputs are the new parameters, and then the new state, in the order of the inputs",
             )
 
     def bind(self, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
-        """The same for all parameters of a group at once, given by their names the tensors that are updated."""
-        made = _for_each(self, targets) if self.is_for_one else self
-        missing = [name for name in targets if name not in made.parameters]
-        others = [name for name in made.parameters if name not in targets]
+        """Return the optimizer for a whole group; `targets` are the tensors to update."""
+        bound = _for_each(self, targets) if self.is_for_one else self
+        missing = [name for name in targets if name not in bound.parameters]
+        others = [name for name in bound.parameters if name not in targets]
         if missing or others:
             what = f"does not update {list_names(missing, 3)}" if missing else f"is for {list_names(others, 3)}, too"
             raise RecipeError(
                 f"the optimizer `{self.name}` {what}",
                 hint="give it the parameters that it was made for, no more and no less: `groups`, `trainable`",
             )
-        return made
+        return bound
 
     def owner_of(self, state: str) -> str | None:
-        """The parameter that a state belongs to; None where that is the whole group."""
+        """Return the parameter of a state; None for state of the whole group."""
         return max((name for name in self.parameters if state.startswith(f"{name}/")), key=len, default=None)
 
     def with_names(self, parameters: Mapping[str, str]) -> FunctionOptimizer:
-        """The same for parameters that are called otherwise."""
+        """Return the optimizer with other parameter names."""
         names = {name: parameters.get(name, name) for name in self.parameters}
         names |= {gradient_of(name): gradient_of(new) for name, new in names.items()}
         for value in self.state:
@@ -118,9 +120,11 @@ class FunctionOptimizer:
         return dataclasses.replace(self, update=update, initial=initial)
 
     def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> ir.Function:
-        """Add the graph to the functions of a model, under a name that is not taken, with those that it calls."""
+        """Add the graph and the functions that it calls to a model, under a free name."""
         update = convert_opset(self.update, opset)
-        others = [f"{domain}.{name}" for (domain, name, _), one in update.functions.items() if _clashes(one, functions)]
+        others = [
+            f"{domain}.{name}" for (domain, name, _), called in update.functions.items() if _clashes(called, functions)
+        ]
         update = inline(update, others) if others else update.copy()
         functions.update(update.functions)
         taken = Names(name for domain, name, _ in functions if domain == DOMAIN)
@@ -133,18 +137,18 @@ class FunctionOptimizer:
 
 
 def name_inputs(update: Model, names: Sequence[str]) -> None:
-    """Give the inputs of a graph names, in place; what else has one of these gets another."""
-    graph, taken, wanted = update.graph, update.names(), set(names)
-    taken.take(wanted)
+    """Rename the inputs of a graph, in place; other values that have these names are renamed."""
+    graph, taken, reserved = update.graph, update.names(), set(names)
+    taken.take(reserved)
     for value in [value for inner in graphs_in(graph) for value in values(inner)]:
-        if value.name in wanted and value not in graph.inputs:
+        if value.name in reserved and value not in graph.inputs:
             value.name = taken.fresh(value.name)
     for value, name in zip(graph.inputs, names, strict=True):
         value.name = name
 
 
 def gradient_of(parameter: str) -> str:
-    """The name of the input for the gradient of a parameter."""
+    """Return the name of the input for the gradient of a parameter."""
     return f"{parameter}/{GRADIENT}"
 
 
@@ -154,7 +158,7 @@ def _clashes(function: ir.Function, functions: Mapping[ir.OperatorIdentifier, ir
 
 
 def _as_function(update: Model, name: str) -> ir.Function:
-    """A graph, which is used up, as a function: its initializers become constants."""
+    """Convert a graph, which is consumed, to a function: its initializers become constants."""
     graph, names = update.graph, update.names()
     inputs, outputs, doc = list(graph.inputs), list(graph.outputs), graph.doc_string
     nodes, initializers = take_apart(graph)
@@ -175,7 +179,7 @@ def _as_function(update: Model, name: str) -> ir.Function:
 
 
 def _for_each(single: FunctionOptimizer, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
-    """An optimizer of one parameter as one of several: a function, and a call of it for each."""
+    """Return an optimizer of several parameters from that of one: a function, called for each."""
     opset, state = single.update.opset, single.state
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=f"{single.name}ForEach")
     op = Builder(graph, opset=opset)
@@ -186,14 +190,14 @@ def _for_each(single: FunctionOptimizer, targets: Mapping[str, ir.Value]) -> Fun
         slots = {slot.name or "": _like(f"{name}/{slot.name}", slot, target) for slot in state}
         own = {"x": _like(name, target, target), "g": _like(gradient_of(name), target, target)}
         arguments.append({**common, **own, **slots})
-    for kind in ("x", "g", *(slot.name or "" for slot in state)):
-        graph.inputs.extend(of[kind] for of in arguments)
+    for role in ("x", "g", *(slot.name or "" for slot in state)):
+        graph.inputs.extend(of[role] for of in arguments)
     graph.inputs[:0] = common.values()
     results = []
     for of in arguments:
         inputs = [of[value.name or ""] for value in single.inputs]
-        made = op.node(DOMAIN, function.name, *inputs, outputs=1 + len(state))
-        results.append(made if isinstance(made, tuple) else (made,))
+        outputs = op.node(DOMAIN, function.name, *inputs, outputs=1 + len(state))
+        results.append(outputs if isinstance(outputs, tuple) else (outputs,))
     for column in zip(*results, strict=True):
         graph.outputs.extend(expr.value for expr in column)
     initial = {f"{name}/{slot}": value for slot, value in single.initial.items() for name in targets}
@@ -206,7 +210,7 @@ def _scalar(name: str, dtype: ir.DataType) -> ir.Value:
 
 
 def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
-    """An input of the type and shape that are declared, or else those of a parameter."""
+    """Return an input of the declared type and shape, or those of a parameter."""
     shape = target.shape if declared.shape is None else declared.shape
     return ir.Value(name=name, type=declared.type or target.type, shape=shape)
 
@@ -218,22 +222,24 @@ OPTIONS = ("function", "lr", "initial", "name")
 
 
 def open_function(source: Any) -> FunctionOptimizer:
-    """Return the optimizer in a graph: a model, a function or a file, whose inputs may have defaults."""
+    """Return the optimizer in a graph: a model, a function or a file."""
     if isinstance(source, FunctionOptimizer):
         return source
     if isinstance(source, ir.Function) or type(source).__name__ == "FunctionProto":
         function = source.clone() if isinstance(source, ir.Function) else ir.from_proto(source)
-        made = FunctionOptimizer(function.name, _as_model(function), _DEFAULT_RATE)
+        optimizer = FunctionOptimizer(function.name, _as_model(function), _DEFAULT_RATE)
     else:
         model = load(source).copy()
-        held = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
-        for name in held:
+        optional = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
+        for name in optional:
             model.graph.initializers.pop(name)
-        defaults = {name: value.const_value.numpy() for name, value in held.items() if value.const_value is not None}
+        defaults = {
+            name: value.const_value.numpy() for name, value in optional.items() if value.const_value is not None
+        }
         lr = float(defaults.pop(RATE, np.asarray(_DEFAULT_RATE)))
-        made = FunctionOptimizer(model.graph.name or "optimizer", model, lr, defaults)
-    made.check()
-    return made
+        optimizer = FunctionOptimizer(model.graph.name or "optimizer", model, lr, defaults)
+    optimizer.check()
+    return optimizer
 
 
 def _as_model(function: ir.Function) -> Model:
@@ -243,15 +249,17 @@ def _as_model(function: ir.Function) -> Model:
     return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
-def change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
+def change_options(optimizer: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
     """Return the optimizer with other options: `lr`, `initial`, `name`."""
     initial = options.get("initial", {})
-    check_options(f"the state of the optimizer `{made.name}`", initial, {value.name or "": 0 for value in made.state})
+    check_options(
+        f"the state of the optimizer `{optimizer.name}`", initial, {value.name or "": 0 for value in optimizer.state}
+    )
     try:
-        lr = float(options.get(RATE, made.lr))
+        lr = float(options.get(RATE, optimizer.lr))
     except (TypeError, ValueError):
-        raise RecipeError(f"`lr` of optimizer `{made.name}` is `{options[RATE]}`, which is not a number") from None
-    NOT_NEGATIVE.check(f"`lr` of optimizer `{made.name}`", lr)
+        raise RecipeError(f"`lr` of optimizer `{optimizer.name}` is `{options[RATE]}`, which is not a number") from None
+    NOT_NEGATIVE.check(f"`lr` of optimizer `{optimizer.name}`", lr)
     arrays = {name: np.asarray(value) for name, value in initial.items()}
-    name = str(options.get("name", made.name))
-    return dataclasses.replace(made, name=name, lr=lr, initial={**made.initial, **arrays})
+    name = str(options.get("name", optimizer.name))
+    return dataclasses.replace(optimizer, name=name, lr=lr, initial={**optimizer.initial, **arrays})

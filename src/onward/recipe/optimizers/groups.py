@@ -1,4 +1,4 @@
-"""Parameter groups: which optimizer updates which parameter, with which numbers, state and nodes.
+"""Parameter groups: optimizer, numbers, state and nodes of each parameter.
 
 Targets of an optimizer are the parameters, or float32 copies of them.
 """
@@ -36,7 +36,7 @@ from onward.recipe.spec import Spec, check_options, parse, parse_options
 from onward.recipe.trainable import matching
 
 _NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
-"""A pattern, in which there may be colons, and options."""
+"""A pattern, possibly with colons, and options."""
 
 
 Given = Spec | FunctionOptimizer
@@ -51,24 +51,24 @@ class OptimizerGroup:
     parameters: list[ir.Value]
 
     def fact(self) -> dict[str, Any]:
-        kind = (
+        name = (
             {"name": self.optimizer.kind.name, "options": dict(self.optimizer.options)}
             if isinstance(self.optimizer, ConfiguredOptimizer)
             else {"name": self.optimizer.name, "options": {}, "is_function": True}
         )
         return {
             "group": self.name,
-            **kind,
+            **name,
             "hyper": dict(self.optimizer.values),
             "params": [value.name for value in self.parameters],
         }
 
 
 def given_optimizer(given: Any) -> Given:
-    """What a recipe says of an optimizer.
+    """Parse the optimizer of a recipe.
 
-    A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1, "initial": {"v": 1}}`.
-    A model can say these itself, as defaults of its inputs.
+    A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1,
+    "initial": {"v": 1}}`. A model can say these itself, as defaults of its inputs.
     """
     if isinstance(given, FunctionOptimizer):
         return given
@@ -78,9 +78,9 @@ def given_optimizer(given: Any) -> Given:
     return open_function(given) if _is_graph(given) else parse(given)
 
 
-def with_rate(given: Any, lr: float) -> Any:
-    """The optimizer with a learning rate that was given beside it."""
-    optimizer = given_optimizer(given)
+def with_rate(spec: Any, lr: float) -> Any:
+    """Return the optimizer spec with a learning rate."""
+    optimizer = given_optimizer(spec)
     if isinstance(optimizer, FunctionOptimizer):
         return change_options(optimizer, {RATE: lr})
     if RATE in optimizer.options:
@@ -90,21 +90,23 @@ def with_rate(given: Any, lr: float) -> Any:
     return Spec(optimizer.name, {RATE: lr, **optimizer.options})
 
 
-def _is_graph(given: Any) -> bool:
-    if isinstance(given, str):
-        return given.endswith(".onnx")
-    return isinstance(given, Model | ir.Function | os.PathLike | bytes) or hasattr(given, "SerializeToString")
+def _is_graph(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.endswith(".onnx")
+    return isinstance(value, Model | ir.Function | os.PathLike | bytes) or hasattr(value, "SerializeToString")
 
 
-def patterns(given: Sequence[Any]) -> list[str]:
-    """All patterns of groups, as they are given."""
-    return [pattern for item in given for pattern in _parse_group(item, Spec(""))[0]]
+def patterns(specs: Sequence[Any]) -> list[str]:
+    """Return all patterns of groups, as written."""
+    return [pattern for item in specs for pattern in _parse_group(item, Spec(""))[0]]
 
 
 def opset_of(default: Given, given: Sequence[Any]) -> int:
-    """The operator set that optimizers which are graphs need; 0 where there are none."""
+    """Return the operator set that graph optimizers need; 0 if there are none."""
     optimizers = [default, *(_parse_group(item, default)[1] for item in given)]
-    return max((one.update.opset for one in optimizers if isinstance(one, FunctionOptimizer)), default=0)
+    return max(
+        (optimizer.update.opset for optimizer in optimizers if isinstance(optimizer, FunctionOptimizer)), default=0
+    )
 
 
 def groups(
@@ -113,15 +115,15 @@ def groups(
     given: Sequence[Any],
     roles: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[OptimizerGroup]:
-    """The parameters divided: each goes to the first given group that matches it, the rest to the default.
+    """Divide parameters: each goes to the first group that matches it, the rest to the default.
 
-    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is
-    another optimizer than the default, and the other options change its settings. `roles` says what the patterns that
-    are no patterns of names stand for.
+    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`;
+    `optimizer` in it is another optimizer than the default, and the other options change its
+    settings. `roles` says what the patterns that are no patterns of names stand for.
     """
     remaining = {value.name or "": value for value in parameters}
     everything = list(remaining)
-    found: list[tuple[Given, list[ir.Value]]] = []
+    divided: list[tuple[Given, list[ir.Value]]] = []
     for item in given:
         match, spec = _parse_group(item, default)
         if not matching(match, everything, roles):
@@ -134,11 +136,11 @@ def groups(
                 f"the group `{', '.join(match)}` is left without a parameter: groups before it have them all",
                 hint="each parameter goes to the first group that matches it; put this one first, or leave it out",
             )
-        found.append((spec, members))
-    found.append((default, list(remaining.values())))
+        divided.append((spec, members))
+    divided.append((default, list(remaining.values())))
     return [
         OptimizerGroup(f"group{i}", spec if isinstance(spec, FunctionOptimizer) else configure(spec), chosen)
-        for i, (spec, chosen) in enumerate(item for item in found if item[1])
+        for i, (spec, chosen) in enumerate(item for item in divided if item[1])
     ]
 
 
@@ -170,19 +172,19 @@ _FIRST, _LAST = "first", "last"
 
 
 def divide_by_depth(groups: Sequence[OptimizerGroup], graph: ir.Graph, decay: float) -> list[OptimizerGroup]:
-    """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
+    """Divide groups by depth: the rate of a block is `decay` times that of the next block."""
     whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
     if whole:
         raise RecipeError(
             f"the optimizer `{whole[0]}` updates all its parameters at once, which cannot be divided by depth",
             hint="leave `lr_decay` out",
         )
-    found = depths(graph, [value for group in groups for value in group.parameters])
+    depth_of = depths(graph, [value for group in groups for value in group.parameters])
     parts = [
         (group, depth, members)
         for group in groups
-        for depth in sorted({found[value] for value in group.parameters})
-        if (members := [value for value in group.parameters if found[value] == depth])
+        for depth in sorted({depth_of[value] for value in group.parameters})
+        if (members := [value for value in group.parameters if depth_of[value] == depth])
     ]
     return [
         OptimizerGroup(f"group{i}", _slower(group.optimizer, decay**depth), members)
@@ -196,7 +198,7 @@ def _slower(optimizer: ConfiguredOptimizer | FunctionOptimizer, factor: float) -
 
 
 def depths(graph: ir.Graph, parameters: Sequence[ir.Value]) -> dict[ir.Value, int]:
-    """How many blocks follow the one that a parameter belongs to."""
+    """Return the number of blocks behind the block of each parameter."""
     position = {node: i for i, node in enumerate(graph.all_nodes())}
     first = {
         value: min((position[node] for node in value.consumers() if node in position), default=len(position))
@@ -221,17 +223,17 @@ def depths(graph: ir.Graph, parameters: Sequence[ir.Value]) -> dict[ir.Value, in
 
 
 def _block(name: str) -> str | None:
-    """`encoder.layer.3` of `encoder.layer.3.query.weight`; also where the exporter wrote `layer1.layer1.0.conv`."""
+    """Return `encoder.layer.3` of `encoder.layer.3.query.weight`, also of `layer1.layer1.0.conv`."""
     plain = re.sub(r"(^|\.)(\w+)\.\2\.(?=\d)", r"\1\2.", name)
-    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", plain)
-    return found[0] if found else None
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", plain)
+    return match[0] if match else None
 
 
 # ---- state and nodes of a training step ------------------------------------------------------------------------------
 
 
 Targets = Mapping[ir.Value, ir.Value]
-"""Parameter -> what the optimizer works on."""
+"""Parameter -> the tensor that the optimizer updates."""
 
 
 def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> _PerParameter | _WholeGroup:
@@ -242,7 +244,7 @@ def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -
 
 
 class _PerParameter:
-    """An optimizer of the table, which looks at one parameter at a time."""
+    """An optimizer of the table, which updates one parameter at a time."""
 
     def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
         self._assembly = assembly
@@ -252,7 +254,7 @@ class _PerParameter:
         self._slots = {value: self._declare(value) for value in group.parameters}
 
     def _declare(self, value: ir.Value) -> dict[str, ir.Value]:
-        found = {}
+        slots = {}
         for slot in self._optimizer.slots(self._targets[value]):
             state = self._assembly.state(
                 f"{value.name}/{slot.name}",
@@ -263,11 +265,11 @@ class _PerParameter:
                 slot=slot.name,
                 group=self._group.name,
             )
-            found[slot.name] = state.value
-        return found
+            slots[slot.name] = state.value
+        return slots
 
     def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
-        """Append an update of the group, and return its new state by name, parameters among it."""
+        """Append an update of the group; return its new state by name, with the parameters."""
         new: dict[str, Expr] = {}
         for value in self._group.parameters:
             new |= self._updated(op.scoped(value.name or ""), value, gradients[value], rate, t)
@@ -297,7 +299,7 @@ class _WholeGroup:
         self._function = self._optimizer.define(assembly.model.functions, assembly.model.opset)
 
     def _name(self, state: str) -> str:
-        """What a state is called in the training model."""
+        """Return the name of a state in the training model."""
         return state if self._optimizer.owner_of(state) else f"{self._group}/{state}"
 
     def _declare(self, assembly: Assembly, value: ir.Value) -> ir.Value:
@@ -322,11 +324,11 @@ class _WholeGroup:
 
     def new_state(self, op: Builder, gradients: Mapping[ir.Value, Expr], rate: Expr, t: Expr) -> dict[str, Expr]:
         op = op.scoped(self._group)
-        given: dict[str, Expr] = {RATE: rate, COUNT: t, **{name: op(value) for name, value in self._state.items()}}
+        arguments: dict[str, Expr] = {RATE: rate, COUNT: t, **{name: op(value) for name, value in self._state.items()}}
         for name, value in self._parameters.items():
             target = self._targets[value]
-            given |= {name: op(target), gradient_of(name): like_target(op, gradients[value], target)}
-        inputs = [_as_declared(op, given[value.name or ""], value) for value in self._optimizer.inputs]
+            arguments |= {name: op(target), gradient_of(name): like_target(op, gradients[value], target)}
+        inputs = [_as_declared(op, arguments[value.name or ""], value) for value in self._optimizer.inputs]
         names = [*self._optimizer.parameters, *self._state]
         results = op.node(self._function.domain, self._function.name, *inputs, outputs=len(names))
         new: dict[str, Expr] = {}
@@ -340,18 +342,18 @@ class _WholeGroup:
 
 
 def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
-    """A gradient in the type of what the optimizer works on: it is scaled, added up and clipped in that."""
+    """Cast a gradient to the type of the updated tensor, for scaling, accumulation and clipping."""
     return gradient if gradient.dtype == target.dtype else op.Cast(gradient, to=target.dtype)
 
 
 def _new_values(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
-    """A parameter, and the copy that the optimizer works on."""
+    """Return the new parameter, and the new float32 copy if there is one."""
     name = value.name or ""
     return {name: x} if target is value else {name: op.Cast(x, to=value.dtype), f"{name}/master": x}
 
 
 def _as_declared(op: Builder, expr: Expr, declared: ir.Value) -> Expr:
-    """The rate and the counter in the type that a function takes."""
+    """Return the rate and the counter in the types that a function declares."""
     return expr if declared.dtype in (None, expr.dtype) else op.Cast(expr, to=declared.dtype)
 
 

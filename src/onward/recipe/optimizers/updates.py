@@ -1,21 +1,22 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs
-# (the signature of an update is that of the function in the file; annotations would only repeat "a tensor")
-"""The optimizers by name: for each its updates, their 16-bit forms, and its row.
+# The signature of an update is that of the function in the file; annotations would only repeat it.
+"""The optimizers by name: updates, 16-bit forms, and rows of the table.
 
     adamw = optimizer("adamw").configure(lr=3e-4, weight_decay=0.1)
     adamw.slots(parameter)                                              # exp_avg, exp_avg_sq
     x, slots = adamw.update(op, x, g, slots, lr=lr, t=t, hyper=hyper)   # one node: onward.AdamW
 
-An update is a function of the domain `onward`, one formula each, or the standard's own operator where that is exact.
-A signature reads `x` (the parameter), `g` (its gradient), the slots, and then the numbers: `lr`, `t` (which counts
-this update from 1) where it matters, and the hyper-parameters. All are float64 scalars, but for `t`, which is int64.
-Results are the new `x` and the new slots. Slots have PyTorch's names. Where frameworks disagree, a suffix names the one
-that computes it so; the choice `variant` names the framework whose arithmetic and defaults are meant (default: the
-first in the row).
+An update is a function of the domain `onward`, one formula each, or the standard's own operator
+where that is exact. A signature reads `x` (the parameter), `g` (its gradient), the slots, and then
+the numbers: `lr`, `t` (which counts this update from 1) where it matters, and the hyper-parameters.
+All are float64 scalars, but for `t`, which is int64. Results are the new `x` and the new slots.
+Slots have PyTorch's names. Where frameworks disagree, a suffix names the one that computes it so;
+the choice `variant` names the framework whose arithmetic and defaults are meant (default: the first
+in the row).
 
-`half` gives an update in float16 or bfloat16 as PyTorch's implementation for one tensor on a CPU (`foreach=False`)
-rounds it: each operation is computed in float32 and its result rounded, so a step of Adam rounds eight times. `fused`
-gives PyTorch's fused kernel, which rounds only what it stores.
+`half` gives an update in float16 or bfloat16 as PyTorch's implementation for one tensor on a CPU
+(`foreach=False`) rounds it: each operation is computed in float32 and its result rounded, so a step
+of Adam rounds eight times. `fused` gives PyTorch's fused kernel, which rounds only what it stores.
 """
 
 from __future__ import annotations
@@ -73,23 +74,23 @@ _FLAG = (False, True)
 
 
 def optimizer(name: str) -> Optimizer:
-    """Return the optimizer of that name."""
+    """Return the optimizer named `name`."""
     return lookup("optimizer", name, OPTIMIZERS)
 
 
 def configure(spec: Spec) -> ConfiguredOptimizer:
-    """Return the optimizer that a spec names, with its options."""
+    """Return the optimizer of a spec, with its options."""
     return optimizer(spec.name).configure(**spec.options)
 
 
 def _define(*row: Any, **fields: Any) -> Optimizer:
-    kind = Optimizer(*row, **fields)
-    OPTIMIZERS[kind.name] = kind
-    return kind
+    definition = Optimizer(*row, **fields)
+    OPTIMIZERS[definition.name] = definition
+    return definition
 
 
-def _derive(kind: Optimizer, name: str, summary: str, **changes: Any) -> None:
-    OPTIMIZERS[name] = replace(kind, name=name, summary=summary, **changes)
+def _derive(original: Optimizer, name: str, summary: str, **changes: Any) -> None:
+    OPTIMIZERS[name] = replace(original, name=name, summary=summary, **changes)
 
 
 # ---- gradient descent ------------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def adamw_transformers(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps, 
 
 
 def _adamw(s: Settings) -> UpdateCall:
-    """The class that transformers had, and onnxruntime-training after it, decays the weights last."""
+    """Select AdamW; the classes of transformers and onnxruntime-training decay the weights last."""
     if s.variant != "transformers":
         return UpdateCall(_adam(s), "decoupled")
     if s.amsgrad or s.fused:
@@ -497,7 +498,7 @@ _define(
 
 
 def rectification(op, t, beta2):
-    """Whether ρ, the length of the average behind v, is above 5; and r, which makes up for its shortness."""
+    """Return ρ > 5 for the length ρ of the average behind v; and r, which corrects a short one."""
     limit = 2.0 / (1.0 - beta2) - 1.0
     length = limit - 2.0 * double(t) * power(beta2, t) / bias_correction(beta2, t)
     rho = op.Max(length, 5.0)  # keeps the root of what is not used real
@@ -762,7 +763,7 @@ def adafactor_vector_optax(op, x, g, variance, lr, t, beta2_decay, eps1, eps2, d
 
 
 def _adafactor(s: Settings, shape: Shape | None) -> UpdateCall:
-    """PyTorch factors over the last two axes; optax over the two largest, unless one of them is small."""
+    """Select Adafactor: factored over the last two axes, in optax over the two largest."""
     shape = shape or ()
     if s.variant == "torch":
         if len(shape) < 2:
@@ -776,7 +777,7 @@ def _adafactor(s: Settings, shape: Shape | None) -> UpdateCall:
 
 
 def _factors(shape: Shape, *, large: int, small: int) -> dict[str, Shape]:
-    """The shapes of means over one axis, which stays as 1."""
+    """Return the shapes of means over one axis, which stays as 1."""
     return {"row_var": _without_axis(shape, large), "col_var": _without_axis(shape, small)}
 
 

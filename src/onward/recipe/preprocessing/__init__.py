@@ -1,9 +1,10 @@
-"""What happens to data before the model: preprocessing, and augmentation while it is trained.
+"""Preprocessing of data, and augmentation during training.
 
     onward.train(..., preprocess="resize:size=32 scale normalize:preset=imagenet channels_first", augment="flip")
 
-Both are ONNX, made of operators of the standard. Preprocessing is the first part of the training model's inference
-graph, so that training and evaluation share it. Augmentation is part of the training step alone: see augment.py.
+Both are ONNX, made of operators of the standard. Preprocessing is the first part of the training
+model's inference graph, so that training and evaluation share it. Augmentation is part of the
+training step alone: see augment.py.
 """
 
 from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes

@@ -1,8 +1,9 @@
-"""Augment images in a training step, and move masks and further images along with them.
+"""Augmentation of images in a training step; masks and further images move along with them.
 
-Augmentation hangs between two values of the inference graph: the step computes images of its own from the first, and
-has its own copy of everything behind it, as for Dropout. `flip` and `crop` change where pixels are. They move every
-input and target with the height and width of the images by the same random draw.
+Augmentation hangs between two values of the inference graph: the step computes images of its own
+from the first, and has its own copy of everything behind it, as for Dropout. `flip` and `crop`
+change where pixels are. They move every input and target with the height and width of the images by
+the same random draw.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COMPUTED = {
     **dict.fromkeys((ir.DataType.UINT32, ir.DataType.UINT64), ir.DataType.INT64),
     ir.DataType.BFLOAT16: ir.DataType.FLOAT,
 }
-"""Types for which ONNX Runtime has no Where or Pad -> one that holds the same values."""
+"""Types without Where or Pad in ONNX Runtime -> a type that holds the same values."""
 
 _Sizes = Sequence[set[int | str]]
 """For each axis the number and the symbols that its length is known by."""
@@ -95,13 +96,13 @@ class Augmentation:
             if not _is_same(_height_and_width(self._entries[first]), _height_and_width(self._entries[other])):
                 raise RecipeError(f"`augment` moves `{first}` and `{other}`, which differ in size", hint=way_out)
         self.changed: dict[ir.Value, ir.Value] = {}
-        """What is augmented -> what training has in its place."""
+        """Augmented values -> their values in training."""
         for name in [*moving, *(name for name in inputs if name not in moving)]:
             if (new := self._augment_input(name, self._entries[name])) is not None:
                 self.changed[self._entries[name].point] = new
 
     def move_targets(self) -> dict[ir.Value, ir.Value]:
-        """Move the targets of the loss, once there are some: input of the step -> what the loss reads in its place."""
+        """Move the targets of the loss; return input of the step -> the moved value."""
         graph = self._assembly.step.algorithm
         names = [*self._entries, *(value.name or "" for value in graph.inputs)]
         if unknown := [name for name in self._along or () if name not in names]:
@@ -136,7 +137,7 @@ class Augmentation:
         return [spec for spec in self._specs[name] if spec.name in MOVES]
 
     def _augment_input(self, name: str, entry: ModelInput) -> ir.Value | None:
-        """Append what changes an input; None if nothing does."""
+        """Append the augmentation of an input; return None if nothing changes it."""
         x, specs = self._op(entry.point), self._specs.get(name, [])
         if specs and (entry.point.dtype is None or not entry.point.dtype.is_floating_point()):
             raise RecipeError(
@@ -163,7 +164,7 @@ class Augmentation:
     # ---- what moves along --------------------------------------------------------------------------------------------
 
     def _move(self, x: Expr, form: SampleShape, fill: float = 0.0) -> Expr:
-        """Flip and crop a batch as the image: nearest neighbor, so that classes stay classes."""
+        """Flip and crop a batch like the image, with nearest neighbors: classes stay classes."""
         assert self._image is not None
         op, dtype, has_channels = self._op, x.dtype, len(form.dims) == len(x.value.shape or ()) - 1
         if not self._size:
@@ -177,7 +178,7 @@ class Augmentation:
         return op.Cast(x, to=dtype) if dtype in _COMPUTED else x
 
     def _form(self, name: str, value: ir.Value, entry: ModelInput | None = None) -> SampleShape | None:
-        """Return where an input or target has height and width; None if it stays. Note which it is."""
+        """Return the axes of height and width of an input or target, and record if it moves."""
         assert self._image is not None
         if self._along is not None and name not in self._along:
             form = None
@@ -185,7 +186,7 @@ class Augmentation:
             sizes, image = _sizes(value, entry), self._image
             whole = _height_and_width(image)
             forms = _forms(sizes, image) if _may_be_same_batch(value, image.point) else []
-            form = next((each for each in forms if _is_same(_at(sizes or (), each), whole)), None)
+            form = next((candidate for candidate in forms if _is_same(_at(sizes or (), candidate), whole)), None)
             if form is None and self._along is not None:
                 form = self._named_form(name, sizes)
             if form is None and not self._has_none(sizes):
@@ -197,17 +198,17 @@ class Augmentation:
         return form
 
     def _has_none(self, sizes: _Sizes | None) -> bool:
-        """True for numbers of a sample in a row, which are not the pixels of the image: a class, some amounts."""
+        """True if a sample is a flat row of numbers that are not pixels: a class, some amounts."""
         if sizes is None or len(sizes) != 2:
             return sizes is not None and len(sizes) < 2
         assert self._image is not None
         height, width = _height_and_width(self._image)
         pixels = {h * w for h in height for w in width if isinstance(h, int) and isinstance(w, int)}
         channels = {1, *(dim for dim in (self._image.form.dims[self._image.form.channels],) if dim is not None)}
-        return not sizes[1] & {count * each for count in pixels for each in channels}
+        return not sizes[1] & {count * channel_count for count in pixels for channel_count in channels}
 
     def _named_form(self, name: str, sizes: _Sizes | None) -> SampleShape:
-        """The form of what the recipe moves though its size is another one, or is not known."""
+        """Return the form of an input that the recipe moves despite another or unknown size."""
         assert self._image is not None
         form = next(iter(_forms(sizes, self._image)), None)
         if form is None:
@@ -217,7 +218,7 @@ class Augmentation:
             )
         own, whole = _at(sizes or (), form), _height_and_width(self._image)
         numbers = [[next((n for n in names if isinstance(n, int)), None) for names in side] for side in (own, whole)]
-        told = [" x ".join("?" if n is None else str(n) for n in side) for side in numbers]
+        texts = [" x ".join("?" if n is None else str(n) for n in side) for side in numbers]
         if self._image.resized_by is not None:
             raise RecipeError(
                 f"`{self._image.resized_by}` changes the size of images after they are moved",
@@ -228,11 +229,11 @@ class Augmentation:
         ratios = {math.nan if not a or not b else b / a for a, b in zip(*numbers, strict=True)}
         if len(ratios) > 1 or not ratios.pop() > 0:
             raise RecipeError(
-                f"`{name}` is {told[0]} and the image {told[1]}: it cannot move along", hint="resize it in the data"
+                f"`{name}` is {texts[0]} and the image {texts[1]}: it cannot move along", hint="resize it in the data"
             )
         if any(move.function is AUGMENTATIONS["crop"] for move in self._moves):
             raise RecipeError(
-                f"`crop` moves by pixels, and `{name}` is {told[0]}, not {told[1]}",
+                f"`crop` moves by pixels, and `{name}` is {texts[0]}, not {texts[1]}",
                 hint="leave `crop` out, or resize it in the data",
             )
         return form
@@ -244,7 +245,7 @@ class Augmentation:
         others = [other for other in self._moved if other not in self._specs]
 
         def say(names: Sequence[str]) -> str:
-            flags = " ".join(f"--move-with-image {each}" for each in names or [_NONE])
+            flags = " ".join(f"--move-with-image {input_name}" for input_name in names or [_NONE])
             return f"`move_with_image={[*names] or _NONE!r}` (`{flags}`)".replace("'", '"')
 
         ways = [f"if it holds coordinates, leave {moves} out", f"if it stays as it is: {say(others)}"]
@@ -253,28 +254,28 @@ class Augmentation:
         else:
             try:
                 self._named_form(name, _sizes(value))
-                way = say([*others, name])
+                remedy = say([*others, name])
             except RecipeError:
-                way = "give it the height and width of the image"
-            ways.insert(1, f"if it is a mask or image: {way}")
+                remedy = "give it the height and width of the image"
+            ways.insert(1, f"if it is a mask or image: {remedy}")
         return RecipeError(
             f"`{name}` {_show(value.shape)} may have to move with `{image}` under {moves}", hint="; ".join(ways)
         )
 
     def _ignored(self, value: ir.Value) -> float:
-        """What a crop lays open in a target: the class that its loss ignores, else 0 as in the image."""
+        """Return the value that a crop fills in: the class that the loss ignores, else 0."""
         facts = self._assembly.step.fact("train.loss") or []
         options = [fact.get("options", {}) for fact in facts if value.name in fact["inputs"]]
         return float(next((o["ignore_index"] for o in options if o.get("ignore_index") is not None), 0))
 
 
 def notes_on_moves(step: Step) -> list[str]:
-    """Say which inputs and targets `flip` and `crop` move, and which stay."""
+    """Return sentences about the inputs and targets that `flip` and `crop` move, and the others."""
     fact = step.fact(_FACT)
     if not isinstance(fact, dict):
         return []
-    moved, kept = (list_names(fact.get(key) or [], 6) for key in ("moved", "kept"))
-    return [f"augmentation moves {moved} alike" + (f"; {kept} stays as it is" if kept else "")]
+    moved, fixed = (list_names(fact.get(key) or [], 6) for key in ("moved", "kept"))
+    return [f"augmentation moves {moved} alike" + (f"; {fixed} stays as it is" if fixed else "")]
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def _names(dim: int | ir.SymbolicDim | None) -> set[int | str]:
 
 
 def _sizes(value: ir.Value, entry: ModelInput | None = None) -> _Sizes | None:
-    """What is known of each axis of a batch."""
+    """Return the number and the symbols of each axis of a batch."""
     if entry is None or entry.point is entry.value:
         return None if value.shape is None else [_names(dim) for dim in value.shape]
     sizes = [set[int | str](), *(_names(dim) for dim in entry.form.dims)]
@@ -298,14 +299,14 @@ def _sizes(value: ir.Value, entry: ModelInput | None = None) -> _Sizes | None:
 
 
 def _forms(sizes: _Sizes | None, image: ModelInput) -> list[SampleShape]:
-    """The forms that a mask or image can have: channels, if any, as in the image, or at the other end."""
+    """Return possible forms of a mask: channels as in the image, at the other end, or none."""
     rank = len(sizes or ())
     channels = {3: [0], 4: [image.form.channels, 2 - image.form.channels]}.get(rank, [])
     return [SampleShape((None, None, None), at) for at in channels]
 
 
 def _at(sizes: _Sizes, form: SampleShape) -> _Sizes:
-    """Height and width. A mask without channels has one axis less before them."""
+    """Return height and width. A mask without channels has one axis less before them."""
     return [sizes[axis - (len(sizes) == 3)] for axis in form.axes]
 
 
@@ -315,11 +316,11 @@ def _height_and_width(image: ModelInput) -> _Sizes:
 
 
 def _is_same(a: _Sizes, b: _Sizes) -> bool:
-    return all(one & other for one, other in zip(a, b, strict=True))
+    return all(first & other for first, other in zip(a, b, strict=True))
 
 
 def shared_axes(value: ir.Value, image: ir.Value) -> tuple[int, ...] | None:
-    """Return the axes of a mask that are height and width of the images of an input; None if it has none."""
+    """Return the axes of a mask that are height and width of the images; None if it has none."""
     entry, sizes = ModelInput(image, image, form_of(image)), _sizes(value)
     if sizes is None or not entry.form.is_picture:
         return None

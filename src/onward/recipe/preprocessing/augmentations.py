@@ -1,7 +1,7 @@
-"""Augmentation by name: what a picture could look like as well. Every sample of a batch has luck of its own.
+"""Augmentations by name: random variations of images, drawn for each sample.
 
-The numbers come from the generator in the file (random.py), so that a run that is resumed draws what it would have
-drawn. Types, shapes and the places of channels stay as they are.
+The numbers come from the generator in the file (random.py), so that a run that is resumed draws
+what it would have drawn. Types, shapes and the places of channels stay as they are.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _LAST = np.iinfo(np.int64).min  # where a slice that goes backwards ends, so tha
 
 
 class Draws:
-    """Random numbers of one augmentation, one for each sample; all that moves together shares them."""
+    """Random numbers of one augmentation, one per sample, shared by all that move together."""
 
     def __init__(self, x: Expr, axes: int, key: Expr):
-        """`axes`: the number of axes of a sample, over which its number is repeated."""
+        """`axes` is the number of axes of a sample, over which its number is repeated."""
         self.key = key
         self._op, self._x, self._axes = x.op, x, axes
         self._numbers: dict[int, list[Expr]] = {}
         self._events: dict[float, Expr] = {}
 
     def per_sample(self, count: int = 1) -> list[Expr]:
-        """Return float32 tensors of numbers from 0 to 1, in a shape that broadcasts with a batch."""
+        """Return float32 numbers from 0 to 1, in a shape that broadcasts with a batch."""
         if count not in self._numbers:
             op = self._op
             drawn = random.uniform(op, self.key, op.Concat([count], self._one_each(), axis=0))
@@ -41,7 +41,7 @@ class Draws:
         return self._numbers[count]
 
     def happens(self, p: float) -> Expr:
-        """Return for each sample whether an event of probability `p` happens."""
+        """Return a mask of samples: an event of probability `p`."""
         _check_probability(p)
         if p not in self._events:
             self._events[p] = random.bernoulli_mask(self._op, self.key, self._one_each(), float(p))
@@ -56,16 +56,16 @@ class Draws:
 
 @dataclasses.dataclass(frozen=True)
 class Chance(ImageBatch):
-    """A batch of images, or of what moves along with them, and the random numbers that change it."""
+    """A batch of images or of companions, and the random numbers that change it."""
 
     draws: Draws = dataclasses.field(kw_only=True)
     fill: float = 0.0
-    """What a move lays open."""
+    """Fill value of a move."""
     size: Sequence[Expr] | None = None
-    """Height and width of the images that this moves along with."""
+    """Height and width of the images that this batch moves along with."""
 
     def clipped(self, x: Expr) -> Expr:
-        """Values as pictures have them, where it is known which those are."""
+        """Clip values to the range of images, if it is known."""
         if self.limit is None:
             return x
         clipped: Expr = self.op.Clip(x, self.op.scalar(0.0, x), self.op.scalar(self.limit, x))
@@ -76,7 +76,7 @@ class Chance(ImageBatch):
 
 
 def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "vertical"] = "horizontal") -> Expr:
-    """Mirrors a picture with probability `p`; `direction` is `horizontal` or `vertical`."""
+    """Mirror an image with probability `p`; `direction` is `horizontal` or `vertical`."""
     chance.check("flip")
     if direction not in ("horizontal", "vertical"):
         raise RecipeError(f"a flip cannot be `{direction}`", hint="use `horizontal` or `vertical`")
@@ -87,7 +87,7 @@ def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "verti
 
 
 def crop(chance: Chance, padding: int) -> Expr:
-    """Moves a picture by up to `padding` pixels in each direction; what is laid open is 0."""
+    """Move an image by up to `padding` pixels in each direction, with 0 at the edges."""
     chance.check("crop")
     is_count = is_number(padding) and isinstance(padding, int) and 0 < padding < 2**31
     _check("padding", padding, is_count, "a number of pixels")
@@ -112,12 +112,13 @@ def crop(chance: Chance, padding: int) -> Expr:
         places = along if places is None else places + along
     pixels = op.Reshape(padded, op.Concat([-1], op.Slice(shape, [last], [4]), axis=0))
     window: Expr = op.Gather(pixels, places)
-    # A mask must have as many pixels as the image: what is declared with symbols may differ in the data.
+    # A mask must have as many pixels as the image: what is declared with symbols may differ in the
+    # data.
     return window if chance.size is None else op.Reshape(window, shape)
 
 
 def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) -> Expr:
-    """Blackens a rectangle with probability `p`, of a share of the picture between two numbers: `area=[0.02,0.33]`."""
+    """Fill a rectangle with 0 with probability `p`; `area=[0.02,0.33]` bounds its share."""
     chance.check("erase")
     _check_probability(p)
     small, large = _range("area", area)
@@ -141,7 +142,7 @@ _LONGEST = 3.3  # times as long as wide is a rectangle at most
 
 
 def _along(op: Builder, count: Expr, axis: int, rank: int) -> Expr:
-    """The numbers 0, 1, 2 ... up to a count, along one of so many axes."""
+    """Return the numbers 0, 1, 2 ... up to a count, along one of `rank` axes."""
     numbers = op.Range(np.int64(0), count, np.int64(1))
     along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(rank)])
     return along
@@ -151,18 +152,18 @@ def _along(op: Builder, count: Expr, axis: int, rank: int) -> Expr:
 
 
 def brightness(chance: Chance, amount: float = 0.2) -> Expr:
-    """Multiplies a picture by a number between 1 - `amount` and 1 + `amount`."""
+    """Multiply an image by a number from 1 - `amount` to 1 + `amount`."""
     return chance.clipped(chance.x * _factor(chance, amount))
 
 
 def contrast(chance: Chance, amount: float = 0.2) -> Expr:
-    """Multiplies what differs from a picture's mean by a number between 1 - `amount` and 1 + `amount`."""
+    """Multiply differences from an image's mean by a number from 1 - `amount` to 1 + `amount`."""
     mean = chance.op.ReduceMean(chance.x, list(range(1, len(chance.form.dims) + 1)), keepdims=1)
     return chance.clipped(mean + (chance.x - mean) * _factor(chance, amount))
 
 
 def noise(chance: Chance, std: float = 0.05) -> Expr:
-    """Adds normal noise with the standard deviation `std`, in the units that values have there."""
+    """Add normal noise with the standard deviation `std`, in the units of the values."""
     _check("std", std, is_number(std) and std > 0, "a positive number")
     numbers = random.normal(chance.op, chance.draws.key, chance.op.Shape(chance.x))
     return chance.clipped(chance.x + chance.op.CastLike(numbers, chance.x) * float(std))
@@ -179,7 +180,7 @@ AUGMENTATIONS: Mapping[str, Callable[..., Expr]] = {
     function.__name__: function for function in (flip, crop, erase, brightness, contrast, noise)
 }
 MOVES = ("flip", "crop")
-"""Augmentations that change where pixels are: masks must change with the images."""
+"""Augmentations that move pixels; masks must move with the images."""
 
 
 def _check_probability(p: Any) -> None:

@@ -1,7 +1,7 @@
-"""Put preprocessing before a model.
+"""Preprocessing in front of a model.
 
-Preprocessing becomes the first part of the inference graph. Its input has the name of the model's, and takes the data
-as they are; what the model takes is called `NAME/preprocessed`.
+Preprocessing becomes the first part of the inference graph. Its input has the name of the model's
+and takes raw data. The model's own input is renamed to `NAME/preprocessed`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from onward.transform.types import fill_in_types
 
 _PREFIX = "preprocess/"
 RAW = "/raw"
-"""What the input of a pipeline ends with that is called as its output, but for this."""
+"""Suffix of a pipeline's input if its output has the same name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-    """How data come into the model by one of its inputs."""
+    """The path of data into the model by one input."""
 
     value: ir.Value
-    """What the model reads."""
+    """The value that the model reads."""
     point: ir.Value
-    """What augmentation changes: before the values are normalized."""
+    """The value that augmentation changes: before values are normalized."""
     form: SampleShape
     limit: float | None = None
     resized_by: str | None = None
@@ -56,7 +56,7 @@ class ModelInput:
 
 
 def with_preprocessing(source: Model, preprocess: Any) -> Model:
-    """A copy of a model that takes data as they are."""
+    """Return a copy of a model that takes raw data."""
     preprocess = open_preprocessing(preprocess)
     model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
     put_before(model, preprocess)
@@ -65,14 +65,14 @@ def with_preprocessing(source: Model, preprocess: Any) -> Model:
 
 
 def open_preprocessing(preprocess: Any) -> Any:
-    """Preprocessing, read if it is a file."""
+    """Return preprocessing; read it if it is a file."""
     is_file = isinstance(preprocess, str) and preprocess.strip().endswith(".onnx")
     is_source = isinstance(preprocess, os.PathLike | bytes) or hasattr(preprocess, "SerializeToString")
     return strip(inline(load(preprocess))) if is_file or is_source or isinstance(preprocess, Model) else preprocess
 
 
 def opset_of(preprocess: Any) -> int:
-    """The least operator set that it needs."""
+    """Return the lowest operator set that preprocessing needs."""
     if isinstance(preprocess, Model):
         return preprocess.opset
     if preprocess is None:
@@ -81,7 +81,7 @@ def opset_of(preprocess: Any) -> int:
 
 
 def put_before(model: Model, preprocess: Any) -> dict[str, ModelInput]:
-    """Put preprocessing, which is opened, before a model, in place; what has become of those inputs."""
+    """Put opened preprocessing before a model, in place; return the inputs."""
     if preprocess is None:
         return {}
     if isinstance(preprocess, Model):
@@ -111,15 +111,15 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> ModelIn
     )
     first = ir.Graph([], [], nodes=[], name="preprocessing", opset_imports={"": model.opset})
     op = Builder(first, opset=model.opset, names=model.names(), scope=_PREFIX.rstrip("/"))
-    picture, made = pipeline.build(op, raw, value)
-    if made.value is raw:
-        made = op.Identity(made)
+    picture, result = pipeline.build(op, raw, value)
+    if result.value is raw:
+        result = op.Identity(result)
     value.name = op.names.fresh(f"{name}/preprocessed")
-    made.value.type, made.value.shape, made.value.name = value.type, value.shape, value.name
-    value.replace_all_uses_with(made.value, replace_graph_outputs=True)
+    result.value.type, result.value.shape, result.value.name = value.type, value.shape, value.name
+    value.replace_all_uses_with(result.value, replace_graph_outputs=True)
     model.graph.inputs[model.graph.inputs.index(value)] = raw
     _move_before(model.graph, first)
-    return ModelInput(made.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
+    return ModelInput(result.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
 
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
@@ -145,7 +145,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
     names = model.names()
     entries: dict[str, ModelInput] = {}
     raw = list(first.graph.inputs)
-    kept = [value for value in model.graph.inputs if value.name not in joins]
+    own_inputs = [value for value in model.graph.inputs if value.name not in joins]
     for name, output in joins.items():
         value = inputs[name]
         _check_join(output, value)
@@ -159,7 +159,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
         value.name = name if name in joins else names.fresh(name)
     model.graph.inputs.clear()
     _move_before(model.graph, first.graph)
-    model.graph.inputs.extend([*raw, *kept])
+    model.graph.inputs.extend([*raw, *own_inputs])
     for domain, version in first.ir.opset_imports.items():
         if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML_DOMAIN:
             raise RecipeError(
@@ -169,7 +169,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
 
 
 def _joins(model: Model, first: Model) -> dict[str, ir.Value]:
-    """Input -> output: of the same name; where there is none, in order, or the only one to the picture."""
+    """Return input -> output: by name; else in order, or the only output for the image."""
     inputs = [value.name or "" for value in model.inputs]
     outputs = {(value.name or "").removeprefix(_PREFIX): value for value in first.outputs}
     if idle := [name for name, output in outputs.items() if output.producer() is None]:
@@ -196,8 +196,9 @@ def _check_join(output: ir.Value, value: ir.Value) -> None:
             hint="let it end with a Cast",
         )
     if output.shape is not None and value.shape is not None:
-        given, wanted = (SampleShape(dims_of(shape), 0) for shape in (output.shape, value.shape))
-        if not wanted.fits(given.dims):
+        output_shape, input_shape = (SampleShape(dims_of(shape), 0) for shape in (output.shape, value.shape))
+        if not input_shape.fits(output_shape.dims):
             raise RecipeError(
-                f"`{name}` of the preprocessing has the shape {given}, but `{value.name}` of the model has {wanted}"
+                f"`{name}` of the preprocessing has the shape {output_shape}, but `{value.name}` of the model has "
+                f"{input_shape}"
             )

@@ -1,4 +1,4 @@
-"""Preprocessing: the operations by name, and what data are on their way to the model."""
+"""Preprocessing operations by name, and the data between them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CHANNELS = (1, 3, 4)
 
 
 def dims_of(shape: Iterable[Any]) -> Dims:
-    """The dimensions of a shape of onnx_ir, as far as they are numbers."""
+    """Return the dimensions of an onnx_ir shape, None for those that are not numbers."""
     return tuple(dim if isinstance(dim, int) else None for dim in shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleShape:
-    """The shape of a sample. A dimension that is not known is None."""
+    """The shape of a sample. An unknown dimension is None."""
 
     dims: Dims
     channels: int
@@ -34,7 +34,7 @@ class SampleShape:
 
     @classmethod
     def of(cls, dims: Sequence[int | None]) -> SampleShape:
-        """Three dimensions are a picture, with the channels first or last; of others, features are last."""
+        """Return a shape: three dimensions are an image, channels first or last."""
         is_first = len(dims) == 3 and (dims[0] in _CHANNELS or dims[2] not in _CHANNELS)
         return cls(tuple(dims), 0 if is_first else max(len(dims) - 1, 0))
 
@@ -56,7 +56,7 @@ class SampleShape:
         return dataclasses.replace(self, dims=dims)
 
     def turned(self) -> SampleShape:
-        """With the channels at the other end."""
+        """Return the shape with the channels at the other end."""
         first, second, third = self.dims
         return SampleShape((second, third, first), 2) if self.channels == 0 else SampleShape((third, first, second), 0)
 
@@ -71,12 +71,12 @@ class SampleShape:
 
 @dataclasses.dataclass(frozen=True)
 class ImageBatch:
-    """A batch of samples, in the middle of being prepared."""
+    """A batch of samples between two operations."""
 
     x: Expr
     form: SampleShape
     limit: float | None = None
-    """Values go from 0 to this, as far as that is known."""
+    """The maximum of values that start at 0; None if unknown."""
 
     @property
     def op(self) -> Builder:
@@ -90,7 +90,7 @@ class ImageBatch:
 
 
 def check_picture(name: str, form: SampleShape) -> None:
-    """Refuse what is for pictures elsewhere."""
+    """Raise if a sample is not an image."""
     if not form.is_picture:
         raise RecipeError(
             f"`{name}` is for pictures, and a sample has the shape {form} there",
@@ -106,7 +106,7 @@ def is_number(value: Any) -> bool:
 
 
 PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
-"""Means and standard deviations of red, green and blue, from 0 to 1, that many models were trained with."""
+"""Means and standard deviations of red, green and blue, from 0 to 1, for many pretrained models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Operation:
 
 
 def scale(picture: ImageBatch, max: float = 255.0) -> ImageBatch:
-    """Values from 0 to `max` become 0 to 1."""
+    """Scale values from 0..`max` to 0..1."""
     if not is_number(max) or max <= 0:
         raise RecipeError(f"`scale` divides by `max`, which is `{max}`", hint="such as `scale:max=255`")
     limit = picture.limit / max if picture.limit is not None else None
@@ -127,7 +127,7 @@ def scale(picture: ImageBatch, max: float = 255.0) -> ImageBatch:
 
 
 def normalize(picture: ImageBatch, mean: Any = 0.0, std: Any = 1.0, preset: str | None = None) -> ImageBatch:
-    """Subtracts a mean and divides by a standard deviation: numbers, or lists with one per channel; or `imagenet`."""
+    """Subtract a mean and divide by a deviation: numbers, lists per channel, or `imagenet`."""
     if isinstance(mean, str):
         preset = mean
     if preset is not None:
@@ -137,17 +137,17 @@ def normalize(picture: ImageBatch, mean: Any = 0.0, std: Any = 1.0, preset: str 
                 f"`normalize:preset={preset}` is for values from 0 to 1, and these go to {picture.limit:g}",
                 hint="put `scale` before it",
             )
-    means, stds = (_per_channel(picture.form, name, given) for name, given in (("mean", mean), ("std", std)))
+    means, stds = (_per_channel(picture.form, name, value) for name, value in (("mean", mean), ("std", std)))
     if not (stds > 0).all():
         raise RecipeError("`normalize` divides by `std`, which must be positive")
     return picture.changed((picture.x - means) / stds, limit=None)
 
 
-def _per_channel(form: SampleShape, name: str, given: Any) -> np.ndarray:
-    """Numbers for each channel, in a shape that goes with a batch."""
-    numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+def _per_channel(form: SampleShape, name: str, value: Any) -> np.ndarray:
+    """Return numbers per channel in a shape that broadcasts with a batch."""
+    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not numbers or not all(is_number(number) for number in numbers):
-        raise RecipeError(f"`{name}` of `normalize` is `{given}`, not a number or a list of numbers")
+        raise RecipeError(f"`{name}` of `normalize` is `{value}`, not a number or a list of numbers")
     count = form.dims[form.channels] if form.dims else None
     if len(numbers) > 1 and count not in (None, len(numbers)):
         raise RecipeError(f"`{name}` of `normalize` has {len(numbers)} numbers for {count} channels of {form}")
@@ -159,13 +159,13 @@ def _per_channel(form: SampleShape, name: str, given: Any) -> np.ndarray:
 
 
 def decode(picture: ImageBatch, format: str = "RGB") -> ImageBatch:
-    """The bytes of an image file as a picture: `RGB`, `BGR` or `Grayscale`. For a pipeline that stands alone."""
+    """Decode an image file to `RGB`, `BGR` or `Grayscale`. For a pipeline that stands alone."""
     count = lookup("format of pictures", format, {"RGB": 3, "BGR": 3, "Grayscale": 1})
     op = picture.op
-    made = op.Unsqueeze(op.ImageDecoder(picture.x, pixel_format=format), [0])
-    made = op.Cast(made, to=ir.DataType.FLOAT)
-    made.value.shape = ir.Shape([1, None, None, count])
-    return ImageBatch(made, SampleShape((None, None, count), 2), 255.0)
+    image = op.Unsqueeze(op.ImageDecoder(picture.x, pixel_format=format), [0])
+    image = op.Cast(image, to=ir.DataType.FLOAT)
+    image.value.shape = ir.Shape([1, None, None, count])
+    return ImageBatch(image, SampleShape((None, None, count), 2), 255.0)
 
 
 def _of_file(form: SampleShape) -> SampleShape:
@@ -179,7 +179,7 @@ def _of_file(form: SampleShape) -> SampleShape:
 
 
 def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
-    """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller.
+    """Resize to `size=32` or `size=32x48`: bilinear, with antialiasing where it shrinks.
 
     `keep`: the shorter side becomes `size`, and the other what keeps the proportions.
     """
@@ -189,9 +189,9 @@ def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
     if keep:
         if height != width:
             raise RecipeError(f"`resize:size={size}` has two sizes, and `keep` is for that of the shorter side")
-        given = op.Gather(op.Shape(picture.x), np.asarray(picture.form.axes, np.int64))
-        sizes = op.Div(given * height, op.ReduceMin(given, keepdims=0))  # rounded down, as torchvision does
-    made = op.Resize(
+        old_size = op.Gather(op.Shape(picture.x), np.asarray(picture.form.axes, np.int64))
+        sizes = op.Div(old_size * height, op.ReduceMin(old_size, keepdims=0))  # rounded down, as torchvision does
+    resized = op.Resize(
         picture.x,
         None,
         None,
@@ -201,37 +201,37 @@ def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
         exclude_outside=1,  # what is beyond the border has no weight, as everywhere else
         axes=list(picture.form.axes),
     )
-    return _with_form(picture, made, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
+    return _with_form(picture, resized, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
 
 
 def center_crop(picture: ImageBatch, size: Any) -> ImageBatch:
-    """The middle of a picture, such as `size=28` or `size=28x32`."""
+    """Crop the middle of an image, such as `size=28` or `size=28x32`."""
     picture.check("center_crop")
-    op, wanted, axes = picture.op, size_of("center_crop", size), picture.form.axes
-    for axis, length in zip(axes, wanted, strict=True):
-        if (known := picture.form.dims[axis - 1]) is not None and known < length:
-            raise RecipeError(f"`center_crop:size={wanted[0]}x{wanted[1]}` is more than a picture of {picture.form}")
-    lengths = np.asarray(wanted, np.int64)
-    given = op.Gather(op.Shape(picture.x), np.asarray(axes, np.int64))
-    start = op.Div(given - lengths, np.int64(2))
-    made = op.Slice(picture.x, start, start + lengths, np.asarray(axes, np.int64))
-    return _with_form(picture, made, picture.form.sized(*wanted))
+    op, target, axes = picture.op, size_of("center_crop", size), picture.form.axes
+    for axis, length in zip(axes, target, strict=True):
+        if (actual := picture.form.dims[axis - 1]) is not None and actual < length:
+            raise RecipeError(f"`center_crop:size={target[0]}x{target[1]}` is more than a picture of {picture.form}")
+    lengths = np.asarray(target, np.int64)
+    old_size = op.Gather(op.Shape(picture.x), np.asarray(axes, np.int64))
+    start = op.Div(old_size - lengths, np.int64(2))
+    cropped = op.Slice(picture.x, start, start + lengths, np.asarray(axes, np.int64))
+    return _with_form(picture, cropped, picture.form.sized(*target))
 
 
 def to_rgb(picture: ImageBatch) -> ImageBatch:
-    """Grey pictures get three equal channels."""
+    """Repeat the channel of a gray image three times."""
     picture.check("to_rgb")
-    made = picture.op.Concat(picture.x, picture.x, picture.x, axis=picture.form.channels + 1)
-    return _with_form(picture, made, picture.form.with_channels(3))
+    repeated = picture.op.Concat(picture.x, picture.x, picture.x, axis=picture.form.channels + 1)
+    return _with_form(picture, repeated, picture.form.with_channels(3))
 
 
 def channels_first(picture: ImageBatch) -> ImageBatch:
-    """From height, width, channels to channels, height, width."""
+    """Transpose height, width, channels to channels, height, width."""
     return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 3, 1, 2]), picture.form.turned())
 
 
 def channels_last(picture: ImageBatch) -> ImageBatch:
-    """From channels, height, width to height, width, channels."""
+    """Transpose channels, height, width to height, width, channels."""
     return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 2, 3, 1]), picture.form.turned())
 
 
@@ -277,15 +277,15 @@ SIZES = ("resize", "center_crop")
 """Operations that give images of different sizes one size."""
 
 
-def size_of(name: str, given: Any) -> tuple[int, int]:
-    """Height and width of `32`, `32x48` or `[32, 48]`."""
-    parts = given.split("x") if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given] * 2
+def size_of(name: str, size: Any) -> tuple[int, int]:
+    """Parse height and width: `32`, `32x48` or `[32, 48]`."""
+    parts = size.split("x") if isinstance(size, str) else list(size) if isinstance(size, Sequence) else [size] * 2
     try:
-        height, width = (int(part) if isinstance(part, str) else part for part in parts)
+        height, width = (int(item) if isinstance(item, str) else item for item in parts)
     except ValueError:
         height = width = None
     if not all(is_number(length) and isinstance(length, int) and 0 < length < 2**31 for length in (height, width)):
-        raise RecipeError(f"`{name}` has the size `{given}`", hint=f"write `{name}:size=32` or `{name}:size=32x48`")
+        raise RecipeError(f"`{name}` has the size `{size}`", hint=f"write `{name}:size=32` or `{name}:size=32x48`")
     assert height is not None and width is not None
     return height, width
 

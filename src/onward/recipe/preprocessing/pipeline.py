@@ -1,4 +1,4 @@
-"""Operations in a row, as people type them: `resize:size=32 scale normalize:mean=0.5,std=0.25 channels_first`."""
+"""Sequences of operations: `resize:size=32 scale normalize:mean=0.5,std=0.25 channels_first`."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from onward.runtime.sessions import open_session
 from onward.standard import COMMON_OPSET, IR_VERSION, ML_DOMAIN, OLDEST_OPSET
 
 INPUT = "input"
-"""The name of what may stand first: which type and shape the data have."""
+"""Name of an optional first item: the type and shape of the data."""
 _TYPES = {
     name: ir.DataType.from_numpy(np.dtype(name))
     for name in ("uint8", "float32", "float16", "float64", "uint16", "int16", "int32", "int64", "int8", "bool")
 }
 _FUNCTIONS = {name: operation.build for name, operation in OPERATIONS.items()}
 TEXT, FILE = "tokenize", "decode"
-"""What takes something else than pictures."""
+"""Operations on other data than images."""
 ROLES = {
     **dict.fromkeys(("attention_mask", "input_mask", "mask"), "mask"),
     **dict.fromkeys(("token_type_ids", "segment_ids"), "zeros"),
 }
-"""Inputs of models for text that are known by their names, beside that for the numbers."""
+"""Names of further inputs of text models, besides that of the token indices."""
 _NAMED = re.compile(r"\s*[^\s:=]+=")
 
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """What the data are: a type, and the shape of a sample, unless that of the first operation."""
+    """The type of the data and the shape of a sample (default: those of the first operation)."""
 
     dtype: ir.DataType = ir.DataType.UINT8
     dims: Dims | None = None
     limit: float | None = None
-    """Values go from 0 to this, where that is known; for bytes it is."""
+    """Maximum of values that start at 0, if known; it is for bytes."""
 
     @classmethod
     def by(cls, spec: Spec) -> Raw:
@@ -76,14 +76,14 @@ class Raw:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Operations for one input of a model. `raw` is what the data are, if that was said."""
+    """Operations for one input of a model. `raw` is the declared form of the data, if any."""
 
     specs: tuple[Spec, ...]
     raw: Raw | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Pipeline:
-        specs = specs_of(given)
+    def of(cls, value: Any) -> Pipeline:
+        specs = specs_of(value)
         raw = Raw.by(specs.pop(0)) if specs and specs[0].name == INPUT else None
         for spec in specs:
             arguments(lookup("preprocessing", spec.name, OPERATIONS).build, spec.options)
@@ -99,24 +99,24 @@ class Pipeline:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """The height and width of what comes out, where an operation fixes them."""
+        """Height and width of the result, if an operation fixes them."""
         spec = next((spec for spec in reversed(self.specs) if spec.name in SIZES), None)
         return None if spec is None else size_of(spec.name, spec.options["size"])
 
     @property
     def resized_late_by(self) -> str | None:
-        """The operation that changes the size of images behind the point of augmentation, if there is one."""
+        """The operation that resizes images behind the point of augmentation, or None."""
         names = [spec.name for spec in self.specs]
         after = names[names.index("normalize") :] if "normalize" in names else []
         return next((name for name in after if name in SIZES), None)
 
     @property
     def all_specs(self) -> list[Spec]:
-        """All that is known, as it could have been given."""
+        """The declaration of the data, if any, and the operations."""
         return [*([self.raw.spec()] if self.raw is not None else []), *self.specs]
 
     def form(self, model: SampleShape) -> SampleShape:
-        """The form of the data from which the operations make what the model takes."""
+        """Return the form of the data that the operations convert to the model's input."""
         for spec in reversed(self.specs):
             if spec.options.get("keep"):
                 raise RecipeError(
@@ -127,27 +127,29 @@ class Pipeline:
         return model
 
     def dims(self, model: SampleShape) -> Dims:
-        """The shape of a sample: as it was said, or as it follows."""
+        """Return the shape of a sample, as declared or inferred."""
         implied = self.form(model)
         if self.raw is None or self.raw.dims is None:
             return implied.dims
-        given = self.raw.dims
-        if implied.fits(given) or (_lacks_channel(given, implied) and implied.dims[implied.channels] in (None, 1)):
-            return given
+        declared = self.raw.dims
+        if implied.fits(declared) or (
+            _lacks_channel(declared, implied) and implied.dims[implied.channels] in (None, 1)
+        ):
+            return declared
         raise RecipeError(
-            f"samples of the shape {SampleShape(given, 0)} are not what `{self}` takes, which is {implied}",
-            hint=_way_out(given, implied),
+            f"samples of the shape {SampleShape(declared, 0)} are not what `{self}` takes, which is {implied}",
+            hint=_way_out(declared, implied),
         )
 
     def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[ImageBatch, Expr]:
-        """Append the operations: the picture that augmentation is for, and what the model reads."""
+        """Append the operations; return the image for augmentation and the model's input."""
         target = form_of(model)
         implied, dims = self.form(target), self.dims(target)
         picture, point = self.through(self.start(op, raw, dims, implied))
         return point, fitted(picture, model, str(self))
 
     def start(self, op: Builder, raw: ir.Value, dims: Dims, implied: SampleShape) -> ImageBatch:
-        """The data as a picture: numbers, with an axis for channels."""
+        """Return the data as an image: numbers, with an axis for channels."""
         x = op(raw)
         if _lacks_channel(dims, implied):
             x = op.Unsqueeze(x, [implied.channels + 1])
@@ -161,7 +163,7 @@ class Pipeline:
         return ImageBatch(x, SampleShape(dims, implied.channels), limit)
 
     def through(self, picture: ImageBatch) -> tuple[ImageBatch, ImageBatch]:
-        """Append the operations: what comes out, and the picture that augmentation is for."""
+        """Append the operations; return their result and the image for augmentation."""
         point: ImageBatch | None = None
         for spec in self.specs:
             if spec.name == "normalize" and point is None:
@@ -174,114 +176,114 @@ class Pipeline:
 
 
 def fitted(picture: ImageBatch, model: ir.Value, operations: str) -> Expr:
-    """A picture as an input of a model takes it."""
+    """Return an image in the type and rank of the model's input."""
     if not (target := form_of(model)).fits(picture.form.dims):
         raise RecipeError(
             f"`{operations}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
             hint="let it end with a `resize` to that size",
         )
     x = picture.x
-    wanted = model.dtype or ir.DataType.FLOAT
-    if wanted.is_integer():
-        limits = np.iinfo(wanted.numpy())
+    dtype = model.dtype or ir.DataType.FLOAT
+    if dtype.is_integer():
+        limits = np.iinfo(dtype.numpy())
         x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
-    if wanted is not ir.DataType.FLOAT:
-        x = x.op.Cast(x, to=wanted)
+    if dtype is not ir.DataType.FLOAT:
+        x = x.op.Cast(x, to=dtype)
     return x
 
 
 def form_of(value: ir.Value) -> SampleShape:
-    """The form of the samples in a batch."""
+    """Return the form of the samples in a batch."""
     if value.shape is None or not len(value.shape):
         raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
     return SampleShape.of(dims_of(value.shape)[1:])
 
 
-def specs_of(given: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTIONS) -> list[Spec]:
-    """Specs in a text with spaces or `|` between them, or in a list."""
-    if isinstance(given, str):
-        return [parse(word, functions) for word in words(given.replace("|", " "))]
-    if isinstance(given, Mapping | Spec):
-        return [parse(given)]
-    if isinstance(given, bytes) or not isinstance(given, Sequence):
-        raise RecipeError(f"{given!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
-    return [spec for item in given for spec in specs_of(item, functions)]
+def specs_of(specs: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTIONS) -> list[Spec]:
+    """Parse specs with spaces or `|` between them, or a list of specs."""
+    if isinstance(specs, str):
+        return [parse(word, functions) for word in words(specs.replace("|", " "))]
+    if isinstance(specs, Mapping | Spec):
+        return [parse(specs)]
+    if isinstance(specs, bytes) or not isinstance(specs, Sequence):
+        raise RecipeError(f"{specs!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
+    return [spec for item in specs for spec in specs_of(item, functions)]
 
 
-def pipelines(model: Model, given: Any) -> dict[str, Pipeline]:
-    """The operations for each input of a model: {input: operations}, or operations for the one they are for."""
-    return {name: Pipeline.of(operations) for name, operations in by_input(model, given).items()}
+def pipelines(model: Model, specs: Any) -> dict[str, Pipeline]:
+    """Return a pipeline per input, from {input: operations} or for the only suitable one."""
+    return {name: Pipeline.of(operations) for name, operations in by_input(model, specs).items()}
 
 
-def by_input(model: Model, given: Any) -> dict[str, Any]:
-    """What is given for each input: {input: ...}, or texts `INPUT=...`; without a name, for the only picture."""
-    if not isinstance(given, str | Spec | Mapping | Sequence):
-        raise RecipeError(f"{given!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
-    texts = [given] if isinstance(given, str | Spec) else given
-    if isinstance(given, Mapping) and "name" not in given:
-        named = {str(name): value for name, value in given.items()}
+def by_input(model: Model, specs: Any) -> dict[str, Any]:
+    """Return specs by input, from {input: ...} or `INPUT=...`; else for the only image."""
+    if not isinstance(specs, str | Spec | Mapping | Sequence):
+        raise RecipeError(f"{specs!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
+    texts = [specs] if isinstance(specs, str | Spec) else specs
+    if isinstance(specs, Mapping) and "name" not in specs:
+        named = {str(name): value for name, value in specs.items()}
     elif texts and all(isinstance(text, str) and _NAMED.match(text) for text in texts):
         named = by_name([str(text).strip().split("=", 1) for text in texts])
     else:
-        named = {(_text_of if mentions_text(given) else _picture_of)(model): given}
-    known = [value.name or "" for value in model.inputs]
+        named = {(_text_of if mentions_text(specs) else _picture_of)(model): specs}
+    names = [value.name or "" for value in model.inputs]
     for name in named:
-        if name not in known:
-            hint = suggest(name, known) or f"its inputs are {', '.join(known)}"
+        if name not in names:
+            hint = suggest(name, names) or f"its inputs are {', '.join(names)}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return named
 
 
-def mentions_text(given: Any) -> bool:
-    """Whether some of these operations are for text."""
-    if isinstance(given, str):
-        return re.search(rf"\b{TEXT}\b", given) is not None
-    if isinstance(given, Spec):
-        return given.name == TEXT
-    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, Sequence) else ()
-    return any(mentions_text(part) for part in parts)
+def mentions_text(specs: Any) -> bool:
+    """True if an operation is for text."""
+    if isinstance(specs, str):
+        return re.search(rf"\b{TEXT}\b", specs) is not None
+    if isinstance(specs, Spec):
+        return specs.name == TEXT
+    parts = specs.values() if isinstance(specs, Mapping) else specs if isinstance(specs, Sequence) else ()
+    return any(mentions_text(item) for item in parts)
 
 
 def _text_of(model: Model) -> str:
-    """The input for the numbers of text: the only one, or the only one of whole numbers that is nothing else."""
+    """Return the input for token indices: the only one, or the only one of integers."""
     inputs = [value for value in model.inputs if (value.name or "") not in ROLES]
     whole = [value for value in inputs if value.dtype is not None and value.dtype.is_integer()]
-    found = [value.name or "" for value in (inputs if len(inputs) == 1 else whole)]
-    if len(found) != 1:
+    candidates = [value.name or "" for value in (inputs if len(inputs) == 1 else whole)]
+    if len(candidates) != 1:
         raise RecipeError(
             f"the model has the inputs {', '.join(f'`{v.name}`' for v in model.inputs)}, and it is not said which takes"
             " the numbers of text",
             hint="write `INPUT=tokenize:...`",
         )
-    return found[0]
+    return candidates[0]
 
 
 def _picture_of(model: Model) -> str:
-    """The only input, or the only one that takes pictures."""
+    """Return the only input, or the only one that takes images."""
     inputs = {value.name or "": value for value in model.inputs}
     pictures = [name for name, value in inputs.items() if value.shape is not None and len(value.shape) == 4]
-    found = list(inputs) if len(inputs) == 1 else pictures
-    if len(found) != 1:
+    candidates = list(inputs) if len(inputs) == 1 else pictures
+    if len(candidates) != 1:
         raise RecipeError(
             f"the model has the inputs {', '.join(f'`{name}`' for name in inputs)}, and it is not said which is meant",
             hint=f'write {{"{next(iter(inputs), "input")}": ...}}, or {next(iter(inputs), "input")}=... as a text',
         )
-    return found[0]
+    return candidates[0]
 
 
 def _lacks_channel(dims: Dims, form: SampleShape) -> bool:
-    """Whether these are grey pictures without an axis for their only channel."""
+    """True if data are gray images without a channel axis."""
     if not form.is_picture or len(dims) != 2:
         return False
     sizes = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
     return all(a is None or b is None or a == b for a, b in zip(dims, sizes, strict=True))
 
 
-def _way_out(given: Dims, implied: SampleShape) -> str:
-    if len(given) == 3 and implied.is_picture:
-        if implied.turned().fits(given):
+def _way_out(dims: Dims, implied: SampleShape) -> str:
+    if len(dims) == 3 and implied.is_picture:
+        if implied.turned().fits(dims):
             return f"`{'channels_first' if implied.channels == 0 else 'channels_last'}` moves the channels"
-        if implied.with_channels(None).fits(given) and given[implied.channels] == 1:
+        if implied.with_channels(None).fits(dims) and dims[implied.channels] == 1:
             return "`to_rgb` gives grey pictures three channels"
     return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
 
@@ -290,12 +292,12 @@ def _way_out(given: Dims, implied: SampleShape) -> str:
 
 
 TEXT_INPUT = "text"
-"""What the input for text is called."""
+"""The name of the input for text."""
 _USUAL = {"input_ids": "ids", "attention_mask": "mask"}
 
 
 def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "input_ids") -> Model:
-    """From `text`, strings [N], to the inputs of a model: that of this `name`, and those with a mask or with zeros."""
+    """Build the graph from `text`, strings [N], to `name` and inputs for a mask or zeros."""
     inputs = {value.name or "": value for value in model.inputs} if model is not None else {}
     options = dict(pipeline.specs[0].options)
     roles = dict(_USUAL)
@@ -308,14 +310,14 @@ def text_pipeline(pipeline: Pipeline, model: Model | None = None, name: str = "i
     op.names.fresh(TEXT_INPUT)
     tokens = tokenize(op(raw), **options)
     for output, role in roles.items():
-        made = _as_input(_part(tokens, role), inputs.get(output)).named(output).value
-        made.shape = ir.Shape(["N", options["length"]])
-        graph.outputs.append(made)
+        result = _as_input(_part(tokens, role), inputs.get(output)).named(output).value
+        result.shape = ir.Shape(["N", options["length"]])
+        graph.outputs.append(result)
     return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
 def _raw(options: Mapping[str, Any]) -> ir.Value:
-    """Strings; where bytes are wanted, these: what they are, no operator tells of a string."""
+    """Return strings; refuse bytes, which operators cannot make of strings."""
     if options.get("by") != "bytes":
         return ir.Value(name=TEXT_INPUT, type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape(["N"]))
     shape = ir.Shape(["N", checked_length(options.get("length"))])
@@ -328,15 +330,15 @@ def _part(tokens: Tokens, role: str) -> Expr:
     return tokens.ids.op.Identity(tokens.ids if role == "ids" else tokens.mask)
 
 
-def _as_input(x: Expr, wanted: ir.Value | None) -> Expr:
-    if wanted is None or wanted.dtype in (None, ir.DataType.INT64):
+def _as_input(x: Expr, target: ir.Value | None) -> Expr:
+    if target is None or target.dtype in (None, ir.DataType.INT64):
         return x
-    cast: Expr = x.op.Cast(x, to=wanted.dtype)
+    cast: Expr = x.op.Cast(x, to=target.dtype)
     return cast
 
 
 def _length(value: ir.Value) -> int | None:
-    """The length that an input has, or None."""
+    """Return the fixed length of an input, or None."""
     if value.shape is None or len(value.shape) != 2:
         shape = "a shape that is not known" if value.shape is None else f"the shape {value.shape}"
         raise RecipeError(f"the numbers of text are a matrix, and `{value.name}` has {shape}")
@@ -346,16 +348,17 @@ def _length(value: ir.Value) -> int | None:
 
 # ---- pictures of different sizes -------------------------------------------------------------------------------------
 
-# The graph of a training model takes batches, so that what fixes the size must have happened before. It is still in the
-# graph, which gets pictures of that size already and leaves them as they are: resizing to the same size changes no bit.
+# The graph of a training model takes batches, so that what fixes the size must have happened
+# before. It is still in the graph, which gets pictures of that size already and leaves them as they
+# are: resizing to the same size changes no bit.
 
 
 _MOVES = ("channels_first", "channels_last", "to_rgb")
-"""What can be undone: after it, a picture is what it was, in another order."""
+"""Operations that only reorder pixels."""
 
 
 class Single:
-    """Brings bytes of a picture to the size that a pipeline makes of it, as numbers that are not rounded."""
+    """A converter of one image from bytes to the size of a pipeline, without rounding."""
 
     def __init__(self, specs: tuple[Spec, ...], form: SampleShape):
         self._specs, self._form = specs, form
@@ -365,15 +368,15 @@ class Single:
         picture = ImageBatch(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
         for spec in specs:
             picture = OPERATIONS[spec.name].build(picture, **spec.options)
-        made = picture.x.named("y").value
-        made.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
-        graph.outputs.append(made)
+        result = picture.x.named("y").value
+        result.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
+        graph.outputs.append(result)
         # Other pictures wait for other cores.
         self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
 
     @classmethod
     def of(cls, pipeline: Pipeline, form: SampleShape) -> Single | None:
-        """For pictures of such a form; None where the size is not fixed, or only after values were changed."""
+        """Return the converter for a form; None if the size varies or values change first."""
         at = next((at for at, spec in enumerate(pipeline.specs) if spec.name in SIZES), None)
         if at is None or not form.is_picture or not all(spec.name in _MOVES for spec in pipeline.specs[:at]):
             return None
@@ -381,15 +384,15 @@ class Single:
 
     @property
     def least(self) -> tuple[int, int]:
-        """The height and width that a picture must have."""
+        """Minimum height and width of an image."""
         last = self._specs[-1]
         return size_of("center_crop", last.options["size"]) if last.name == "center_crop" else (1, 1)
 
     def __call__(self, picture: np.ndarray) -> np.ndarray:
-        made = self._session.run(None, {"x": picture[None]})[0][0]
+        pixels = self._session.run(None, {"x": picture[None]})[0][0]
         if any(spec.name == "to_rgb" for spec in self._specs):  # all three are alike
-            made = np.take(made, [0], axis=self._made.channels)
-        return np.ascontiguousarray(np.moveaxis(made, self._made.channels, self._form.channels))
+            pixels = np.take(pixels, [0], axis=self._made.channels)
+        return np.ascontiguousarray(np.moveaxis(pixels, self._made.channels, self._form.channels))
 
     def __str__(self) -> str:
         return str(self._specs[-1])

@@ -1,8 +1,9 @@
-"""Text as numbers: `tokenize`, made of operators of the standard on strings.
+"""Text as token indices: `tokenize`, built from the standard's string operators.
 
-The standard can split a string, put two together, compare it with a pattern and look it up, but not take it apart into
-characters. So characters are replaced by splitting and joining, and the characters of a word are found by patterns: see
-word_pieces.py. Whitespace is Unicode's; punctuation is what `PUNCTUATION` lists.
+The standard can split a string, put two together, compare it with a pattern and look it up, but not
+take it apart into characters. So characters are replaced by splitting and joining, and the
+characters of a word are found by patterns: see word_pieces.py. Whitespace is Unicode's; punctuation
+is what `PUNCTUATION` lists.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from onward.recipe.preprocessing.word_pieces import Pieces, loop_inputs, split_w
 WHITESPACE = (
     "\t\n\x0b\x0c\r\x85\u00a0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 )
-"""What Unicode counts as such, but for the space itself."""
+"""Whitespace characters of Unicode, except the space."""
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡§«¶·»¿‐‑‒–—―‘’‚“”„†‡•…‰‹›"
-"""What stands for itself where `punctuation` is asked for: that of ASCII, and what is common beside it."""
+"""Characters that `punctuation` makes tokens: those of ASCII and common others."""
 TEXT_OPSET = 20
 """The first operator set with StringSplit, StringConcat and RegexFullMatch."""
 
@@ -36,7 +37,7 @@ Kind = Literal["words", "wordpiece", "bytes"]
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Numbers of a batch of texts, [N, length], and where they are more than filling, as 1 and 0."""
+    """Token indices of a batch of texts, [N, length], and a mask: 0 for padding, else 1."""
 
     ids: Expr
     mask: Expr
@@ -57,7 +58,7 @@ def tokenize(
     offset: int = 0,
     locale: str = "C.UTF-8",
 ) -> Tokens:
-    """Texts become numbers: `by` `words` of a vocabulary, its `wordpiece`s, or `bytes`; filled up to a `length`."""
+    """Convert text to indices `by` `words`, `wordpiece`s or `bytes`, padded to a `length`."""
     for name, value in (("lowercase", lowercase), ("punctuation", punctuation)):
         if not isinstance(value, bool):
             raise RecipeError(f"`{name}` of `tokenize` is `{value}`", hint=f"write `{name}=true`, or leave it out")
@@ -74,14 +75,14 @@ def tokenize(
             hint="by `words`, `wordpiece` or `bytes`; for others, such as byte pairs, give numbers as data",
         )
     length = checked_length(length)
-    known = Vocabulary.of(vocabulary)
-    edges = [known.number(token, optional=token in ("[CLS]", "[SEP]")) for token in (begin, end)]
-    if length < sum(one is not None for one in edges):
+    tokens = Vocabulary.of(vocabulary)
+    edges = [tokens.number(token, optional=token in ("[CLS]", "[SEP]")) for token in (begin, end)]
+    if length < sum(edge is not None for edge in edges):
         raise RecipeError(f"a length of {length} has no room for `{begin}` and `{end}`")
     words, counts = words_of(text, lowercase, punctuation, locale)
     is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
-    pieces = ways[by](words, is_word, known.numbers, _required(known, unknown))
-    return _packed(pieces, length, _required(known, pad), *edges)
+    pieces = ways[by](words, is_word, tokens.numbers, _required(tokens, unknown))
+    return _packed(pieces, length, _required(tokens, pad), *edges)
 
 
 _USUAL = ("[PAD]", "[CLS]", "[SEP]")
@@ -94,7 +95,10 @@ def checked_length(length: Any) -> int:
 
 
 def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
-    """UTF-8, in which there is no 0 but where a text has ended; tokens that have a task are numbers."""
+    """Return the UTF-8 bytes of texts; special tokens are numbers.
+
+    0 occurs only behind the end of a text.
+    """
     if strange := [token for token in tokens if not isinstance(token, int) and token not in (None, *_USUAL)]:
         raise RecipeError(f"`{strange[0]}` is no number, and bytes have no other tokens", hint="such as `end=1`")
     pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
@@ -103,15 +107,15 @@ def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -
     return _packed(pieces, checked_length(length), pad or 0, begin, end)
 
 
-def _required(known: Vocabulary, token: str) -> int:
-    number = known.number(token)
+def _required(vocabulary: Vocabulary, token: str) -> int:
+    number = vocabulary.number(token)
     if number is None:
         raise RecipeError("words that are not known, and the rest of a row, must be some number", hint="name a token")
     return number
 
 
 def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
-    """The words of texts, [N, L], filled up with empty ones, and how many there are in each."""
+    """Return the words of texts, [N, L], padded with empty ones, and their counts."""
     op = text.op
     if lowercase:
         text = op.StringNormalizer(text, case_change_action="LOWER", is_case_sensitive=0, locale=locale)
@@ -124,7 +128,7 @@ def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tup
 
 
 def _replace(text: Expr, old: str, new: str) -> Expr:
-    """Texts, [N], in which one character is replaced: split there, and joined again."""
+    """Replace one character in texts, [N]: split there and join again."""
     op = text.op
     parts, counts = op.StringSplit(text, delimiter=old, outputs=2)
     is_followed = _columns(parts) < op.Unsqueeze(counts, [1]) - 1
@@ -142,15 +146,15 @@ def _replace(text: Expr, old: str, new: str) -> Expr:
 
 
 def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int | None) -> Tokens:
-    """What counts of each row one after the other, between the tokens for begin and end, and filled up."""
+    """Move the counted items of each row to the front, between begin and end tokens, and pad."""
     ids, counts = pieces.ids, pieces.is_piece
     op = ids.op
     first = int(begin is not None)
     room = length - first - int(end is not None)
     number = op.Cast(counts, to=ir.DataType.INT64)
-    place = op.CumSum(number, np.int64(1), exclusive=1)
-    taken = op.And(counts, place < room)
-    slot = op.Where(taken, place + first, op.constant(np.int64(length)))  # which is cut off again
+    position = op.CumSum(number, np.int64(1), exclusive=1)
+    taken = op.And(counts, position < room)
+    slot = op.Where(taken, position + first, op.constant(np.int64(length)))  # which is cut off again
     rows = op.Slice(op.Shape(ids), [0], [1])
     shape = op.Concat(rows, np.asarray([length + 1], np.int64), axis=0)
     filling = op.ConstantOfShape(shape, value=ir.tensor(np.asarray([pad], np.int64)))
@@ -166,7 +170,7 @@ def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int |
 
 
 def _columns(x: Expr) -> Expr:
-    """0, 1, 2 ... for each column of a matrix."""
+    """Return 0, 1, 2 ... for each column of a matrix."""
     op = x.op
     numbers: Expr = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1)), np.int64(1))
     return numbers
@@ -182,7 +186,7 @@ def _strings(op: Builder, texts: list[str]) -> Expr:
 
 
 class Vocabulary:
-    """Tokens and their numbers."""
+    """Tokens and their indices."""
 
     def __init__(self, numbers: Mapping[str, int], origin: str = "the vocabulary"):
         self.numbers, self._origin = dict(numbers), origin
@@ -194,19 +198,19 @@ class Vocabulary:
             raise DataError(f"{origin} has negative numbers")
 
     @classmethod
-    def of(cls, given: Any) -> Vocabulary:
-        """What was given: a file, a list of tokens in their order, or a mapping."""
-        if isinstance(given, Vocabulary):
-            return given
-        if isinstance(given, Mapping):
-            return cls({str(token): int(number) for token, number in given.items()})
-        if isinstance(given, str | os.PathLike):
-            return cls.read(Path(given))
-        if isinstance(given, Sequence):
-            return cls(_numbered([str(token) for token in given], "the vocabulary"))
-        if isinstance(given, int):
+    def of(cls, value: Any) -> Vocabulary:
+        """Read a vocabulary: a file, a list of tokens in order, or a mapping."""
+        if isinstance(value, Vocabulary):
+            return value
+        if isinstance(value, Mapping):
+            return cls({str(token): int(number) for token, number in value.items()})
+        if isinstance(value, str | os.PathLike):
+            return cls.read(Path(value))
+        if isinstance(value, Sequence):
+            return cls(_numbered([str(token) for token in value], "the vocabulary"))
+        if isinstance(value, int):
             raise RecipeError(
-                f"a vocabulary of {given} words is made of data, and there are none",
+                f"a vocabulary of {value} words is made of data, and there are none",
                 hint="give the data too (`--data`), or a file: `vocabulary=vocab.txt`",
             )
         raise RecipeError("`tokenize` needs a vocabulary", hint="write `vocabulary=vocab.txt`, with a token in a line")
@@ -221,26 +225,26 @@ class Vocabulary:
         if path.suffix.lower() != ".json":
             return cls(_numbered(text.split("\n")[: -1 if text.endswith("\n") else None], f"`{path}`"), f"`{path}`")
         try:
-            found = json.loads(text)
+            tokens = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(f"`{path}` is not valid JSON: {error}") from None
-        if isinstance(found, dict) and isinstance(found.get("model"), dict):  # tokenizer.json of Hugging Face
-            found = found["model"].get("vocab")
-        if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):
+        if isinstance(tokens, dict) and isinstance(tokens.get("model"), dict):  # tokenizer.json of Hugging Face
+            tokens = tokens["model"].get("vocab")
+        if not isinstance(tokens, dict) or not all(type(number) is int for number in tokens.values()):
             raise DataError(f"`{path}` is no vocabulary", hint="a JSON object from tokens to their numbers")
-        return cls(found, f"`{path}`")
+        return cls(tokens, f"`{path}`")
 
     @classmethod
     def counted(cls, counts: Mapping[str, int], size: int, special: Sequence[str]) -> Vocabulary:
-        """Of the most frequent words, `size` numbers in all; those as frequent as each other by the alphabet."""
-        found = sorted((word for word in counts if word not in special), key=lambda word: (-counts[word], word))
-        return cls(_numbered([*special, *found[: max(size - len(special), 0)]], "the vocabulary"))
+        """Return the `size` most frequent words as a vocabulary; ties go by the alphabet."""
+        frequent = sorted((word for word in counts if word not in special), key=lambda word: (-counts[word], word))
+        return cls(_numbered([*special, *frequent[: max(size - len(special), 0)]], "the vocabulary"))
 
     def __str__(self) -> str:
         return "<vocabulary>"
 
     def number(self, token: str | None, optional: bool = False) -> int | None:
-        """The number of a token that has a task; None where there is none."""
+        """Return the index of a special token; None if there is none."""
         if token is None or (optional and token not in self.numbers):
             return None
         if token not in self.numbers:

@@ -1,8 +1,8 @@
-"""Words as pieces of a vocabulary: the longest that fits first, then the longest of the rest, as WordPiece does.
+"""Words as pieces of a vocabulary, longest first from the left, as WordPiece does.
 
-What is in the vocabulary as a whole is one piece. Others are taken apart: patterns tell, bit by bit, which character of
-the vocabulary stands at each place. Pieces are then paths in a tree of characters, whose edges are looked up by number,
-from all places of all words at once, and a walk from piece to piece collects them.
+A word in the vocabulary is one piece. For others, patterns find the bits of the vocabulary index of
+the character at each position. Pieces are paths in a tree of characters. Its edges are looked up by
+number, at all positions of all words at once, and a walk from piece to piece collects them.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from onward.errors import RecipeError
 from onward.standard import ML_DOMAIN
 
 ML_OPSET = 3
-"""Where LabelEncoder is, which looks things up."""
+"""Domain of LabelEncoder, which looks up keys."""
 _BLOCK = 16
-"""Characters of words that are looked at together, if there are words as long as that."""
+"""Characters of words per block; later blocks run only if some word is as long."""
 _CONTINUED = "##"
-"""What pieces begin with that continue a word."""
+"""Prefix of pieces that continue a word."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Numbers, [N, K], and which of them are pieces."""
+    """Token indices, [N, K], and a mask of real pieces."""
 
     ids: Expr
     is_piece: Expr
 
     @classmethod
-    def whole(cls, words: Expr, is_word: Expr, known: Mapping[str, int], unknown: int) -> Pieces:
-        """Each word as one."""
-        return cls(look_up(words, known, unknown), is_word)
+    def whole(cls, words: Expr, is_word: Expr, vocabulary: Mapping[str, int], unknown: int) -> Pieces:
+        """Return each word as one piece."""
+        return cls(look_up(words, vocabulary, unknown), is_word)
 
 
-def look_up(words: Expr, known: Mapping[str, int], other: int) -> Expr:
+def look_up(words: Expr, table: Mapping[str, int], other: int) -> Expr:
     numbers: Expr = words.op.node(
         ML_DOMAIN,
         "LabelEncoder",
         words,
-        keys_strings=list(known),
-        values_int64s=list(known.values()),
+        keys_strings=list(table),
+        values_int64s=list(table.values()),
         default_int64=other,
     )
     numbers.value.type, numbers.value.shape = ir.TensorType(ir.DataType.INT64), words.value.shape
     return numbers
 
 
-def split_words(words: Expr, is_word: Expr, known: Mapping[str, int], unknown: int, *, longest: int) -> Pieces:
-    """The pieces of words, [N, L], one after the other: [N, L * P]. A word that has none is unknown."""
+def split_words(words: Expr, is_word: Expr, vocabulary: Mapping[str, int], unknown: int, *, longest: int) -> Pieces:
+    """Return the pieces of words, [N, L], as [N, L * P]; without pieces, a word is unknown."""
     if not isinstance(longest, int) or isinstance(longest, bool) or not 1 <= longest <= 1000:
         raise RecipeError(f"`longest` is `{longest}`", hint="it is a number of characters, up to 1000")
     op = words.op
-    whole = look_up(words, known, -1)
+    whole = look_up(words, vocabulary, -1)
     others = op.NonZero(op.And(op.Less(whole, np.int64(0)), is_word))  # [2, M]
     places = op.Transpose(others, perm=[1, 0])
-    tree = _Tree.of(known)
-    found, ends = tree.matches(op.GatherND(words, places), longest)
-    pieces = _walk(found, ends, unknown)  # [M, P]
+    tree = _Tree.of(vocabulary)
+    tokens, ends = tree.matches(op.GatherND(words, places), longest)
+    pieces = _walk(tokens, ends, unknown)  # [M, P]
     count = op.Slice(op.Shape(pieces), [1], [2])
     shape = op.Concat(op.Shape(words), count, axis=0)
     first = op.Equal(_range(op, op.Squeeze(count)), np.int64(0))
@@ -73,25 +73,25 @@ def split_words(words: Expr, is_word: Expr, known: Mapping[str, int], unknown: i
     return Pieces(table, op.And(op.GreaterOrEqual(table, np.int64(0)), listed))
 
 
-def _walk(found: Expr, steps: Expr, unknown: int) -> Expr:
-    """The pieces that are met from the first character on: [M, P], with -1 behind the last.
+def _walk(tokens: Expr, steps: Expr, unknown: int) -> Expr:
+    """Return the pieces on the walk from the first character: [M, P], padded with -1.
 
-    `found` and `steps`, [M, W + 1], are the piece at each place and its length; a length of 0 is none, and that at the
-    end of a word is -1.
+    `found` and `steps`, [M, W + 1], are the piece at each place and its length; a length of 0 is
+    none, and that at the end of a word is -1.
     """
-    op = found.op
-    rows = op.Slice(op.Shape(found), [0], [1])
+    op = tokens.op
+    rows = op.Slice(op.Shape(tokens), [0], [1])
     start = op.ConstantOfShape(op.Concat(rows, [1], axis=0), value=ir.tensor(np.zeros(1, np.int64)))
 
     def move(op: Builder, i: Expr, going: Expr, at: Expr) -> tuple[Expr, ...]:
         step = op.GatherElements(steps, at, axis=1)
-        piece = op.Where(op.Less(step, np.int64(0)), np.int64(-1), op.GatherElements(found, at, axis=1))
+        piece = op.Where(op.Less(step, np.int64(0)), np.int64(-1), op.GatherElements(tokens, at, axis=1))
         there = at + op.Max(step, np.int64(0))
         is_moving = op.Greater(op.GatherElements(steps, there, axis=1), np.int64(0))
         again = op.Cast(op.ReduceMax(op.Cast(is_moving, to=ir.DataType.INT64), keepdims=0), to=ir.DataType.BOOL)
         return again, there, piece
 
-    trips = op.Squeeze(op.Shape(found, start=1))
+    trips = op.Squeeze(op.Shape(tokens, start=1))
     at, pieces = op.Loop(
         trips, True, start, outputs=2, body=op.subgraph(move, loop_inputs(ir.DataType.INT64))
     )  # [P, M, 1]
@@ -105,23 +105,23 @@ def _walk(found: Expr, steps: Expr, unknown: int) -> Expr:
 
 @dataclasses.dataclass(frozen=True)
 class _Tree:
-    """Tokens as paths of characters: from node 0 those that begin a word, from node 1 those that continue one."""
+    """Tokens as paths of characters: from node 0 beginnings of words, from node 1 the rest."""
 
     alphabet: Sequence[str]
     edges: Mapping[tuple[int, int], int]
-    """(node, number of a character from 1) -> node."""
+    """(node, index of a character from 1) -> node."""
     tokens: Sequence[int]
-    """The token that ends at each node, or -1."""
+    """Index of the token that ends at each node, or -1."""
     depth: int
 
     @classmethod
-    def of(cls, known: Mapping[str, int]) -> _Tree:
-        paths = [(1, token[2:]) if token.startswith(_CONTINUED) else (0, token) for token in known]
+    def of(cls, vocabulary: Mapping[str, int]) -> _Tree:
+        paths = [(1, token[2:]) if token.startswith(_CONTINUED) else (0, token) for token in vocabulary]
         alphabet = sorted({character for _, path in paths for character in path})
         numbers = {character: number for number, character in enumerate(alphabet, start=1)}
         edges: dict[tuple[int, int], int] = {}
         tokens = [-1, -1]
-        for (root, path), token in zip(paths, known.values(), strict=True):
+        for (root, path), token in zip(paths, vocabulary.values(), strict=True):
             node = root
             for character in path:
                 edge = (node, numbers[character])
@@ -134,7 +134,8 @@ class _Tree:
         return cls(alphabet, edges, tokens, max((len(path) for _, path in paths), default=0))
 
     def matches(self, words: Expr, longest: int) -> tuple[Expr, Expr]:
-        """The longest token at each place of words, [M, W + 1], and its length; at the end of a word that is -1.
+        """Return the longest token at each position of words, [M, W + 1], and its length; -1 at the
+        end of a word.
 
         A word with other characters, or more of them, has none.
         """
@@ -165,7 +166,7 @@ class _Tree:
         return token, length
 
     def _follow(self, op: Builder, node: Expr, character: Expr) -> Expr:
-        """The node behind an edge, or -1. Edges are numbered by the node and the character."""
+        """Return the node behind an edge, numbered by node and character, or -1."""
         count = len(self.alphabet) + 1
         where = op.Where(op.Less(node, np.int64(0)), np.int64(-1), node * count + character)
         there: Expr = op.node(
@@ -180,7 +181,7 @@ class _Tree:
         return there
 
     def _characters(self, words: Expr, longest: int) -> Expr:
-        """The number of each character, [M, longest], from 1; blocks that no word reaches are left out."""
+        """Return the index of each character, [M, longest], from 1; skip empty blocks."""
         op = words.op
         blocks = []
         for first in range(0, longest, _BLOCK):
@@ -200,18 +201,18 @@ class _Tree:
                 nothing: Expr = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.int64)))
                 return nothing
 
-            made = op.If(is_reached, then_branch=op.subgraph(read), else_branch=op.subgraph(skip))
-            made.value.type, made.value.shape = ir.TensorType(ir.DataType.INT64), None
-            blocks.append(made)
+            characters = op.If(is_reached, then_branch=op.subgraph(read), else_branch=op.subgraph(skip))
+            characters.value.type, characters.value.shape = ir.TensorType(ir.DataType.INT64), None
+            blocks.append(characters)
         return blocks[0] if len(blocks) == 1 else op.Concat(*blocks, axis=1)
 
     def _block(self, op: Builder, words: Expr, places: range) -> Expr:
         columns = []
-        for place in places:
+        for position in places:
             number: Expr | None = None
             for bit in range(len(self.alphabet).bit_length()):
-                those = [one for at, one in enumerate(self.alphabet, start=1) if at >> bit & 1]
-                is_set = op.RegexFullMatch(words, pattern=f"(?s).{{{place}}}[{_class(those)}].*")
+                those = [character for at, character in enumerate(self.alphabet, start=1) if at >> bit & 1]
+                is_set = op.RegexFullMatch(words, pattern=f"(?s).{{{position}}}[{_class(those)}].*")
                 worth = op.Cast(is_set, to=ir.DataType.INT64) * (1 << bit)
                 number = worth if number is None else number + worth
             assert number is not None
@@ -220,7 +221,7 @@ class _Tree:
 
 
 def _class(characters: Sequence[str]) -> str:
-    """What stands between the brackets of a pattern, neighbours as ranges."""
+    """Return the pattern of a character class, with ranges for neighbors."""
     codes = sorted(map(ord, characters))
     ranges: list[list[int]] = []
     for code in codes:
@@ -237,7 +238,7 @@ def _escaped(code: int) -> str:
 
 
 def loop_inputs(*state: ir.DataType) -> list[ir.Value]:
-    """What the body of a Loop takes: its turn, whether it goes on, and so many values that are carried along."""
+    """Return the inputs of a Loop body: iteration, condition, and carried values."""
     return [
         ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([])),
         ir.Value(name="going", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),

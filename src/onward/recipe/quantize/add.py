@@ -1,4 +1,4 @@
-"""Fake quantization, put into a graph: QuantizeLinear and DequantizeLinear, one after the other."""
+"""Insertion of fake quantization: QuantizeLinear followed by DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from onward.transform.types import fill_in_types
 
 
 def add(model: Source, given: str | Mapping[str, Any]) -> Model:
-    """A copy that rounds weights and activations as integers would, and whose weights can be trained.
+    """Return a copy that rounds weights and activations as integers would; its weights can be
+    trained.
 
-    One that is quantised already, in the form QDQ, is opened up: what it rounds, and to which types, stays.
+    One that is quantised already, in the form QDQ, is opened up: what it rounds, and to which
+    types, stays.
     """
     settings = settings_of(given)
     source = check_signatures(load(model))
@@ -57,44 +59,47 @@ class _Insertion:
         self._model, self._graph, self._settings = model, model.graph, settings
         self._names: Names = model.names()
         self._parameters: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-        """What a DequantizeLinear makes -> its scale and zero point."""
+        """Output of a DequantizeLinear -> its scale and zero point."""
         self._pairs: dict[ir.Value, ir.Value] = {}
-        """A value -> the same, rounded."""
+        """Value -> the rounded value."""
 
     def run(self) -> None:
-        found = quantized_nodes(self._graph, self._settings)
-        read = [place.node.inputs[i] for place in found for i in place.inputs]
-        fill_in_types(self._model, [v for v in (*read, *(place.node.outputs[0] for place in found)) if v is not None])
-        for place in found:
-            self._quantise(place)
+        nodes = quantized_nodes(self._graph, self._settings)
+        read = [quantized.node.inputs[i] for quantized in nodes for i in quantized.inputs]
+        fill_in_types(
+            self._model, [v for v in (*read, *(quantized.node.outputs[0] for quantized in nodes)) if v is not None]
+        )
+        for quantized in nodes:
+            self._quantise(quantized)
 
-    def _quantise(self, place: QuantizedNode) -> None:
-        node = place.node
+    def _quantise(self, quantized: QuantizedNode) -> None:
+        node = quantized.node
         if self._settings.activations is not None:
-            for i in place.inputs:
+            for i in quantized.inputs:
                 value = node.inputs[i]
                 if value is not None and _is_float(value):
                     node.replace_input_with(i, self._rounded(value))
-        if place.weight is not None:
-            self._quantise_weight(place, place.weight)
-            self._mark_bias(place)
-        if self._settings.activations is not None and place.rounds_result and _is_float(node.outputs[0]):
-            self._round_result(place.result)
+        if quantized.weight is not None:
+            self._quantise_weight(quantized, quantized.weight)
+            self._mark_bias(quantized)
+        if self._settings.activations is not None and quantized.rounds_result and _is_float(node.outputs[0]):
+            self._round_result(quantized.result)
 
     # ---- activations -------------------------------------------------------------------------------------------------
 
     def _rounded(self, value: ir.Value) -> ir.Value:
-        """A value as integers have it. What was moved since it was rounded has the same scale."""
+        """Return a value rounded. A value that was only moved keeps its scale."""
         if value in self._parameters:
             return value
         if value not in self._pairs:
-            known = self._known_parameters(value)
-            if known is not None and self._settings.activations == ir.DataType.INT8:
-                # ONNX Runtime makes uint8 of int8, but not of pairs that it puts around such operators itself.
+            parameters = self._known_parameters(value)
+            if parameters is not None and self._settings.activations == ir.DataType.INT8:
+                # ONNX Runtime makes uint8 of int8, but not of pairs that it puts around such
+                # operators itself.
                 node = value.producer()
                 assert node is not None and node.inputs[0] is not None
                 node.replace_input_with(0, self._rounded(node.inputs[0]))
-            self._pairs[value] = self._pair(value, known)
+            self._pairs[value] = self._pair(value, parameters)
         return self._pairs[value]
 
     def _known_parameters(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
@@ -105,7 +110,7 @@ class _Insertion:
         return self._parameters[source] if source is not None else None
 
     def _round_result(self, value: ir.Value) -> None:
-        """Let all who read a result read it rounded; as an output of the model it keeps its name."""
+        """Replace a result by its rounded value for all readers; a model output keeps its name."""
         if value in self._pairs:
             return
         uses, is_output = list(value.uses()), value.is_graph_output()
@@ -145,7 +150,7 @@ class _Insertion:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def _quantise_weight(self, place: QuantizedNode, weight: ir.Value) -> None:
+    def _quantise_weight(self, quantized: QuantizedNode, weight: ir.Value) -> None:
         if weight in self._pairs:
             rounded = self._pairs[weight]
         else:
@@ -157,8 +162,8 @@ class _Insertion:
                     hint="keep it out with `keep`, or convert the model to float32 first",
                 )
             weight = stored
-            rounded = self._pairs[weight] = self._weight_pair(weight, place.axis)
-        index, reader = 1, place.node
+            rounded = self._pairs[weight] = self._weight_pair(weight, quantized.axis)
+        index, reader = 1, quantized.node
         while (value := reader.inputs[index]) is not None and value is not weight and value is not rounded:
             step = value.producer()
             if step is None:
@@ -187,9 +192,9 @@ class _Insertion:
         self._graph.insert_before(self._graph[0], [quantise, back])
         return back.outputs[0]
 
-    def _mark_bias(self, place: QuantizedNode) -> None:
-        """Say that a bias is to be stored as integers of 32 bits, which is how integer products take it."""
-        node, settings = place.node, self._settings
+    def _mark_bias(self, quantized: QuantizedNode) -> None:
+        """Tag a bias to be stored as 32-bit integers, as integer matmuls take it."""
+        node, settings = quantized.node, self._settings
         whole = settings.weights in EXACT and settings.activations in EXACT and not settings.block
         bias = node.inputs[2] if node.op_type in ("Conv", "Gemm") and len(node.inputs) > 2 else None
         tensor = constant_tensor(bias)
@@ -244,7 +249,7 @@ _OUTPUT_AXIS = {"Conv": 0, "ConvTranspose": 1}
 
 
 def fold_normalizations(model: Model) -> None:
-    """Fold each, by its running statistics, into the convolution that only it reads, in place."""
+    """Fold each normalization into the convolution that only it reads, in place."""
     for node in [node for node in model.graph if node.op_type == "BatchNormalization" and is_standard(node)]:
         x = node.inputs[0]
         layer = x.producer() if x is not None else None
@@ -289,7 +294,7 @@ def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
 
 
 def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
-    """Let a layer give what the normalization behind it gave, which goes with all that only it has read."""
+    """Replace the normalization behind a layer by the layer, and remove nodes that only it read."""
     old, new = node.outputs[0], layer.outputs[0]
     name, type_, dims = old.name, old.type, old.shape
     read = [value for value in node.inputs[1:] if value is not None]
@@ -318,11 +323,11 @@ def _put(value: ir.Value, numbers: np.ndarray) -> None:
 
 
 _SETTINGS = ("ranges", "percentile", "momentum", "calibrate")
-"""Settings that such a model can be given: the others are what it is."""
+"""Settings that apply to a quantized model; the model determines the others."""
 
 
 def reopen(model: Model, settings: QuantizeSettings) -> None:
-    """Open up what is rounded already: biases too, and scales where they are to change."""
+    """Convert a quantized model to trainable form: biases too, and scales if they are to change."""
     own = [name for name in settings.named if name not in _SETTINGS]
     if own:
         raise RecipeError(
@@ -361,7 +366,7 @@ def _open_weight(graph: ir.Graph, node: ir.Node, settings: QuantizeSettings) -> 
 
 
 def _observe(node: ir.Node, settings: QuantizeSettings) -> None:
-    node.metadata_props[RANGE_KEY] = described(settings, known=True)
+    node.metadata_props[RANGE_KEY] = described(settings, fixed=True)
     x, scale, zero = node.inputs
     assert scale is not None and scale.const_value is not None and zero is not None and zero.const_value is not None
     is_weight = STORED_KEY in node.metadata_props
@@ -371,6 +376,6 @@ def _observe(node: ir.Node, settings: QuantizeSettings) -> None:
 
 
 def _is_symmetric(rounding: ir.Node) -> bool:
-    """Whether the zero points of a weight are in the middle: then its scale can follow its numbers."""
+    """True if zero points of a weight are in the middle: then its scale can follow its numbers."""
     zero = constant_tensor(rounding.inputs[2])
     return zero is not None and bool((zero.numpy().astype(np.int64) == middle(zero.dtype)).all())

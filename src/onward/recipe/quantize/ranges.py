@@ -1,4 +1,4 @@
-"""Ranges to round to, and the scales and zero points that follow: stored, observed, learned, calibrated."""
+"""Quantization ranges with their scales and zero points: stored, observed, learned, calibrated."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import keep_only, without_steps
 
 LEAST_SCALE = float(np.finfo(np.float32).eps)
-"""Scales are not smaller than that, as in PyTorch."""
+"""The minimum of scales, as in PyTorch."""
 
 
-def described(settings: QuantizeSettings, known: bool = False) -> str:
-    """What the metadata of a QuantizeLinear says about its range, which may be known already."""
+def described(settings: QuantizeSettings, fixed: bool = False) -> str:
+    """Return the metadata of a QuantizeLinear about its range, which may be fixed already."""
     facts: dict[str, Any] = {"ranges": settings.ranges}
     if settings.ranges == "moving":
         facts["momentum"] = settings.momentum
     if settings.percentile is not None:
         facts["percentile"] = settings.percentile
-    if known:
+    if fixed:
         facts["known"] = True
     elif settings.calibrate:
         facts["calibrate"] = settings.calibrate
@@ -44,7 +44,7 @@ def described(settings: QuantizeSettings, known: bool = False) -> str:
 
 
 def tag_scale(tensor: ir.TensorProtocol, settings: QuantizeSettings, weight: str | None = None) -> ir.TensorProtocol:
-    """A scale, with what it is in training."""
+    """Return a scale with the tag of its role in training."""
     role = "parameter" if settings.ranges == "lsq" else "statistics"
     return with_tags(tensor, role=role, param=weight, slot="scale")
 
@@ -84,12 +84,12 @@ class Rounding:
 
     @property
     def is_known(self) -> bool:
-        """Whether the range was in the file from the beginning."""
+        """True if the file had the range from the beginning."""
         return bool(self.facts.get("known"))
 
     @property
     def limits(self) -> tuple[str, str]:
-        """The names of the state that holds the range."""
+        """Names of the state that holds the range."""
         return f"{self.x.name}/min", f"{self.x.name}/max"
 
     def _input(self, index: int) -> ir.Value:
@@ -112,7 +112,7 @@ def is_observed(node: ir.Node) -> bool:
 
 
 def parameters_of(op: Builder, low: Expr, high: Expr, dtype: ir.DataType) -> tuple[Expr, Expr]:
-    """Scale and zero point of a range, which is made to hold 0; as PyTorch's observers have them."""
+    """Return scale and zero point of a range, extended to contain 0 as in PyTorch's observers."""
     first, last = levels(dtype)
     low, high = op.Min(low, 0.0), op.Max(high, 0.0)
     scale = op.Max((high - low) / (last - first), LEAST_SCALE)
@@ -121,7 +121,7 @@ def parameters_of(op: Builder, low: Expr, high: Expr, dtype: ir.DataType) -> tup
 
 
 def parameters_as_numbers(low: float, high: float, dtype: ir.DataType) -> tuple[np.ndarray, np.ndarray]:
-    """The same of numbers."""
+    """Return scale and zero point of a range of numbers, without a graph."""
     first, last = (np.float32(level) for level in levels(dtype))
     below, above = np.float32(min(low, 0.0)), np.float32(max(high, 0.0))
     scale = np.asarray(np.maximum((above - below) / (last - first), np.float32(LEAST_SCALE)))
@@ -130,7 +130,7 @@ def parameters_as_numbers(low: float, high: float, dtype: ir.DataType) -> tuple[
 
 
 def symmetric_scale(array: np.ndarray, dtype: ir.DataType, axis: int, block: int | None) -> np.ndarray:
-    """The scale with which the largest number of each channel or block is the largest that the type has."""
+    """Return the scale that maps the largest number of a channel or block to the type's."""
     size = np.abs(array)
     if block:
         starts = np.arange(0, array.shape[axis], block)
@@ -143,52 +143,52 @@ def symmetric_scale(array: np.ndarray, dtype: ir.DataType, axis: int, block: int
 
 # ---- observed in training --------------------------------------------------------------------------------------------
 
-# The inference graph reads scales and zero points that are state. A step measures the range of what is to be rounded,
-# without a gradient, and rounds with what follows from it; the state gets that. The first batch takes its own range
-# unless ranges were calibrated.
+# The inference graph reads scales and zero points that are state. A step measures the range of what
+# is to be rounded, without a gradient, and rounds with what follows from it; the state gets that.
+# The first batch takes its own range unless ranges were calibrated.
 
 
 BATCHES = "quantize/batches"
-"""The state that counts batches whose ranges were measured."""
+"""State that counts the batches whose ranges were measured."""
 
 
 def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
-    """Add a QuantizeLinear in training mode: with the scale that its range in this batch leads to."""
-    found = Rounding(node, json.loads(node.metadata_props[RANGE_KEY]))
+    """Replace a QuantizeLinear by its training mode: the scale follows the range of the batch."""
+    rounding = Rounding(node, json.loads(node.metadata_props[RANGE_KEY]))
     op = assembly.op.scoped(f"train/{node.name or node.op_type}")
-    x, scale, zero = (op(new.get(value, value)) for value in (found.x, found.scale, found.zero))
-    is_first = op.Equal(_count(assembly, found), np.int64(0))
-    low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), found.facts.get("percentile"))
-    if found.facts["ranges"] == "moving":
-        decay = op.constant(np.float64(found.facts["momentum"]))
+    x, scale, zero = (op(new.get(value, value)) for value in (rounding.x, rounding.scale, rounding.zero))
+    is_first = op.Equal(_count(assembly, rounding), np.int64(0))
+    low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), rounding.facts.get("percentile"))
+    if rounding.facts["ranges"] == "moving":
+        decay = op.constant(np.float64(rounding.facts["momentum"]))
         averages = []
-        for name, number, known in zip(found.limits, (low, high), _known_range(found), strict=True):
-            start = ir.Tensor(np.asarray(known, np.float32))
+        for name, number, initial in zip(rounding.limits, (low, high), _known_range(rounding), strict=True):
+            start = ir.Tensor(np.asarray(initial, np.float32))
             state = assembly.state(name, start, functools.partial(_constant, start), role="statistics")
             old = op(state.value)
             average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
             averages.append(average)
             assembly.update(assembly.values[name].name or "", average)
         low, high = averages[0], averages[1]
-        scale, zero = parameters_of(op, low, high, found.dtype)
+        scale, zero = parameters_of(op, low, high, rounding.dtype)
     else:
-        first_scale, first_zero = parameters_of(op, low, high, found.dtype)
+        first_scale, first_zero = parameters_of(op, low, high, rounding.dtype)
         scale, zero = op.Where(is_first, first_scale, scale), _where_integer(op, is_first, first_zero, zero)
     rounded = op.QuantizeLinear(x, scale, zero).named(f"train/{node.outputs[0].name}").like(node.outputs[0])
     new[node.outputs[0]] = rounded.value
-    new[found.scale], new[found.zero] = scale.like(found.scale).value, zero.like(found.zero).value
+    new[rounding.scale], new[rounding.zero] = scale.like(rounding.scale).value, zero.like(rounding.zero).value
 
 
-def _count(assembly: Assembly, found: Rounding) -> Expr:
+def _count(assembly: Assembly, rounding: Rounding) -> Expr:
     if BATCHES not in assembly.values:
-        zero = np.asarray(int(found.is_known), np.int64)
+        zero = np.asarray(int(rounding.is_known), np.int64)
         count = assembly.state(BATCHES, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
         assembly.update(BATCHES, count + 1)
     return assembly.op(assembly.values[BATCHES])
 
 
 def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, Expr]:
-    """The least and largest number, or those beyond which only the rest of so many percent are."""
+    """Return the minimum and maximum, or the percentiles at both ends."""
     if percentile is None:
         return op.ReduceMin(x, keepdims=0), op.ReduceMax(x, keepdims=0)
     flat = op.Reshape(x, np.asarray([-1], np.int64))
@@ -204,17 +204,17 @@ def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
     return op.constant(tensor)
 
 
-def _known_range(found: Rounding) -> tuple[float, float]:
-    """The range that the scale in the file stands for."""
-    scale, zero = (constant_tensor(value) for value in (found.scale, found.zero))
-    if not found.is_known or scale is None or zero is None:
+def _known_range(rounding: Rounding) -> tuple[float, float]:
+    """Return the range of the scale in the file."""
+    scale, zero = (constant_tensor(value) for value in (rounding.scale, rounding.zero))
+    if not rounding.is_known or scale is None or zero is None:
         return 0.0, 0.0
-    low, high = (level - float(zero.numpy().astype(np.float32)) for level in levels(found.dtype))
+    low, high = (level - float(zero.numpy().astype(np.float32)) for level in levels(rounding.dtype))
     return low * float(scale.numpy()), high * float(scale.numpy())
 
 
 def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:
-    """Where of types that not every runtime chooses from: through integers of 32 bits."""
+    """Append Where through int32, for integer types that some runtimes lack."""
     wide = [op.Cast(expr, to=ir.DataType.INT32) for expr in (a, b)]
     chosen: Expr = op.Cast(op.Where(condition, *wide), to=b.dtype)
     return chosen
@@ -224,25 +224,26 @@ def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def learned_scales(model: Model, parameters: Sequence[ir.Value]) -> list[ir.Value]:
-    """The scales that are parameters: those of activations, and of weights that are trained."""
-    found = [one for one in roundings(model.graph) if one.is_learned]
-    return [one.scale for one in found if not one.is_weight or one.x in parameters]
+    """Return the scales that are parameters: of activations, and of trained weights."""
+    learned = [rounding for rounding in roundings(model.graph) if rounding.is_learned]
+    return [rounding.scale for rounding in learned if not rounding.is_weight or rounding.x in parameters]
 
 
 def bind_learned(assembly: Assembly, scales: Sequence[ir.Value], init: str | Mapping[str, Any]) -> None:
-    """Make learned scales state, with what they are reset to."""
-    for one in roundings(assembly.model.graph):
-        if one.scale in scales and one.is_learned:
-            _bind_initial_scale(assembly, one, init)
+    """Make learned scales state, with their initial values."""
+    for rounding in roundings(assembly.model.graph):
+        if rounding.scale in scales and rounding.is_learned:
+            _bind_initial_scale(assembly, rounding, init)
 
 
 def groups_of_scales(
     scales: Sequence[ir.Value], model: Model, like: OptimizerGroup, start: int
 ) -> list[OptimizerGroup]:
-    """Groups for learned scales, one for each type: without decay, and at a rate that suits them.
+    """Return a parameter group per type for learned scales: without decay, at a suitable rate.
 
-    Optimizers that divide by the size of gradients move a scale as far as a weight, whatever its size. At the rate
-    divided by the largest level, the end of the range, which is the scale times that, moves so far.
+    Optimizers that divide by the size of gradients move a scale as far as a weight, whatever its
+    size. At the rate divided by the largest level, the end of the range, which is the scale times
+    that, moves so far.
     """
     optimizer = like.optimizer
     if not isinstance(optimizer, ConfiguredOptimizer):
@@ -251,73 +252,76 @@ def groups_of_scales(
             hint="take `ranges=moving`, or an optimizer by name",
         )
     by_level: dict[float, list[ir.Value]] = {}
-    for one in roundings(model.graph):
-        if one.scale in scales:
-            by_level.setdefault(levels(one.dtype)[1], []).append(one.scale)
-    made = []
+    for rounding in roundings(model.graph):
+        if rounding.scale in scales:
+            by_level.setdefault(levels(rounding.dtype)[1], []).append(rounding.scale)
+    groups = []
     for i, (level, members) in enumerate(by_level.items()):
         rate = optimizer.values["lr"] / (level if optimizer.kind.is_scale_free else 1)
         decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.values else {}
         own = dataclasses.replace(optimizer, values={**optimizer.values, "lr": rate, **decay})
-        made.append(OptimizerGroup(f"group{start + i}", own, members))
-    return made
+        groups.append(OptimizerGroup(f"group{start + i}", own, members))
+    return groups
 
 
 def scale_gradients(
     assembly: Assembly, gradients: dict[ir.Value, Expr], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[ir.Value, Expr]:
-    """Gradients of learned scales, over the root of how many numbers they are sums of, times the largest level."""
+    """Divide gradients of learned scales by the root of (count of numbers * largest level)."""
     changed = dict(gradients)
-    for one in roundings(assembly.model.graph):
-        if one.scale in changed and one.is_learned:
-            op = assembly.op.scoped(f"{one.scale.name}/grad")
-            numbers = op.Cast(op.Size(trained.get(one.x, one.x)), to=ir.DataType.FLOAT)
-            factor = 1.0 / op.Sqrt(numbers * levels(one.dtype)[1])
-            changed[one.scale] = (op(changed[one.scale].value) * factor).like(one.scale)
+    for rounding in roundings(assembly.model.graph):
+        if rounding.scale in changed and rounding.is_learned:
+            op = assembly.op.scoped(f"{rounding.scale.name}/grad")
+            numbers = op.Cast(op.Size(trained.get(rounding.x, rounding.x)), to=ir.DataType.FLOAT)
+            factor = 1.0 / op.Sqrt(numbers * levels(rounding.dtype)[1])
+            changed[rounding.scale] = (op(changed[rounding.scale].value) * factor).like(rounding.scale)
     return changed
 
 
 def follow(assembly: Assembly, trained: Mapping[ir.Value, ir.Value], init: str | Mapping[str, Any]) -> None:
-    """Bind the scales of weights to what the new weights need, and keep learned ones above nothing."""
+    """Update the scales of weights for the new weights, and keep learned scales positive."""
     updated = assembly.step.update
-    for one in list(roundings(assembly.model.graph)):
-        if one.is_learned and one.scale.name in updated:
-            _keep_positive(assembly, one, trained)
-        elif one.is_weight and one.x.name in updated:
+    for rounding in list(roundings(assembly.model.graph)):
+        if rounding.is_learned and rounding.scale.name in updated:
+            _keep_positive(assembly, rounding, trained)
+        elif rounding.is_weight and rounding.x.name in updated:
             by_name = {value.name: value for value in assembly.step.algorithm.outputs}
-            new = assembly.op(by_name[updated[one.x.name or ""]])
-            assembly.update(one.scale.name or "", _symmetric_scale(assembly.op.scoped(one.scale.name or ""), one, new))
-            _bind_initial_scale(assembly, one, init)
+            new = assembly.op(by_name[updated[rounding.x.name or ""]])
+            assembly.update(
+                rounding.scale.name or "",
+                _symmetric_scale(assembly.op.scoped(rounding.scale.name or ""), rounding, new),
+            )
+            _bind_initial_scale(assembly, rounding, init)
 
 
-def _bind_initial_scale(assembly: Assembly, one: Rounding, init: str | Mapping[str, Any]) -> None:
-    """What the scale of a weight is reset to: that in the file, or what the weight needs where that is drawn anew."""
-    if init == "file" or not one.is_weight:
-        bind_initial_value(assembly, one.scale, "file")
+def _bind_initial_scale(assembly: Assembly, rounding: Rounding, init: str | Mapping[str, Any]) -> None:
+    """Bind the initial scale of a weight: the file's, or computed if the weight is drawn anew."""
+    if init == "file" or not rounding.is_weight:
+        bind_initial_value(assembly, rounding.scale, "file")
     else:
-        assembly.reset(one.scale, lambda op: _symmetric_scale(op, one, assembly.initial_value(one.x)))
+        assembly.reset(rounding.scale, lambda op: _symmetric_scale(op, rounding, assembly.initial_value(rounding.x)))
 
 
-def _keep_positive(assembly: Assembly, one: Rounding, trained: Mapping[ir.Value, ir.Value]) -> None:
-    name = one.scale.name or ""
+def _keep_positive(assembly: Assembly, rounding: Rounding, trained: Mapping[ir.Value, ir.Value]) -> None:
+    name = rounding.scale.name or ""
     op = assembly.op.scoped(name)
 
     def change(new: Expr) -> Expr:
         above: Expr = op.Max(op(new.value), LEAST_SCALE)
-        if one.is_weight or one.scale not in trained:
+        if rounding.is_weight or rounding.scale not in trained:
             return above
         is_first = op.Equal(assembly.op(assembly.values[BATCHES]), np.int64(0))
-        chosen: Expr = op.Where(is_first, op(trained[one.scale]), above)
+        chosen: Expr = op.Where(is_first, op(trained[rounding.scale]), above)
         return chosen
 
     assembly.amend(name, change)
 
 
-def _symmetric_scale(op: Builder, one: Rounding, weight: Expr) -> Expr:
-    """As `symmetric_scale`, in a graph: the largest numbers, of all, of a channel or of a block."""
-    weight, shape = op(weight.value), _static(one.x)
-    axis, block = one.node.attributes.get_int("axis", 1), one.node.attributes.get_int("block_size", 0)
-    size, kept = op.Abs(weight), _static(one.scale)
+def _symmetric_scale(op: Builder, rounding: Rounding, weight: Expr) -> Expr:
+    """Compute `symmetric_scale` in a graph: from the maximum of all, of a channel or of a block."""
+    weight, shape = op(weight.value), _static(rounding.x)
+    axis, block = rounding.node.attributes.get_int("axis", 1), rounding.node.attributes.get_int("block_size", 0)
+    size, static_shape = op.Abs(weight), _static(rounding.scale)
     if block:
         missing = -shape[axis] % block
         pads = [0] * (2 * len(shape))
@@ -327,10 +331,10 @@ def _symmetric_scale(op: Builder, one: Rounding, weight: Expr) -> Expr:
         size, axes = op.Reshape(whole, np.asarray(parts, np.int64)), [axis + 1]
     else:
         own = axis % len(shape)
-        axes = [i for i in range(len(shape)) if i != own] if kept == (shape[own],) else []
+        axes = [i for i in range(len(shape)) if i != own] if static_shape == (shape[own],) else []
     largest = op.ReduceMax(size, np.asarray(axes, np.int64) if axes else None, keepdims=0)
-    scale = op.Max(largest / most_symmetric(one.dtype), LEAST_SCALE)
-    result: Expr = op.Reshape(scale, np.asarray(kept, np.int64)).like(one.scale)
+    scale = op.Max(largest / most_symmetric(rounding.dtype), LEAST_SCALE)
+    result: Expr = op.Reshape(scale, np.asarray(static_shape, np.int64)).like(rounding.scale)
     return result
 
 
@@ -344,59 +348,58 @@ def _static(value: ir.Value) -> tuple[int, ...]:
 
 
 def has_ranges(model: Model) -> bool:
-    """Whether training observes or learns ranges of activations."""
+    """True if training observes or learns ranges of activations."""
     return bool(_of_activations(model.graph))
 
 
 def needs_calibration(model: Model) -> int:
-    """How many batches a training model is to be calibrated on; 0 if it was, or has no ranges of activations."""
-    asked = [one.facts.get("calibrate", 0) for one in _of_activations(model.graph)]
+    """Return the number of batches for calibration; 0 if a model needs none."""
+    asked = [rounding.facts.get("calibrate", 0) for rounding in _of_activations(model.graph)]
     if not asked or BATCHES not in model.step().algorithm.initializers:
         return 0
     return max(asked) if int(model.array(BATCHES)) == 0 else 0
 
 
 def calibrate(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """State that a training model can begin with: ranges of activations over batches, while nothing but weights is
-    rounded, and the scales and zero points that follow from them."""
-    found = list(_of_activations(model.graph))
+    """Measure activation ranges over batches, with rounded weights, and set the scales."""
+    targets = list(_of_activations(model.graph))
     measured = _measure(model, batches)
     state: dict[str, np.ndarray] = {}
-    for one, (low, high) in zip(found, measured, strict=True):
-        scale, zero = parameters_as_numbers(low, high, one.dtype)
-        state |= {one.scale.name or "": scale, one.zero.name or "": zero}
-        if one.facts["ranges"] == "moving":
-            state |= {name: np.asarray(x, np.float32) for name, x in zip(one.limits, (low, high), strict=True)}
+    for rounding, (low, high) in zip(targets, measured, strict=True):
+        scale, zero = parameters_as_numbers(low, high, rounding.dtype)
+        state |= {rounding.scale.name or "": scale, rounding.zero.name or "": zero}
+        if rounding.facts["ranges"] == "moving":
+            state |= {name: np.asarray(x, np.float32) for name, x in zip(rounding.limits, (low, high), strict=True)}
     state[BATCHES] = np.asarray(1, np.int64)
     return state
 
 
 def _of_activations(graph: ir.Graph) -> list[Rounding]:
-    return [one for one in roundings(graph) if not one.is_weight]
+    return [rounding for rounding in roundings(graph) if not rounding.is_weight]
 
 
 def _measure(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> list[tuple[float, float]]:
     session = open_session(_measuring(model))
-    wanted = [value.name for value in session.get_inputs()]
+    input_names = [value.name for value in session.get_inputs()]
     rows = []
     for batch in batches:
         with explain_failures(DataError, "could not compute anything from this batch"):
-            rows.append(session.run(None, {name: batch[name] for name in wanted}))
+            rows.append(session.run(None, {name: batch[name] for name in input_names}))
     if not rows:
         raise DataError("there are no data to calibrate on", hint="`quantize=int8:calibrate=0` begins without")
     ends = np.asarray(rows, np.float64).reshape(len(rows), -1, 2)
-    averaged = any(one.facts.get("percentile") for one in _of_activations(model.graph))
+    averaged = any(rounding.facts.get("percentile") for rounding in _of_activations(model.graph))
     low, high = (ends.mean(0) if averaged else np.stack([ends[..., 0].min(0), ends[..., 1].max(0)], -1)).T
     return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
 
 
 def _measuring(model: Model) -> Model:
-    """The inference graph, in which activations are not rounded, with the ends of their ranges as outputs."""
+    """Return the inference graph with the ends of activation ranges as outputs, unrounded."""
     plain = without_steps(model)
     graph = plain.graph
-    found = _of_activations(graph)
-    sources = [one.x for one in found]
-    scales = {one.scale for one in found}
+    targets = _of_activations(graph)
+    sources = [rounding.x for rounding in targets]
+    scales = {rounding.scale for rounding in targets}
     for node in [node for node in graph if node.op_type == "QuantizeLinear" and node.inputs[1] in scales]:
         x = node.inputs[0]
         assert x is not None
@@ -405,6 +408,8 @@ def _measuring(model: Model) -> Model:
                 use.node.outputs[0].replace_all_uses_with(x, replace_graph_outputs=True)
                 sources = [x if source is use.node.outputs[0] else source for source in sources]
     op = Builder(graph, opset=plain.opset, names=plain.names(), functions=plain.functions, scope="range")
-    ends = [batch_range(op, op(x), one.facts.get("percentile")) for one, x in zip(found, sources, strict=True)]
+    ends = [
+        batch_range(op, op(x), rounding.facts.get("percentile")) for rounding, x in zip(targets, sources, strict=True)
+    ]
     keep_only(plain, [end.value for both in ends for end in both])
     return plain

@@ -1,4 +1,4 @@
-"""Settings of quantization, such as `int8:weights=int4,block=32,ranges=lsq`, and the nodes that they select."""
+"""Settings such as `int8:weights=int4,block=32,ranges=lsq`, and the nodes that they select."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ELSEWHERE = {
     "uint2": "ONNX Runtime has no kernel that rounds to integers of 2 bits",
     "int32": "QuantizeLinear makes no integers of 32 bits",
 }
-"""Types that one may ask for, and why they are refused."""
+"""Unsupported types, and the reason."""
 _FOUR_BITS = (ir.DataType.INT4, ir.DataType.UINT4)
 _OF_ACTIVATIONS = tuple(dtype for dtype in _INTEGERS.values() if dtype not in _FOUR_BITS)
 _ONLY_NEWER = (*_FOUR_BITS, ir.DataType.INT16, ir.DataType.UINT16)
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-"""Operators with weights: what is quantised unless others are named."""
+"""Operators with weights, quantized by default."""
 PLAIN = ("Add", "AveragePool", "Concat", "GlobalAveragePool", "MaxPool", "Mul", "Resize", "Sigmoid", "Softmax", "Sub")
-"""Others that runtimes compute in integers, where they are named."""
+"""Further operators that runtimes compute in integers, if named."""
 
 _DEFAULTS: Mapping[str, Any] = {
     "weights": None, "activations": None, "block": None, "ranges": "moving", "percentile": None, "momentum": 0.99,
@@ -51,7 +51,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSettings:
-    """What is rounded to what, and where scales come from."""
+    """Types to round to, and sources of the scales."""
 
     weights: ir.DataType
     activations: ir.DataType | None
@@ -59,27 +59,27 @@ class QuantizeSettings:
     ranges: Ranges
     percentile: float | None
     momentum: float
-    """Of the moving average, the part of the old one."""
+    """Share of the old value in the moving average."""
     calibrate: int
-    """Batches on which ranges are measured before training."""
+    """Number of batches to measure ranges on before training."""
     keep: tuple[str, ...]
     targets: tuple[str, ...]
     operators: tuple[str, ...]
     named: tuple[str, ...]
-    """The options that were given."""
+    """The options as passed."""
 
     @property
     def opset(self) -> int:
-        """The operator set in which QuantizeLinear knows all this."""
+        """Operator set whose QuantizeLinear supports these settings."""
         types = (self.weights, self.activations)
         if self.block or any(dtype in _ONLY_NEWER for dtype in types):
             return 21
         return 19 if any(dtype in _FLOATS.values() for dtype in types) else 13
 
 
-def settings_of(given: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
-    """The settings that were asked for, checked."""
-    spec = parse(given)
+def settings_of(value: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
+    """Parse and check settings."""
+    spec = parse(value)
     options = {**_DEFAULTS, **spec.options}
     check_options(f"`quantize={spec.name}`", spec.options, _DEFAULTS)
     weights = _type(options["weights"] or spec.name)
@@ -121,35 +121,35 @@ def _type(name: Any) -> ir.DataType | None:
     return lookup("type to quantise to", str(name), TYPES)
 
 
-def _words(name: str, given: Any) -> tuple[str, ...]:
+def _words(name: str, value: Any) -> tuple[str, ...]:
     """Return the parts of `first+last`."""
-    words = given.split("+") if isinstance(given, str) else coerce(f"`{name}` of `quantize`", given, Sequence[str])
+    words = value.split("+") if isinstance(value, str) else coerce(f"`{name}` of `quantize`", value, Sequence[str])
     return tuple(word for word in words if word)
 
 
-def _number(name: str, given: Any, least: float, most: float, whole: bool = False) -> Any:
-    if given is None:
+def _number(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
+    if value is None:
         return None
     kinds = int if whole else (int, float)
-    if isinstance(given, bool) or not isinstance(given, kinds) or not least <= given <= most:
-        kind = "a whole number" if whole else "a number"
-        raise RecipeError(f"`{name}` of `quantize` is `{given}`, but must be {kind} from {least:g} to {most:g}")
-    return given
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        noun = "a whole number" if whole else "a number"
+        raise RecipeError(f"`{name}` of `quantize` is `{value}`, but must be {noun} from {least:g} to {most:g}")
+    return value
 
 
 def levels(dtype: ir.DataType) -> tuple[float, float]:
-    """The least and the largest number of a type."""
+    """Return the smallest and the largest number of a type."""
     return float(dtype.min), float(dtype.max)
 
 
 def middle(dtype: ir.DataType) -> int:
-    """The zero point of a symmetric range."""
+    """Return the zero point of a symmetric range."""
     low, high = levels(dtype)
     return 0 if low < 0 else int(high + 1) // 2
 
 
 def most_symmetric(dtype: ir.DataType) -> float:
-    """The largest distance from that on both sides: 127 for integers of 8 bits."""
+    """Return the largest distance from the middle on both sides: 127 for 8-bit integers."""
     return levels(dtype)[1] - middle(dtype)
 
 
@@ -157,39 +157,39 @@ def most_symmetric(dtype: ir.DataType) -> float:
 
 
 MOVES = frozenset(("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
-"""Operators that hand on what they read: its scale serves their results, too."""
+"""Operators that pass on their input; its scale holds for their results, too."""
 _ACTIVATIONS = ("Relu", "Clip")
-"""Operators that runtimes make part of the product before them."""
+"""Activations that runtimes fuse into the operator before them."""
 _ON_THE_WAY = ("Identity", "Transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedNode:
-    """A node that is to compute with integers."""
+    """A node to compute with integers."""
 
     node: ir.Node
     names: tuple[str, ...]
-    """What a person may call it."""
+    """Names of the node for patterns."""
     weight: ir.Value | None = None
-    """As it is stored."""
+    """The stored weight."""
     axis: int = 0
-    """Of the weight, along which outputs are."""
+    """Axis of outputs in the weight."""
 
     @property
     def inputs(self) -> list[int]:
-        """Which of its inputs are activations."""
+        """Indices of the inputs that are activations."""
         if self.weight is not None:
             return [0]
         return [i for i, value in enumerate(self.node.inputs) if value is not None and constant_tensor(value) is None]
 
     @property
     def rounds_result(self) -> bool:
-        """Whether it makes integers, so that its result has a scale; matrix products can make floats, too."""
+        """True if the result is integers with a scale; matmuls may return floats, too."""
         return self.node.op_type not in ("Gemm", "MatMul")
 
     @property
     def result(self) -> ir.Value:
-        """What it makes, after an activation that only this goes into."""
+        """The result, after an activation that only the result goes into."""
         value = self.node.outputs[0]
         uses = tuple(value.uses())
         while (
@@ -201,41 +201,41 @@ class QuantizedNode:
 
 
 def quantized_nodes(graph: ir.Graph, settings: QuantizeSettings) -> list[QuantizedNode]:
-    """The nodes that settings name, in order."""
-    known = {layer.node: layer for layer in layers(graph)}
+    """Return the nodes that settings select, in order."""
+    layer_of = {layer.node: layer for layer in layers(graph)}
     possible = {*WEIGHTED, *settings.operators}
     nodes = (node for node in graph if is_standard(node) and node.op_type in possible)
-    found = [place for node in nodes if (place := _quantized_node(node, known))]
-    weighted = [place for place in found if place.weight is not None]
-    kept: list[QuantizedNode] = []
+    candidates = [candidate for node in nodes if (candidate := _quantized_node(node, layer_of))]
+    weighted = [candidate for candidate in candidates if candidate.weight is not None]
+    excluded: list[QuantizedNode] = []
     for word in settings.keep:
         if word in (FIRST, LAST):
-            kept += weighted[:1] if word == FIRST else weighted[-1:]
+            excluded += weighted[:1] if word == FIRST else weighted[-1:]
         else:
-            kept += _matching((word,), found)
-    wanted = found if settings.targets == ("*",) else _matching(settings.targets, found)
-    chosen = [place for place in found if place in wanted and place not in kept]
-    chosen = [place for place in chosen if place.node.op_type in settings.operators]
+            excluded += _matching((word,), candidates)
+    targets = candidates if settings.targets == ("*",) else _matching(settings.targets, candidates)
+    chosen = [candidate for candidate in candidates if candidate in targets and candidate not in excluded]
+    chosen = [candidate for candidate in chosen if candidate.node.op_type in settings.operators]
     if not chosen:
         raise UnknownNameError(
             "nothing is left to quantise: no node is named that is one of " + ", ".join(settings.operators),
-            hint=listing(known.values()),
+            hint=listing(layer_of.values()),
         )
     return chosen
 
 
-def _matching(patterns: Sequence[str], found: Iterable[QuantizedNode]) -> list[QuantizedNode]:
-    found = list(found)
+def _matching(patterns: Sequence[str], nodes: Iterable[QuantizedNode]) -> list[QuantizedNode]:
+    nodes = list(nodes)
     for pattern in patterns:
-        if not any(matching([pattern], place.names) for place in found):
-            names = ", ".join(dict.fromkeys(place.names[0] for place in found))
+        if not any(matching([pattern], candidate.names) for candidate in nodes):
+            names = ", ".join(dict.fromkeys(candidate.names[0] for candidate in nodes))
             raise UnknownNameError(f"`{pattern}` matches nothing that can be quantised", hint=f"there are {names}")
-    return [place for place in found if matching(patterns, place.names)]
+    return [candidate for candidate in nodes if matching(patterns, candidate.names)]
 
 
-def _quantized_node(node: ir.Node, known: dict[ir.Node, Layer]) -> QuantizedNode | None:
+def _quantized_node(node: ir.Node, layer_of: dict[ir.Node, Layer]) -> QuantizedNode | None:
     own = tuple(name for name in (node.name, node.outputs[0].name if node.outputs else None) if name)
-    if (layer := known.get(node)) is not None:
+    if (layer := layer_of.get(node)) is not None:
         if any(step.op_type not in _ON_THE_WAY for step in layer.path):
             return None
         return QuantizedNode(node, layer.names, layer.weight, 0 if layer.units_first else len(layer.shape) - 1)
