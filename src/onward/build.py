@@ -1,9 +1,8 @@
 """Graph construction by expressions: `op.MatMul(a, b)`, `1 - y * y`, `op.call(adamw, ...)`.
 
-A `Builder` appends nodes to one graph. Operators are its attributes, tensors come back as `Expr`,
-which know the usual arithmetic. Numbers take the type of the tensor beside them; where that is not
-known yet (inside a function, which serves several types) they are stored in double precision and
-cast at run time, so that nothing is lost to float32.
+A `Builder` appends nodes to one graph. Operators are its attributes; tensors are `Expr`, with the
+usual arithmetic. Numbers take the type of the other tensor. If that is unknown (inside a function
+for several types), they are stored in double precision and cast at run time.
 """
 
 from __future__ import annotations
@@ -165,9 +164,8 @@ Operand = Expr | ir.Value | np.ndarray | np.generic | int | float | bool | Seque
 class Builder:
     """A builder of one graph. `op.Softmax(x, axis=-1)` adds a node and returns its output.
 
-    `names` must know every name the nodes could clash with; `functions` collects the functions that
-    calls need. A builder that shares gives the same node again where it is asked for one that is
-    there already.
+    `names` holds every name that could clash; `functions` collects functions that are called. A
+    builder that shares returns the existing node for an equal one.
     """
 
     def __init__(
@@ -277,8 +275,8 @@ class Builder:
     def filled_like(self, value: ir.Value, number: float) -> Expr:
         """Return a tensor of the type and shape of `value`, filled with `number`.
 
-        For a sequence, one of such tensors; for an Optional, the same for what it holds, or what it
-        could hold if it is empty: the smallest tensor of its shape.
+        A sequence gives a sequence. An Optional gives its content, or if it is empty the smallest
+        possible tensor.
         """
         assert value.dtype is not None, value.name
         if is_optional(value):
@@ -376,8 +374,8 @@ class Function:
     """A function in the domain `onward`, with a body of standard operators.
 
     Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are
-    the inputs, keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`),
-    the docstring goes to the file.
+    inputs, keyword-only parameters attributes (typed `int`, `float`, `str` or `list[int]`), and the
+    docstring goes to the file.
     """
 
     def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
@@ -532,7 +530,6 @@ _NESTED_OUTPUTS = {"If": ("then_branch", 0), "Loop": ("body", 1), "Scan": ("body
 
 
 def _nested_output_type(node: ir.Node, graph: str, before: int, index: int) -> ir.TypeProtocol | None:
-    """Return the type of an output of the nested graph: branches may differ from each other."""
     attribute = node.attributes.get(graph)
     outputs = attribute.as_graph().outputs if attribute is not None and not attribute.is_ref() else ()
     inferred = outputs[before + index].type if before + index < len(outputs) else None

@@ -15,8 +15,7 @@ _NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Return the tensor of an initializer or of a Constant node's output.
 
-    `onnx_ir` has such a function, too, which renames the tensor and raises errors of its own where
-    nodes are broken.
+    `onnx_ir`'s own function renames the tensor and raises other errors for broken nodes.
     """
     if value is None:
         return None
@@ -30,11 +29,9 @@ def constant_number(value: ir.Value | None) -> float | None:
 
 
 def is_relu6(low: ir.Value | None, high: ir.Value | None) -> bool:
-    """True if a Clip with these bounds is a ReLU6, whose slope at both bounds is 0; that of other
-    Clips is 1.
+    """True if a Clip with these bounds is a ReLU6, whose slope at both bounds is 0 and not 1.
 
-    ONNX has no ReLU6: exporters of all frameworks write a Clip from 0 to 6, and hardly anything
-    else has these bounds.
+    ONNX has no ReLU6: exporters write a Clip from 0 to 6, and little else has these bounds.
     """
     tensor = constant_tensor(low)
     is_float = tensor is not None and tensor.dtype.is_floating_point()

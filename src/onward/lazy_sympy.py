@@ -1,9 +1,8 @@
 """Deferred import of sympy.
 
-The graph library `onnx_ir` imports sympy for arithmetic with symbolic dimensions, which few
-programs ever do, and sympy takes longer to load than everything else together. While `onnx_ir` is
-being imported it finds a stand-in, and keeps it; the first use of that imports sympy. Nobody else
-sees it: see docs/decisions/0014-sympy-when-needed.md.
+`onnx_ir` imports sympy for symbolic dimensions, which few programs compute, and sympy loads longer
+than everything else together. During its import `onnx_ir` gets a stand-in, whose first use imports
+sympy. See docs/decisions/0014-sympy-when-needed.md.
 """
 
 from __future__ import annotations

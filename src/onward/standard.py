@@ -34,8 +34,6 @@ IR_VERSION = METADATA_IR
 
 
 class _Call(Protocol):
-    """A node, in memory or in a file."""
-
     @property
     def domain(self) -> str: ...
     @property

@@ -88,7 +88,6 @@ def check_tensors(proto: ModelProto) -> None:
 
 
 def _misfit(tensor: onnx.TensorProto) -> str | None:
-    """Return what is wrong with raw data, or None."""
     if tensor.data_type == onnx.TensorProto.UNDEFINED:
         return "has data, but no type"
     if (width := storage.bits_of(tensor)) is None:

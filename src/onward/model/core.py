@@ -1,9 +1,8 @@
 """`Model` and `Step`: an inference graph with its training steps.
 
-A step's algorithm is a graph whose nodes read values of the inference graph directly, as the body
-of an `If` reads the values around it. That is the specification's combined graph without copying
-it: renaming a weight renames it everywhere, and a value knows all its readers, in inference and in
-training alike.
+Nodes of a step's algorithm read values of the inference graph directly, like the body of an `If`.
+This is the specification's combined graph without a copy: renaming a weight renames it everywhere,
+and a value knows all its readers.
 """
 
 from __future__ import annotations
@@ -210,10 +209,10 @@ class Model:
     ) -> Path:
         """Write the model, all or nothing: a crash or a full disk leaves the old file.
 
-        `data` says where tensors go: "none" (into the file), "data" (a `.data` file beside it), "safetensors" (a valid
-        `.safetensors` file beside it), or "auto" (as they were; beside the file where they no longer fit). With "auto",
-        tensors in files that are in the folder of `path` or below stay there, and those elsewhere are copied; with
-        "overlay", what would have to be copied is refused.
+        `data` is the place of tensors: "none" (in the file), "data" (in a `.data` file beside it),
+        "safetensors" (in a `.safetensors` file beside it) or "auto" (as before; beside the file if
+        they are too large). With "auto", tensors in files in the folder of `path` or below stay
+        there, and others are copied. "overlay" refuses to copy.
         """
         from onward.model.serde import save
 
@@ -288,7 +287,6 @@ def all_names(graph: ir.Graph) -> Iterator[str]:
 
 
 def _clone(graph: Any, **options: Any) -> Any:
-    """Return a copy of a graph or a function; raise if it reads an undefined value."""
     try:
         return graph.clone(**options)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -311,11 +309,7 @@ def _misread(graph: Any) -> str:
 
 
 def _copied_algorithm(algorithm: ir.Graph) -> ir.Graph:
-    """Copy an algorithm.
-
-    The library does not clone outputs that are values of the inference graph: they become names
-    only.
-    """
+    """Copy an algorithm. Outputs that are values of the inference graph become names only."""
     own, outputs = set(values(algorithm)), list(algorithm.outputs)
     foreign = {i: value for i, value in enumerate(outputs) if value not in own}
     algorithm.outputs[:] = [value for value in outputs if value in own]
@@ -392,10 +386,7 @@ def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
 
 
 def tie_function(function: ir.Function) -> None:
-    """Append the values that Gradients of a function name to their inputs.
-
-    Inputs of a function are independent of each other, whatever a call passes for them.
-    """
+    """Append the values that Gradients of a function name to their inputs, which are independent."""
     graph = function.graph
     named = {name for node, _ in gradients_in(graph) for name in names_of(node)}
     for value in [value for value in graph.inputs if value.name in named]:

@@ -1,6 +1,6 @@
 """Conversion of older training information: drafts of 2019 and 2020, and GraphCall of onnx 1.7.
 
-docs/older-forms.md says where each form is written down, and which field became which.
+docs/older-forms.md lists the source of each form and the mapping of fields.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str
 def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
     """Merge the algorithm into the combined graph, where one name means one value.
 
-    by_name: inputs of the same name are the same, as in the drafts without a call of the graph, and
-    what both compute is computed once.
+    With `by_name`, inputs of the same name are the same, as in drafts without GraphCall, and equal
+    nodes are computed once.
     """
     algorithm, taken = info.algorithm, names_within(graph)
     if any(is_call(node) for node in all_nodes(algorithm.node)):
@@ -198,7 +198,6 @@ def _computation(node: NodeProto) -> tuple[object, ...]:
 
 
 def _unknown(message: Message) -> _Fields:
-    """Return the fields that the schema does not know, by number."""
     unknown, fields = UnknownFieldSet(message), _Fields()
     for i in range(len(unknown)):
         fields.setdefault(unknown[i].field_number, []).append(unknown[i].data)
@@ -329,8 +328,7 @@ def _squared_error(node: NodeProto, reduction: str, names: Names) -> list[NodePr
 def group_inputs(optimizer: NodeProto, gradients: Collection[str]) -> None:
     """Reorder inputs as operators have them: all tensors, then all gradients, then each state.
 
-    The demonstration of 2019 gave each tensor with its gradient and state; where the gradients
-    stand tells.
+    The demonstration of 2019 grouped them by tensor; the position of the gradients tells.
     """
     count, states = len(gradients), list(optimizer.input[2:])
     width = len(states) // count
@@ -421,7 +419,6 @@ def _check(call: NodeProto, graph: GraphProto, where: str) -> None:
 
 
 def _inputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
-    """Return names in the inference graph, and the values that the call passes for them."""
     return _bind_inputs(strings(call, "input_names") or [value.name for value in graph.input], call.input)
 
 

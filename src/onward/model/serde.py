@@ -37,12 +37,11 @@ OPENED.add(Source)
 
 
 def load(model: Source) -> Model:
-    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when
-    they are used.
+    """Read a model from a path, bytes or a `ModelProto`. External weights are mapped when used.
 
         model = onward.load("training.onnx")
 
-    - `model`: where it is; an `onward.Model` is handed back as it is
+    - `model`: its path or bytes; an `onward.Model` is returned as is
     """
     if isinstance(model, Model):
         return model
@@ -61,11 +60,7 @@ def load(model: Source) -> Model:
 
 
 def load_shapes(source: Source) -> Model:
-    """Read a model without its external data: tensors that cannot be read get stand-ins of the same
-    type and shape.
-
-    Do not save it.
-    """
+    """Read a model for its shapes: unreadable external data are replaced. Do not save it."""
     try:
         return load(source)
     except ExternalDataError:
@@ -161,11 +156,10 @@ def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: 
 
 
 def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
-    """Return the inference model and the algorithms, whose nodes read values of the inference
-    graph.
+    """Return the inference model and the algorithms, which read values of the inference graph.
 
-    The graph library links a nested graph to the values around it. So the algorithms are read as
-    graphs nested in a node at the end of the inference graph, and taken out of it afterwards.
+    The graph library links only nested graphs to the values around them. So algorithms are read as
+    graphs nested in a last node of the inference graph, and taken out afterwards.
     """
     if not proto.training_info:
         return ir.serde.deserialize_model(proto), []
@@ -243,7 +237,6 @@ def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
 
 
 def _says_nothing(value: ir.Value) -> bool:
-    """True if a note on an initializer only repeats the type and shape of its tensor."""
     return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
 
 
@@ -260,7 +253,6 @@ def places_of(model: Model) -> list[storage.TensorPlace]:
 
 
 def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:
-    """Return every graph and function that is written and may hold tensors."""
     yield model.graph
     yield from model.functions.values()
     for step in model.steps:
@@ -283,7 +275,6 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Convert errors of the graph library to ours, with the innermost message."""
     try:
         yield
     except Error:
@@ -311,8 +302,7 @@ def stamp(model: Model) -> Model:
 def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
     """Make `to_proto(model)` write a reference instead of the bytes of each large tensor.
 
-    For handing the structure of a model of any size to a tool that works on protobuf. `with_data`
-    undoes it in the model that comes back.
+    For tools on protobuf. `with_data` restores the data in the model that comes back.
     """
     large = [(value, value.const_value) for value in _initializers(model) if _is_large(value.const_value)]
     by_offset: dict[int, ir.TensorProtocol] = {}

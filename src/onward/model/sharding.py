@@ -3,8 +3,7 @@
     configuration { name: "fsdp"  num_devices: 8  device: "shard=0" ... }          of the model
     sharding_spec { tensor_name: "fc1.weight"  device: [0, 1, ...]  sharded_dim { axis: 0 ... } }      of each reader
 
-The names of devices say where they stand in the mesh, so that nothing but the file is needed to
-read it back.
+Device names hold the position in the mesh, so the file alone describes it.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Sharding:
         sharding.mesh                          # {"replica": 2, "shard": 4}
         sharding.tensors["fc1.weight"]         # {0: ("shard",)}
 
-    What an optimizer keeps for a parameter (`fc1.weight/exp_avg`) is divided as that is, unless it
-    is named itself.
+    Optimizer state (`fc1.weight/exp_avg`) is divided like its parameter (default).
     """
 
     name: str

@@ -1,8 +1,8 @@
 """State: the initializers that bindings name. Names and tags describe their role, without Onward.
 
-A slot of parameter `w` is called `w/exp_avg`; hyper-parameters of a group `group0/lr`. Tensors
-carry `train.role`, `train.param`, `train.slot` and `train.group` as metadata. Facts about the whole
-run are JSON in the metadata of the algorithm.
+A slot of parameter `w` is `w/exp_avg`; hyper-parameters of a group are `group0/lr`. Tensors have
+the metadata `train.role`, `train.param`, `train.slot` and `train.group`. Facts about the run are
+JSON in the metadata of the algorithm.
 """
 
 from __future__ import annotations

@@ -109,10 +109,7 @@ def between(
     known: Container[ir.Value] = (),
     reads: Reads = read_by,
 ) -> list[ir.Node]:
-    """Return the nodes on the paths from `xs` to `y` that avoid `known`, in graph order.
-
-    With a `scope`, in the order of its graphs.
-    """
+    """Return the nodes on paths from `xs` to `y` that avoid `known`, in the order of the graphs."""
     producer = y.producer()
     if producer is None or producer.graph is None:
         return []
@@ -159,7 +156,6 @@ def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(domain: str, op_type: str, version: int) -> Mapping[str, Any]:
-    """Return the attributes that a schema knows with their defaults, else None."""
     try:
         schema = defs.get_schema(op_type, version, domain)
     except defs.SchemaError:

@@ -177,11 +177,7 @@ def _empty_graph(name: str) -> ir.Graph:
 
 
 def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]) -> None:
-    """Move the nodes and constants of a model into the algorithm and replace its inputs by
-    `sources`.
-
-    The model is consumed.
-    """
+    """Move a model into the algorithm, with its inputs replaced by `sources`; consumes the model."""
     for value, source in sources.items():
         value.replace_all_uses_with(source)
     nodes, constants = take_apart(model.graph)

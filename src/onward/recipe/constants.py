@@ -94,7 +94,6 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
-    """Return the value of a node whose inputs are constants."""
     tensor = stored_tensor(node.outputs[0])
     return _run(node) if tensor is None else under_name(node.outputs[0].name, tensor)
 
@@ -142,7 +141,6 @@ def normalizes_input(node: ir.Node, index: int) -> bool:
 
 
 def _is_scale(node: ir.Node, index: int) -> bool:
-    """True if input `index` is a constant by which a node multiplies or divides."""
     is_factor = node.op_type == "Mul" or (node.op_type == "Div" and index == 1)
     return is_factor and constant_tensor(node.inputs[index]) is not None
 

@@ -2,9 +2,8 @@
 
     onward.prepare("small.onnx", loss="cross_entropy", teacher="large.onnx", distill="kl:temperature=4,weight=0.5")
 
-The teacher's graph is part of the training step and of nothing else: the trained model does not
-hold it. It reads the same inputs, in inference mode, and no gradient goes into it, as nothing in it
-is trained. With weights w the loss is
+Only the training step contains the teacher's graph. It reads the same inputs, in inference mode and
+without gradients. With weights w the loss is
 
     (1 - sum w) * loss + sum w * distance,   for `kl`: distance = T^2 KL(softmax(teacher / T), softmax(student / T))
 """
@@ -87,10 +86,9 @@ class Distillation:
         trained: Mapping[ir.Value, ir.Value],
         inputs: Mapping[str, ir.Value],
     ) -> Expr:
-        """Append the teacher and return the total loss; `trained` maps values of inference to
-        training.
+        """Append the teacher and return the total loss; `trained` maps inference to training.
 
-        `inputs` are what the student gets of inputs that are preprocessed: so does the teacher.
+        `inputs` are the preprocessed inputs, which the teacher reads too.
         """
         targets = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
         outputs = list(dict.fromkeys(targets))
@@ -196,7 +194,6 @@ def _source(assembly: Assembly, target: ir.Value, sources: Mapping[str, ir.Value
 
 
 def _in_type(expr: Expr, target: ir.Value, what: str) -> Expr:
-    """Cast an expression to the floating-point type of `target`."""
     if expr.dtype is None or target.dtype is None or expr.dtype == target.dtype:
         return expr
     if not (expr.dtype.is_floating_point() and target.dtype.is_floating_point()):

@@ -1,10 +1,9 @@
 """Notes of PyTorch's exporters: the module tensor behind each tensor of a file.
 
-`torch.onnx.export(dynamo=True)` optimizes: it computes what depends on parameters alone, stores
-equal tensors of up to 1024 elements once, and drops biases that are zero. What was there is in its
-notes: the graph has the signature of the exported program, and each node the call that it was made
-of, with the names of its arguments. The exporter that traces leaves no notes, but keeps parameters
-and buffers in initializers, and nothing else there under names of its own.
+`torch.onnx.export(dynamo=True)` folds what depends on parameters alone, stores equal tensors of up
+to 1024 elements once, and drops zero biases. Its notes tell: the graph has the signature of the
+exported program, and each node its original call with the names of arguments. The tracing exporter
+leaves no notes, but stores only parameters and buffers under names of the module.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ def origin(value: ir.Value) -> Origin | None:
 
 
 def _may_be_argument(value: ir.Value) -> bool:
-    """True if a tensor may be a parameter that a later tool transposed.
-
-    A parameter that a call names is stored elsewhere.
-    """
+    """True if a tensor may be a transposed parameter: one that a call names is stored elsewhere."""
     graph = value.graph
     if graph is None or value.const_value is None or value.const_value.size < 2:
         return False
@@ -199,10 +195,7 @@ def _readers(value: ir.Value) -> Iterator[Use]:
 
 
 def is_traced(model: Model) -> bool:
-    """True if PyTorch's tracing exporter wrote a file.
-
-    The other exporter names nodes `node_...` and records kinds.
-    """
+    """True if PyTorch's tracing exporter wrote a file; the other one names nodes `node_...`."""
     return (
         model.ir.producer_name == "pytorch"
         and not any((node.name or "").startswith("node_") for node in model.graph)
@@ -231,8 +224,8 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
     """Give each parameter of the module its own tensor again, in place; return the changes.
 
     Args:
-        join: use one tensor for copies of a parameter as well, which reads the numbers of large tensors.
-        unfold: store weights that the exporter transposed or reshaped as the module does, under their names there.
+        join: use one tensor for copies of a parameter as well, which reads large tensors.
+        unfold: store transposed or reshaped weights as the module does, under their names there.
     """
     restoration = _Restoration(model)
     if model.ir.producer_name == "tf2onnx" and not model.steps:
@@ -347,8 +340,7 @@ class _Restoration:
     def separate_behind_identities(self) -> None:
         """Separate tensors that the tracing exporter stored once with an Identity for each name.
 
-        Tied weights look the same. A uniform tensor is the bias, scale or statistics of a fresh
-        layer.
+        Tied weights look the same. A uniform tensor is a fresh bias, scale or statistic.
         """
         for node in list(self._graph):
             stored = node.inputs[0] if node.op_type == "Identity" else None
@@ -380,8 +372,7 @@ class _Restoration:
                 node.replace_input_with(index, separate[id(layer)])
 
     def leave_zeros_beside_biases(self) -> None:
-        """Store the bias of an LSTM of Keras without the zeros that tf2onnx puts beside it, for a
-        second bias.
+        """Store the bias of a Keras LSTM without the zero bias that tf2onnx adds.
 
         With both trained, the bias would learn twice as fast.
         """
@@ -491,7 +482,6 @@ class _Restoration:
         self._put_first(node, f"{name}/folded", value)
 
     def _put_first(self, node: ir.Node, name: str, value: ir.Value) -> None:
-        """Compute a value by a node at the beginning of the graph."""
         node.outputs[0].name = self._names.fresh(name)
         node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
         self._graph.insert_before(next(iter(self._graph)), node)
@@ -517,10 +507,9 @@ class _Restoration:
 
 
 def _may_be_merged(model: Model) -> bool:
-    """True if equal tensors may be stored once: by PyTorch's exporter without its notes, or by ONNX
-    Runtime.
+    """True if PyTorch's exporter without notes, or ONNX Runtime, may store equal tensors once.
 
-    The exporter that traces leaves an Identity for each, and without its optimizer none are merged.
+    The tracing exporter leaves an Identity for each; without its optimizer none are merged.
     """
     if any(_KIND in value.metadata_props for value in model.graph.initializers.values()):
         return False
@@ -528,7 +517,6 @@ def _may_be_merged(model: Model) -> bool:
 
 
 def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
-    """Return an identity of the layer that reads a scale or bias: its weight, or a node."""
     if node.op_type in _WITH_BIAS and index == _BIAS:
         return node.inputs[1]
     if index in _SCALES_AND_BIASES.get(node.op_type, ()):
@@ -548,7 +536,6 @@ def _layer_of(node: ir.Node, index: int) -> ir.Value | ir.Node | None:
 
 
 def _uses(node: ir.Node, call: str) -> Iterator[Use]:
-    """Yield inputs of a node that are stored floating-point tensors and may be module tensors."""
     if node.op_type == "InstanceNormalization" and "aten.group_norm" in call:
         return  # its scale and bias are ones and zeros: those of the module follow, as Mul and Add
     for i, value in enumerate(node.inputs):
@@ -558,7 +545,6 @@ def _uses(node: ir.Node, call: str) -> Iterator[Use]:
 
 
 def _names(node: ir.Node, index: int) -> set[str]:
-    """Return the module names of a tensor that a node reads."""
     value = node.inputs[index]
     return {value.name or "", *_folded_from(value)} if value is not None else set()
 
@@ -566,11 +552,10 @@ def _names(node: ir.Node, index: int) -> set[str]:
 def _assign(
     waiting: list[ModuleTensor], uses: list[Use], tensors: Mapping[str, ModuleTensor]
 ) -> list[tuple[ModuleTensor, Use]] | None:
-    """Pair arguments of a call with the tensors that its nodes read, in order; None if counts
-    differ.
+    """Pair arguments of a call with the tensors that its nodes read; None if counts differ.
 
-    A call may read constants of the exporter as well: tensors that are known to be of the module
-    come first, then those of more than one element.
+    A call may also read constants of the exporter: known module tensors come first, then larger
+    ones.
     """
     names = {tensor.name for tensor in tensors.values()}
     of_module = [use for use in uses if names & _names(*use)]

@@ -1,8 +1,8 @@
 """The forward pass as training runs it.
 
-The inference graph stays in inference mode. Where it has Dropout, BatchNormalization or a
-QuantizeLinear whose range is observed, the algorithm gets its own copy of these nodes in training
-mode, and of everything behind them on the way to the loss; weights are shared by name.
+The inference graph stays in inference mode. For Dropout, BatchNormalization and observed
+QuantizeLinear, the algorithm gets a copy in training mode, and of all nodes from there to the loss;
+weights are shared by name.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def training_forward(
 ) -> dict[ir.Value, ir.Value]:
     """Add the training-mode part of the forward pass; return a map of inference to training values.
 
-    Some differ from the beginning: `changed`, what augmentation makes of the data. A
-    BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode.
-    `variance` is what becomes the running variance: the population's, as ONNX has it, or the
-    sample's with n - 1, as PyTorch has it.
+    `changed` holds augmented values. A BatchNormalization with a frozen scale stays in inference
+    mode. `variance` selects the running variance: of the population (ONNX), or of the sample with n
+    - 1 (PyTorch).
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
     needed, _ = ancestors(outputs)
@@ -101,9 +100,8 @@ def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
 def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
     """Normalize with the statistics of the batch, and update the running ones.
 
-    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones
-    are averaged beside it: ONNX Runtime lets the operator overwrite the statistics that it is
-    given, under other readers' hands.
+    With momentum 0 the operator returns the statistics of the batch. The running ones are averaged
+    outside: ONNX Runtime lets the operator overwrite its inputs while other nodes read them.
     """
     op = assembly.op.scoped(f"train/{node.name or node.op_type}")
     x, scale, bias, mean, var = (op(new.get(value, value)) for value in node.inputs if value is not None)
@@ -122,7 +120,6 @@ def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, 
 
 
 def _sample_variance(x: Expr, population: Expr) -> Expr:
-    """Return the variance with n - 1 instead of n, for the n numbers of each channel."""
     op = x.op
     shape = op.Shape(x)
     n = op.CastLike(op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1))), population)
@@ -147,7 +144,6 @@ def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[i
 
 
 def _constant(node: ir.Node, index: int, default: float) -> float | None:
-    """Return the constant of an optional input; None if it is not constant."""
     if index >= len(node.inputs) or (value := node.inputs[index]) is None:
         return default
     tensor = constant_tensor(value)
@@ -179,7 +175,6 @@ def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> N
 
 
 def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.Attr:
-    """Return the attribute, or a copy of its graph that reads the new values."""
     if attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
         return attribute
     graph = attribute.as_graph().clone(allow_outer_scope_values=True)
@@ -200,8 +195,8 @@ def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
 def open_linear(model: Model) -> None:
     """Replace LinearRegressor and LinearClassifier by equivalent standard operators, in place.
 
-    Their weights are `NODE.coefficients` and `NODE.intercepts`, their scores `NODE.scores`. `strip`
-    makes them what they were.
+    Weights are `NODE.coefficients` and `NODE.intercepts`, scores `NODE.scores`. `strip` reverts
+    this.
     """
     context = Context(model)
     for node in [node for node in model.graph if node.domain == ML_DOMAIN and node.op_type in _OPENED]:

@@ -2,8 +2,8 @@
 
     model = onward.replace_head("resnet.onnx", classes=5)
 
-The weight and the bias of the layer that gives the logits are drawn anew, under their old names.
-Everything before stays as it is, and what comes after is told the new number.
+Weight and bias of the layer that computes the logits are drawn anew, under their old names. Layers
+before it do not change; shapes behind it get the new number.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def replace_head(
         flowers = onward.replace_head("resnet18.onnx", 5)
 
     - `model`: an inference model
-    - `classes`: how many there are now
-    - `layer`: which one, by the name of its weight, node or output; found from the outputs unless given
-    - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
-    - `seed`: what they are drawn from
+    - `classes`: the new number of classes
+    - `layer`: the name of its weight, node or output (default: found from the outputs)
+    - `init`, `bias_init`: initializers, such as `"normal:std=0.02"`
+    - `seed`: seed of the initializers
     """
     source = check_signatures(load(model))
     refuse_training(source, "replace its head")
@@ -142,7 +142,6 @@ def _resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...
 
 
 def _with_layout(init: _Init, head: Layer) -> Spec:
-    """Return the initializer with the layout of the weight, if it has that option."""
     spec = parse(init)
     options = INITIALIZERS[spec.name].options if spec.name in INITIALIZERS else {}
     if "layout" not in options or "layout" in spec.options:

@@ -3,8 +3,8 @@
     kaiming = initializer("kaiming_normal")
     weight = kaiming.build(op, random.site_key(op, key, value.name), value, nonlinearity="relu")
 
-The fans of a weight, the numbers of values that go into and come out of one unit, follow from its
-shape and its layout: `torch` for [out, in, *kernel], `keras` for [*kernel, in, out].
+The fans of a weight, the numbers of inputs and outputs of a unit, follow from its shape and layout:
+`torch` for [out, in, *kernel], `keras` for [*kernel, in, out].
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Initializer:
-    """An initializer with its options and their defaults.
-
-    An option is a number, but for those in `choices`.
-    """
+    """An initializer with its options and their defaults: numbers, except those in `choices`."""
 
     name: str
     summary: str
@@ -304,10 +301,7 @@ class Drawn(NamedTuple):
 
 
 def draw_initial_values(parameters: Sequence[Drawn], seed: int) -> list[ir.Tensor]:
-    """Return initial values of parameters as tensors.
-
-    One session draws all: opening one is slow.
-    """
+    """Return initial values as tensors, drawn in one session, since opening one is slow."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="initialization")
     op = Builder(graph, opset=COMMON_OPSET)
     key = op.constant(random.new_key(seed))
@@ -335,6 +329,5 @@ def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
 
 
 def _copy_of_stored(op: Builder, value: ir.Value) -> Expr:
-    """Copy the stored parameter; external data is shared."""
     assert value.const_value is not None
     return op.Identity(op(register(op, value.name or "", without_tags(value.const_value))))

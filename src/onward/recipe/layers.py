@@ -83,9 +83,8 @@ class Layer:
     def module(self) -> str:
         """Name of the module that owns the weight.
 
-        Exporters that transpose a weight give it a name that says nothing (`val_54`,
-        `onnx::MatMul_97`). Then the note tells that the exporter left at the node, the node's name
-        (`/layers.0/query/MatMul`), or the name of the bias.
+        A transposed weight has an arbitrary name (`val_54`, `onnx::MatMul_97`). Then the name comes
+        from the exporter's note, the node's name (`/layers.0/query/MatMul`) or the bias.
         """
         name, bias = self.weight.name or "", self.bias()
         if name.endswith(".weight"):

@@ -52,11 +52,10 @@ def _check_sizes(predictions: np.ndarray, targets: np.ndarray) -> None:
 
 
 class _OfClasses(Metric):
-    """A metric of classes: scores have classes along the second axis; targets are class indices or
-    scores.
+    """A metric of classes: scores along the second axis; targets are class indices or scores.
 
-    With a `threshold`, and where there is only one score, each is a decision of its own: those
-    above it mean yes. Negative labels, such as -100, do not count.
+    With a `threshold` or a single score, each score is a yes-or-no decision. Negative labels, such
+    as -100, do not count.
     """
 
     def __init__(self, threshold: float | None = None) -> None:
@@ -119,10 +118,8 @@ class TopK(Accuracy):
 
 
 class _Confusion(_OfClasses):
-    """Counts of label and chosen class.
-
-    Of two classes, the second is positive; else the mean over classes counts.
-    """
+    """Counts of label and chosen class. Of two classes the second is positive; else the mean
+    counts."""
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
@@ -210,7 +207,6 @@ def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _area(scores: np.ndarray, positive: np.ndarray) -> float:
-    """Compute the area by ranks; equal scores share theirs."""
     if positive.all() or not positive.any():
         return float("nan")
     _, where, counts = np.unique(scores, return_inverse=True, return_counts=True)

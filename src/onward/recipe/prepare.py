@@ -151,7 +151,6 @@ class Recipe(Fields, StepOptions):
         return stamp(model)
 
     def _adapt(self, model: Model) -> Model:
-        """Return the model changed for its new task."""
         if self.new_head is not None:
             model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head, "new_head")})
         if self.lora is not None:
@@ -243,7 +242,7 @@ def prepare(model: Source, **recipe: Any) -> Model:
 def _inputs_in_training(
     model: Model, entries: Mapping[str, preprocessing.ModelInput], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
-    """Add preprocessing and augmentation; return a map of inputs to their values in training."""
+    """Return the inputs that preprocessing or augmentation changes, with their values in training."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}
     return {name: trained.get(value, value) for name, value in read.items() if name in entries or value in trained}
 

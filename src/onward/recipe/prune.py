@@ -1,8 +1,7 @@
 """Pruning: weights of layers that are zero and stay zero while the others are trained.
 
-What is left is decided once, by the size of the weights in the file: masks are constants of the
-step. Gradients and new weights go through them, whatever the optimizer does, so that the file holds
-the zeros at any time.
+Sizes in the file decide once: masks are constants of the step. Gradients and new weights go through
+them, so that the zeros stay with any optimizer.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Random numbers computed in the graph: the same on every engine, and the same after a resume.
 
-A generator without hidden state. Numbers are a function of a *key*, a uint32[2] tensor: the cipher
-Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
-encrypts the positions 0, 1, 2 ... with it. That takes only arithmetic on unsigned integers, and the
-results are JAX's, bit for bit:
+Numbers are a function of a *key*, a uint32[2] tensor: the cipher Threefry-2x32 with 20 rounds
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) encrypts the positions 0, 1, 2
+... with it. The arithmetic is on unsigned integers, and the results are JAX's, bit for bit:
 
     new_key(seed)                jax.random.key(seed)
     fold_in(op, key, data)       jax.random.fold_in(key, data)
     random_bits(op, key, shape)  jax.random.bits(key, shape, "uint32")
     uniform(op, key, shape)      jax.random.uniform(key, shape)
 
-A key is used once. Further ones are made from it with `fold_in` (one for each update) and
-`site_key` (one for each place in the model). `shape` is an int64 tensor, known only at run time if
-need be, of at most 2^32 elements in all.
+A key is used once. `fold_in` derives one for each update, `site_key` one for each site in the
+model. `shape` is an int64 tensor, possibly known only at run time, of at most 2^32 elements in all.
 """
 
 from __future__ import annotations
@@ -46,10 +44,9 @@ def fold_in(op: Builder, key: Expr, data: int | Expr) -> Expr:
 
 
 def site_key(op: Builder, key: Expr, name: str) -> Expr:
-    """Return a key for the site `name` in a model: `key` xor the first 64 bits of the name's
-    SHA-256.
+    """Return a key for the site `name`: `key` xor the first 64 bits of the name's SHA-256.
 
-    It depends on nothing else, so adding a layer does not change what another one draws.
+    Adding a layer does not change the numbers of another one.
     """
     digest = hashlib.sha256(name.encode()).digest()
     return op.BitwiseXor(key, np.frombuffer(digest[:8], ">u4").astype(np.uint32))
@@ -88,10 +85,7 @@ def encrypt(op: Builder, key0: Expr, key1: Expr, counter0: Expr, counter1: Expr)
 
 
 def _rotate_left(op: Builder, word: Expr, distance: int) -> Expr:
-    """Rotate bits by Mul and Add.
-
-    Shift and Or give the same bits slower: runtimes vectorize arithmetic only.
-    """
+    """Rotate bits by Mul and Add, which runtimes vectorize, unlike shift and Or."""
     return word * np.uint32(1 << distance) + op.BitShift(word, np.uint32(32 - distance), direction="RIGHT")
 
 
@@ -144,8 +138,7 @@ def uniform(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> 
 def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> Expr:
     """Return normal numbers with mean 0 and standard deviation 1: quantiles of uniform numbers.
 
-    Those of `jax.random.normal`, but for rounding: quantiles are good to 1e-15 here, whatever the
-    type of the result.
+    Equal to `jax.random.normal` but for rounding: quantiles are good to 1e-15 for any type.
     """
     smallest = 2.0**-25 if _check_dtype(dtype) == FLOAT else 2.0**-54
     return _quantiles(op, uniform(op, key, shape, dtype), smallest - 0.5, 1.0)

@@ -1,19 +1,16 @@
 """Learning-rate schedules inside the graph, computed from the step counter in float64.
 
-Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step` counts the updates
-already made, and is 0 at the first one. The numbers are float64 tensors that can be changed in the
-file without touching a node.
+Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step` counts updates from
+0. The numbers are float64 tensors that can be changed in the file without touching a node.
 
     cosine = schedule("cosine")
     numbers, choices = cosine.resolve({"steps": 1000, "warmup": 50})
     rate = cosine.build(op, lr, step, {name: op.constant(np.float64(n)) for name, n in numbers.items()}, **choices)
 
-Every schedule takes `warmup=N`: during the first N updates the rate rises in a straight line from
-lr * warmup_start to lr, and only then the schedule begins. Its `steps` still count from the first
-update, so it ends where it did.
+Every schedule takes `warmup=N`: during the first N updates the rate rises linearly from lr *
+warmup_start to lr, then the schedule begins. Its `steps` still count from the first update.
 
-Every schedule takes `every=N`: it then counts groups of N updates, such as epochs, in all its
-numbers, and the rate stays the same within a group.
+Every schedule takes `every=N`: it counts groups of N updates, such as epochs, in all its numbers.
 """
 
 from __future__ import annotations
@@ -175,10 +172,7 @@ def _cosine(op: Builder, start: Expr, end: Expr, p: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule with its options and their defaults (None: required).
-
-    Options are numbers, but for those in `choices`: these select the function.
-    """
+    """A schedule with its options and defaults (None: required); `choices` select its function."""
 
     name: str
     summary: str

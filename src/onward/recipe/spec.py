@@ -35,7 +35,7 @@ class Spec:
 def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable[..., Any]] | None = None) -> Spec:
     """Parse `name:key=value,...` or a mapping with a `name`.
 
-    Of those that are `functions`, the first option may go without its name: `resize:256`.
+    With `functions`, the first option may go without its name: `resize:256`.
     """
     if isinstance(text, Spec):
         return text
@@ -64,10 +64,8 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
 def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:
     """Split `NAME=SPEC`; the name is None for a spec without address.
 
-    `known` are the first words of specs. Without one, names hold no colon.
-
-    Names may hold colons and equals signs themselves, as those of TensorFlow do:
-    `Identity:0=cross_entropy`.
+    `known` are the first words of specs. Other names hold no colon. TensorFlow's names do, and
+    equals signs, too: `Identity:0=cross_entropy`.
     """
     head, colon, options = text.partition(":")
     if head in known:
@@ -108,8 +106,7 @@ def by_name(pairs: Iterable[Sequence[str]]) -> dict[str, str]:
 def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int, name: str = "") -> dict[str, Any]:
     """Parse and check the options of a function: `rank=8,targets=[*query*,*value*]` or a mapping.
 
-    The first option may go without its name: `8,targets=*query*`, or just 8. `name` is the name in
-    messages.
+    The first option may go without its name: `8,targets=*query*`. `name` is for messages.
     """
     name = name or function.__name__
     defaults, required = options_of(function)

@@ -1,24 +1,24 @@
 """Selection of the trained tensors of a model.
 
-The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point
-type: an initializer, the output of a `Constant` or `ConstantOfShape` node, or integers that
-`DequantizeLinear` turns into floats. Then:
+The rule, in order. Candidates are constants with a floating-point type: initializers, outputs of
+`Constant` or `ConstantOfShape`, or integers that `DequantizeLinear` converts. Then:
 
 1. no gradient reaches it from the loss -> constant
-2. it is a running mean or variance of BatchNormalization, or the scale of a range that is observed -> statistics
-3. the exporter wrote down that it is a parameter or a buffer, or was computed from one (PyTorch does) -> that
-4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
-5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
-6. it is made of integers that cannot be rounded to: of 32 bits, or read in several places -> constant
-7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
-   a factor of a matrix product or starts a loop (a first state), or it is a mask (it holds an infinity or a number
-   below -10000) -> constant; but for numbers that PyTorch's tracing exporter stores under a name of the module
-8. an exporter of PyTorch made it, going by its name and place -> constant
+2. running mean or variance of BatchNormalization, or the scale of an observed range -> statistics
+3. a note of the exporter: a parameter or a buffer, or computed from one (PyTorch) -> that
+4. only read as settings (limits, scales, masks, initial states) -> constant
+5. the mean or the deviation that normalizes an input, (x - mean) / std -> constant
+6. integers that cannot be rounded to: of 32 bits, or with several readers -> constant
+7. a single number in arithmetic and not the bias of a layer with one output, or a number without
+   axes that fills a factor of a matmul or starts a loop (a first state), or a mask (with an
+   infinity or a number below -10000) -> constant; except numbers that PyTorch's tracing exporter
+   stores under a name of the module
+8. created by an exporter of PyTorch, judged by name and node -> constant
 9. everything else -> parameter
 
-Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list
-of what is trained, and may name what rules 3, 4, 5, 7 and 8 would leave out. Where it is not given
-and the model has adapters, these and a new head are trained, and nothing else.
+Patterns come last: `freeze` removes parameters, and `trainable` lists all that are trained and may
+name constants of rules 3, 4, 5, 7 and 8. Without `trainable`, a model with adapters trains only
+these and a new head.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def select(
 ) -> Selection:
     """Decide which tensors are trained. Parameters in nodes become initializers.
 
-    `roles` says what the patterns that are no patterns of names stand for.
+    `roles` maps names of roles to parameters.
     """
     constants = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
@@ -221,10 +221,7 @@ def _matters(node: ir.Node, index: int) -> bool:
 
 
 def _is_carried_in_vain(node: ir.Node, index: int) -> bool:
-    """True if an input is the first value of a Loop's carried variable that nothing reads.
-
-    Exporters write conditions of loops so.
-    """
+    """True if an input is the start of a Loop's carried value that nothing reads, e.g. a condition."""
     if node.op_type != "Loop" or index < 2:
         return False
     inside = [value for body in nested_graphs(node) for value in body.inputs[index : index + 1]]
@@ -432,8 +429,7 @@ Edges = Mapping[ir.Value, list[tuple[ir.Node, int]]]
 def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) -> dict[str, set[str]]:
     """Return the parameters of each pattern that is the name of a role and of no tensor.
 
-    So too for patterns of what tensors are called behind a Transpose, Cast or the like that hands
-    one of them on.
+    Also for patterns of names behind a Transpose, Cast or the like of a single tensor.
     """
     constants = dict(candidates(model.graph))
     patterns = list(patterns)
@@ -465,7 +461,6 @@ def _by_other_names(patterns: Iterable[str], constants: Mapping[str, tuple[ir.Va
 
 
 def _later_names(value: ir.Value) -> Iterator[str]:
-    """Return the names of a tensor behind nodes that only pass it on."""
     readers = value.consumers()
     while len(readers) == 1 and readers[0].op_type in _HAND_ON:
         value = readers[0].outputs[0]
@@ -509,7 +504,6 @@ def is_norm(node: ir.Node, index: int) -> bool:
 
 
 def _norm_inputs(node: ir.Node) -> tuple[int, int]:
-    """Return the indices of scale and bias of an operator."""
     return (2, 3) if node.op_type.startswith("Skip") else (1, 2)
 
 
@@ -534,6 +528,5 @@ def _is_root(node: ir.Node | None) -> bool:
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value, through operators that only pass it on."""
     source = source_of(value, TRANSPARENT)
     return source.producer() if source is not None else None

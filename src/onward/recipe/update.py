@@ -1,8 +1,7 @@
 """From gradients to new state: scaling, accumulation, clipping, optimizers, schedules, averages.
 
-Everything that one update computes is in `_new_state`. Where an update does not happen at every run
-(gradients are accumulated, or an overflow is skipped), that is one branch of an `If`, and the other
-branch keeps the old state.
+`_new_state` computes one update. If not every run updates (accumulated gradients, overflows), it is
+one branch of an `If`, and the other branch keeps the old state.
 """
 
 from __future__ import annotations
@@ -130,11 +129,9 @@ class UpdateBuilder:
         return self.assembly.hyper("ema/decay", decay)
 
     def _target(self, value: ir.Value) -> ir.Value:
-        """Return the float32 copy of a parameter, or the parameter itself."""
         return self._masters[value].value if value in self._masters else value
 
     def _learning_rates(self, specs: Any) -> dict[str, ir.Value]:
-        """Return the learning rate of each group at this update."""
         op = self.assembly.op.scoped("schedule")
         rates = {}
         for group in self.groups:
@@ -218,10 +215,8 @@ class UpdateBuilder:
         return means, due
 
     def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
-        """Update a scale that grows after many good updates and shrinks after an overflow.
-
-        torch.amp.GradScaler does the same.
-        """
+        """Grow the scale after many good updates, shrink it on overflow, as torch.amp.GradScaler
+        does."""
         assert self._scale is not None
         names = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
         number = {name: op(self.assembly.values[key]) for key, name in names.items() if key in self.assembly.values}
@@ -312,10 +307,7 @@ class UpdateBuilder:
 
 
 def _scaler_numbers(text: str) -> dict[str, float]:
-    """Return the numbers of `dynamic:growth_interval=1000,hysteresis=2`.
-
-    Numbers of some scalers only are left out at their neutral values.
-    """
+    """Return the numbers of `dynamic:growth_interval=1000,hysteresis=2`, without neutral ones."""
     defaults = {**_SCALER, **_OF_SOME_SCALERS, "initial": _INITIAL_SCALE}
     options = parse_options(text.partition(":")[2], text)
     check_options("the loss scale `dynamic`", options, defaults)

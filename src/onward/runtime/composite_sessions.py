@@ -30,16 +30,11 @@ class Processes(Protocol):
 
 
 class _Named(NamedTuple):
-    """An input or output."""
-
     name: str
 
 
 class SegmentedSession:
-    """A session that runs a graph in segments and all-reduces between them.
-
-    ONNX Runtime itself has no AllReduce.
-    """
+    """A session that runs a graph in segments and all-reduces between them."""
 
     def __init__(
         self,
@@ -158,8 +153,8 @@ class _Segment:
 class TextSession:
     """Two sessions: the first converts text to numbers for the second.
 
-    Text cannot be bound to memory beside the state, as the rest of a step is. So it is handed to a
-    session of its own, and what comes out of that is bound like any other input.
+    Text cannot be bound to memory beside the state. So a first session reads it, and its results
+    are bound like any other input.
     """
 
     def __init__(self, first: Model, rest: Model, open_rest: Callable[[Model], Any]):

@@ -108,7 +108,7 @@ def to_array(value: ort.OrtValue) -> np.ndarray:
 
 @functools.cache
 def _from_bfloat16() -> ort.InferenceSession:
-    """Return a session that casts bfloat16 to float32: ONNX Runtime gives no arrays of bfloat16."""
+    """Return a session that casts bfloat16 to float32, as ONNX Runtime has no such arrays."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
     cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
     cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)

@@ -30,8 +30,7 @@ def open_session(
     integers: bool = True,
     library: Path | None = None,
 ) -> Any:
-    """Open a session for the inference graph of a model. Large tensors leave a `Model`, so pass a
-    copy.
+    """Open a session for an inference graph. Large tensors leave a `Model`, so pass a copy.
 
     `optimize` enables graph optimizations, whose time grows with the square of the nodes.
     `integers` enables integer kernels between DequantizeLinear and QuantizeLinear. A `library` adds
@@ -110,10 +109,7 @@ def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
 
 
 def _map_from_one_folder(model: Model, options: Any) -> None:
-    """Return the folder of data files.
-
-    ONNX Runtime finds files by name: tensors elsewhere, or without a file name, stay in memory.
-    """
+    """Map files of one folder; tensors elsewhere stay in memory: files are looked up by name."""
     folder = None
     for value in model.graph.initializers.values():
         if not is_external(tensor := value.const_value):
@@ -162,10 +158,7 @@ class Limits(NamedTuple):
 
 @functools.cache
 def onnxruntime_limits() -> Limits:
-    """Return the newest operator set and IR version that the installed ONNX Runtime loads.
-
-    Tiny models probe it.
-    """
+    """Return the newest operator set and IR version that ONNX Runtime loads, by tiny models."""
     try:
         import onnxruntime
     except ImportError:

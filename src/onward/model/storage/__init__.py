@@ -1,11 +1,10 @@
 """Bytes of model files: parse hostile input, check external data, write crash-safe.
 
-Protobuf is a container of tensors here, and an `onnx_ir` graph a set of places that hold tensors;
-what they mean is not this package's business.
+Here, protobuf and `onnx_ir` graphs are only containers of tensors.
 
-A save creates files beside the model and touches none that exists. Renaming the new `.onnx` over
-the old one is the commit: before it the old model is whole, after it the new one is. Data that only
-the old one used is deleted last.
+A save creates new files beside the model. Renaming the new `.onnx` over the old one is the commit:
+before it the old model is whole, after it the new one is. Data files of the old one are deleted
+last.
 """
 
 from onward.model.storage.checksums import verify_checksums

@@ -1,8 +1,7 @@
 """Checksums of a model file and of the data files that were saved with it.
 
-They are the last entry in the metadata of the file, so that one rename commits them with the model.
-The entry lists ranges of data files, and ends with the CRC-32 of every byte before it. Readers of
-ONNX find a text in the metadata.
+They are the last metadata entry of the file, so that one rename commits them with the model. The
+entry lists ranges of data files, and ends with the CRC-32 of every byte before it, as text.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ def _verify_data(path: Path, ranges: Sequence[Range]) -> None:
 
 
 def _read_ranges(file: BinaryIO, size: int) -> tuple[dict[str, list[Range]], int]:
-    """Return the ranges and the checksum of a model file; raise ValueError without them."""
     file.seek(max(size - _TAIL_BYTES, 0))
     tail = _TAIL.fullmatch(file.read(_TAIL_BYTES))
     if tail is None:

@@ -1,8 +1,7 @@
 """Headers of array files, `.npy`, `.npz` and `.safetensors`, checked before use.
 
-A header is text that anybody can write. What comes out of here has types that numpy has, and shapes
-whose bytes are there. What is wrong is said by a ValueError, as the rest of a sentence about the
-file.
+A header is untrusted text. Results have types of numpy, and shapes whose bytes exist. Faults are
+ValueErrors, as the rest of a sentence about the file.
 """
 
 from __future__ import annotations
@@ -147,7 +146,6 @@ def _refuse_overlaps(tensors: dict[str, Stored]) -> None:
 
 
 def _check_shape(stored: Stored) -> Stored:
-    """Return the array; raise if its shape is impossible."""
     dims = stored.shape
     if len(dims) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < 2**63 for dim in dims):
         raise ValueError(f"`{str(list(dims))[:40]}` is no shape")

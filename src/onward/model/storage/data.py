@@ -51,11 +51,7 @@ def write_data(
     writers: Writers | None = None,
     ranges: dict[str, list[Range]] | None = None,
 ) -> dict[TensorPlace, ir.TensorProtocol]:
-    """Write external tensors one at a time; return the tensors that refer to them.
-
-    Args:
-        ranges: Gets the checksums of what is written here, by the name of the file.
-    """
+    """Write external tensors one by one; return references to them, and add checksums to `ranges`."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
     # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other
     # data in its place.
@@ -94,10 +90,7 @@ def _pieces(tensors: dict[TensorPlace, ir.TensorProtocol]) -> list[_Piece]:
 
 
 def _bytes_of(tensor: ir.TensorProtocol) -> object:
-    """Return a key of the bytes of a tensor.
-
-    One name may lead to different files over time.
-    """
+    """Return a key of a tensor's bytes. A file name may refer to different files over time."""
     if isinstance(tensor, HeldTensor):
         return tensor.source, tensor.offset, tensor.nbytes
     return range_of(tensor) or id(tensor)
@@ -111,7 +104,6 @@ def spared_bytes(tensors: dict[TensorPlace, ir.TensorProtocol]) -> int:
 
 
 def _is_plainly_zero(tensor: ir.TensorProtocol) -> bool:
-    """True if a tensor is a repeated zero. Reads no data."""
     array = tensor.raw if isinstance(tensor, ir.Tensor) else None
     return isinstance(array, np.ndarray) and is_repeated(array) and not any(array.flat[0].tobytes())
 
@@ -221,10 +213,8 @@ class Writers(Protocol):
         """Let the other processes write their ranges of tensors, which begin at `offsets`."""
 
     def finish(self) -> Ranges:
-        """Wait until the other processes have flushed; return the checksums of their ranges.
-
-        Raises if one of them failed.
-        """
+        """Wait until the other processes have flushed; return their checksums. Raises if one
+        failed."""
 
 
 def write_parts(file: Path, offsets: Mapping[str, int], parts: Parts) -> list[Range]:

@@ -142,10 +142,7 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
 
 
 def _printable(text: str | bytes) -> str:
-    """Return printable text.
-
-    Protobuf returns bytes for a string that is not UTF-8, and control characters garble a message.
-    """
+    """Escape bytes that are not UTF-8, and control characters, for messages."""
     shown = text if isinstance(text, str) and text.isprintable() else repr(text)
     return shown if len(shown) <= 200 else f"{shown[:199]}…"
 
@@ -168,10 +165,7 @@ def bits_of(tensor: TensorProto) -> int | None:
 
 
 def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | None:
-    """Return the file at a location if it is safe to read; None without a folder.
-
-    A fault is returned, so that it can be remembered.
-    """
+    """Return the file at a location, or a `Fault` if it is not safe to read; None without a folder."""
     where = f"is in `{_printable(location)}`"
     if not location or not isinstance(location, str):
         return Fault("does not say in which file it is")

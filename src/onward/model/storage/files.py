@@ -33,8 +33,7 @@ _KINDS = {
 def regular(path: PathLike) -> os.stat_result:
     """Return the status of a regular file; raise OSError for anything else.
 
-    All that is opened for reading is asked for here first: a pipe may keep one waiting for ever,
-    and a device may have no end.
+    Called before a file is opened: a pipe may block forever, and a device may have no end.
     """
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
@@ -161,11 +160,10 @@ def advance(size: int) -> None:
 
 
 class Sink:
-    """A new file that is written from start to end. Zeros become holes, if the file system has
-    them.
+    """A new file that is written from start to end, with holes for zeros where the system can.
 
-    It has no `fileno`: who finds one writes past it. With `checksums` it computes the CRC-32 of
-    what is written, which takes a quarter of a second per GB.
+    It has no `fileno`, past which others would write. With `checksums` it computes CRC-32, which
+    takes a quarter of a second per GB.
     """
 
     def __init__(self, file: BinaryIO, *, checksums: bool = False):
@@ -211,8 +209,7 @@ class Sink:
     def copy(self, source: int, start: int, size: int) -> int:
         """Copy bytes of another file by its descriptor within the system; return the number copied.
 
-        Some file systems do so without writing anything, by letting both files have the same
-        blocks.
+        Some file systems copy without writing, by sharing blocks.
         """
         self._file.flush()
         at, done = self._file.tell(), 0

@@ -33,10 +33,9 @@ Messages = list[tuple[int, bytes]]
 
 
 def read_hdf5(data: mmap.mmap, start: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
-    """Return the groups of a file, or of the range that begins at `start`, by path: attributes,
-    arrays.
+    """Return the groups of a file, or of the range from `start`, by path: attributes, arrays.
 
-    Arrays are places in the file; those that lie in a header, or nowhere, are themselves.
+    Arrays are offsets in the file, or arrays if they are in a header or empty.
     """
     end = len(data) if length is None else start + length
     if end > len(data):
@@ -183,7 +182,6 @@ class _HDF5Reader:
         return Stored(dtype, shape, self._start + offset)
 
     def _attributes(self, messages: Messages) -> dict[str, str]:
-        """Return the text attributes."""
         attributes = {}
         for body in (body for type_class, body in messages if type_class == _ATTRIBUTE):
             version, named, typed, spaced = struct.unpack_from("<BxHHH", body)
@@ -201,7 +199,6 @@ class _HDF5Reader:
         return attributes
 
     def _variable_text(self, data: bytes) -> str:
-        """Return a text of variable length from a shared heap."""
         length, heap, entry = struct.unpack("<IQI", data)
         magic, size = self._numbers("<4s4xQ", heap)
         if magic != b"GCOL":

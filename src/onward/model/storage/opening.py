@@ -1,6 +1,6 @@
 """Opening a model file with its data files, consistently, even if another process saves over them.
 
-What is not a model is refused, with a sentence that says what it is instead.
+Other files are refused with a sentence that says what they are.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Opened:
 def open_model(path: PathLike) -> Opened:
     """Parse a model file and open its data files, after checking that reading them is safe.
 
-    A save renames the new model file over the old one, and removes old data files last. Whoever has
-    just read the old model and finds its data gone reads the new one.
+    A save renames the new model file over the old one, and removes old data files last. So if data
+    of a parsed model are missing, the new model is read.
     """
     for attempt in range(_ATTEMPTS):
         before = _identity(path)

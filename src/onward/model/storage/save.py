@@ -54,41 +54,34 @@ def save(
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
-    `places` are those of all graphs and functions that `to_proto` serialises. While it is called
-    they hold what the new file will hold; afterwards they hold what they held, or, if that was in a
-    data file that is gone, what replaced it.
+    `places` are the tensor locations of all graphs and functions that `to_proto` serializes. During
+    the call they hold what the new file will hold. Afterwards they are restored, unless their data
+    file is gone: then they hold the replacement.
 
-    `external` says where tensors of at least `threshold_bytes` go:
+    `external` is the place of tensors of at least `threshold_bytes`:
 
-    - `none`: into the model file.
-    - `data`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that
-      large unless one
-      tensor is larger.
+    - `none`: the model file.
+    - `data`: `<stem>.data`; with `shard_bytes`, several such files, each at most that large unless
+      one tensor is larger.
     - `safetensors`: the same with `.safetensors` files, which others can read by the names of the
-      initializers. Types
-      that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
-    - `auto`: outside if the model, or the one that it replaces, has tensors outside, if they do not
-      fit inside, or if a
-      lot of them are zeros, which take room only inside. What is in a file that the new model can point at, in its
-      folder or below, stays there. What is elsewhere is copied.
-    - `overlay`: the same, and what would have to be copied is refused.
+      initializers. Types that some readers lack (complex, less than 8 bits, unusual float8) are
+      stored as plain bytes.
+    - `auto`: outside if the model, or the one that it replaces, has external tensors, if they do
+      not fit inside, or if many of them are zeros, which take space only inside. Tensors in a file
+      that the new model can refer to, in its folder or below, stay there. Others are copied.
+    - `overlay`: like `auto`, but copies are refused.
 
-    What is unchanged in a data file of the model that is replaced stays there. Attributes go
-    outside only if they were. What is all zeros takes no room in a new data file, where the file
-    system has holes.
+    Unchanged data of the replaced model stays in its data file. Attributes go outside only if they
+    were. Zeros take no space in a new data file, if the file system has holes.
 
-    `shared` is for a folder that nobody else writes to: data files in it that stay, which the model
-    refers to without copying them. There, what the replaced model used is removed by the next save,
-    when nobody still reads it.
+    `shared` is for a folder without other writers: the model refers to data files in it without
+    copying them. The next save removes those that only the replaced model used.
 
-    `also` are places of another model, whose tensors go into the data file beside this one, and are
-    in it afterwards.
+    `also` are tensor locations of another model; they move to the new data file.
 
-    `writers` are other processes, which write their parts of divided tensors into the same data
-    file.
+    `writers` are other processes, which write their ranges of divided tensors to the same file.
 
-    With `checksums` the file says what its bytes, and those of data files that are written, must be
-    (`verify_checksums`).
+    With `checksums` the file lists the checksums of its bytes and of new data (`verify_checksums`).
     """
     if external not in get_args(External):
         raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
@@ -130,7 +123,6 @@ def save(
 
 
 def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
-    """Return the checksums of the replaced model's data files that the new one uses."""
     before = stored_ranges(target) or {}
     return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
@@ -214,16 +206,14 @@ def _plan(
 
 
 def _is_large(location: TensorPlace, tensor: ir.TensorProtocol, threshold: int) -> bool:
-    """True if a tensor is large enough for a data file; an empty one has nothing to refer to."""
     return nbytes(tensor) >= max(threshold, 1) and (isinstance(location.holder, ir.Value) or is_external(tensor))
 
 
 def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
     """Return the data files of the replaced model that the new one uses.
 
-    They have the right format. Files that may be deleted are used by half at least, or a model that
-    is changed often would grow without limit.
-    """
+    Files that may be deleted are used by half at least, or an often changed model would grow
+    without limit."""
     used: dict[Path, int] = defaultdict(int)
     for file, _, size in ranges:
         used[file] += size
@@ -272,7 +262,6 @@ def _refuse_copies(target: Path, copied: dict[TensorPlace, Path]) -> None:
 
 @contextmanager
 def _holding(future: dict[TensorPlace, ir.TensorProtocol]) -> Iterator[None]:
-    """Set the tensors of locations within the context."""
     past = [(location, location.tensor) for location in future]
     try:
         for location, tensor in future.items():

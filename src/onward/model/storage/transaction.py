@@ -122,11 +122,10 @@ def write_error(target: Path, error: Exception) -> WriteError:
 
 @contextmanager
 def replacing(folder: Path, what: Path | None = None) -> Iterator[Path]:
-    """Return a folder to write into; at the end its files replace those of the same names in
-    `folder`.
+    """Return a folder to write into; its files replace those of the same names in `folder`.
 
-    Nothing is changed if anything fails before that, or while it is moved. Other files in `folder`
-    stay as they are. `what` is written, for messages; the folder itself unless given.
+    A failure before or during the move changes nothing. Other files in `folder` stay. `what` names
+    the content in messages (default: the folder).
     """
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():

@@ -161,7 +161,6 @@ def _after(columns: np.ndarray, registers: np.ndarray) -> np.ndarray:
 
 
 def _append_zeros(register: int, length: int) -> int:
-    """Return a register after `count` zero bytes."""
     registers, power = np.array([register], np.uint32), 0
     while length >> power:
         if length >> power & 1:

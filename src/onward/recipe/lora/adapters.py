@@ -113,7 +113,7 @@ def merge(model: Source) -> Model:
 
     - `model`: an inference model with adapters
 
-    A weight that other places read as it is keeps its value there; the layer gets its own, `<weight>/merged`.
+    A weight with other readers keeps its value; the layer gets a copy, `<weight>/merged`.
     """
     source = load(model)
     refuse_training(source, "merge its adapters")
@@ -154,7 +154,6 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
 
 
 def _remove_branch(last: ir.Node) -> None:
-    """Remove a node and all nodes that only it reads."""
     pending = [last]
     while pending:
         node = pending.pop()
@@ -220,19 +219,18 @@ def add(
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0,
     seed: Seed = 0,
 ) -> Model:
-    """Return a copy with low-rank adapters on the weights of MatMul, Gemm and Conv that match
-    `targets`.
+    """Return a copy with low-rank adapters on the weights that match `targets`.
 
         adapted = onward.lora.add("bert.onnx", rank=8, targets="*attention*")
 
-    It computes what the model computes until the adapters are trained, as B is zero. A recipe that does not say what is
-    `trainable` trains them alone.
+    Before training it computes what the model computes, as B is zero. By default, a recipe trains
+    only the adapters.
 
     - `model`: an inference model
     - `rank`, `alpha`: y = x W becomes y = x W + (alpha / rank) (x A) B, where A has `rank` columns
-    - `targets`: patterns of weights, or of the modules that owned them
-    - `dropout`: acts on what A reads, in training
-    - `seed`: A is drawn from it
+    - `targets`: patterns of MatMul, Gemm or Conv weights, or of the modules that owned them
+    - `dropout`: ratio for the input of A in training
+    - `seed`: seed of A
     """
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
@@ -272,7 +270,6 @@ def _initial(layer: Layer, rank: int) -> Drawn:
 
 
 def _shapes(layer: Layer, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of A and B."""
     inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
     if not layer.is_convolution:
         return (inputs, rank), (rank, layer.units)
@@ -325,7 +322,6 @@ def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value]
 
 
 def _change(op: Builder, layer: Layer, a: Expr, b: Expr, scale: Expr, dropout: float) -> Expr:
-    """Append the change of a layer's output by the adapter."""
     node, x = layer.node, op(layer.node.inputs[0])  # type: ignore[arg-type]
     if dropout:
         x = op.Dropout(x, op.constant(np.float32(dropout)))

@@ -1,7 +1,7 @@
-"""Files of adapters in the format of PEFT: `base_model.model.<module>.lora_A.weight`, [rank, in],
-and so on.
+"""Files of adapters, as PEFT writes them: `base_model.model.<module>.lora_A.weight`, [rank, in],
+...
 
-A path that ends in `.safetensors` is one file, whose header holds the configuration. Any other is a
+A path that ends in `.safetensors` is one file with the configuration in its header. Any other is a
 folder with `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
 """
 
@@ -35,7 +35,7 @@ _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
 @checked()
 def save(model: Source, path: str | os.PathLike[str]) -> Path:
-    """Write the adapters of a model, and nothing else, as PEFT does; the path.
+    """Write only the adapters of a model, in the format of PEFT; return the path.
 
         onward.lora.save(trained, "adapter")
 
@@ -59,14 +59,15 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
 
 @checked()
 def load(model: Source, path: str | os.PathLike[str]) -> Model:
-    """Return a copy with the adapters of a file that `save` or PEFT wrote; those that it had on the same weights go.
+    """Return a copy with the adapters of a file by `save` or PEFT, which replace those on the same
+    weights.
 
         adapted = onward.lora.load("bert.onnx", "adapter")
 
     - `model`: an inference model
     - `path`: the folder or file
 
-    Modules are matched to weights by their names, or by the ends of these where only one weight fits.
+    Modules match weights by name, or by the end of a name if only one weight fits.
     """
     pairs, config = _read(Path(path))
     changed = adaptable(model)

@@ -77,7 +77,6 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """True if a value has the type of an option's default; an option without one checks itself."""
     if default is None:
         return True
     fits = isinstance(value, _KINDS[type(default)][0]) and isinstance(value, bool) == isinstance(default, bool)
@@ -215,8 +214,9 @@ def cross_entropy(
 ) -> Expr:
     """Cross entropy of logits with class indices or, for target="probabilities", probabilities.
 
-    The classes are on axis 1, as in images [N, C, H, W], or on axis -1, as in text [N, T, C]. The mean over indices
-    divides by the weights of the labels that are not ignored, the mean over probabilities by the number of positions.
+    The classes are on axis 1, as in images [N, C, H, W], or on axis -1, as in text [N, T, C]. The
+    mean over indices divides by the weights of the labels that are not ignored, the mean over
+    probabilities by the number of positions.
     """
     soft = one_of("target", target, "indices", "probabilities") == "probabilities"
     check(not soft or ignore_index is None, "class probabilities have no ignore_index", "give them rows of zeros")
@@ -274,7 +274,6 @@ def _standard(
     ignore_index: int | None,
     reduction: str,
 ) -> Expr:
-    """Append one of the two loss operators of the standard."""
     one_of("reduction", reduction, "mean", "sum", "none")
     inputs = [scores, labels] if weights is None else [scores, labels, op.CastLike(weights, scores)]
     ignored = None if ignore_index is None else _index(ignore_index)
@@ -294,7 +293,6 @@ def _rows(op: Builder, scores: Expr, labels: Expr, axis: int, soft: bool = False
 
 
 def _unrows(op: Builder, loss: Expr, scores: Expr, axis: int, reduction: str) -> Expr:
-    """Return the loss of each row at its position; undoes `_rows`."""
     return loss if axis == 1 or reduction != "none" else op.Reshape(loss, op.Shape(scores, end=-1))
 
 
@@ -314,8 +312,9 @@ def ctc(
 ) -> Expr:
     """Connectionist temporal classification of log-probabilities [T, N, C] and labels [N, S].
 
-    With `logits` the prediction is normalised first; with `batch_first` it is [N, T, C]. Labels too long for the input
-    cost inf, or 0 with `zero_infinity`. The mean divides each loss by the length of its label sequence first.
+    With `logits` the prediction is normalized first; with `batch_first` it is [N, T, C]. Labels too
+    long for the input cost inf, or 0 with `zero_infinity`. The mean divides each loss by the length
+    of its labels first.
     """
     if log_probabilities.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         log_probabilities = op.Cast(log_probabilities, to=ir.DataType.FLOAT)  # sums over time need the range
@@ -412,7 +411,7 @@ def kl_div(
 ) -> Expr:
     """Kullback-Leibler divergence of log-probabilities from probabilities or (log_target) logs.
 
-    The default, "batchmean", sums over a distribution and divides by the batch size; "mean" divides by all elements.
+    "batchmean" (default) sums and divides by the batch size; "mean" divides by all elements.
     """
     one_of("reduction", reduction, "batchmean", "mean", "sum", "none")
     loss = op.call(f.KLDivergenceOfLogs if log_target else f.KLDivergence, log_probability, target)
@@ -435,7 +434,7 @@ def poisson_nll(
 ) -> Expr:
     """Poisson negative log-likelihood of counts, given log-rates or (log_input=false) rates.
 
-    `full` adds Stirling's approximation of log y!; `eps` keeps the logarithm of a rate finite, and is 1e-7 in Keras.
+    `full` adds Stirling's approximation of log y!; `eps` keeps logarithms finite (Keras: 1e-7).
     """
     if log_input:
         loss = op.call(f.PoissonNLLOfLog, rate, target)

@@ -1,9 +1,7 @@
-"""Functions of losses that the standard has no operator for: one value per element, for any float
-type.
+"""Functions of losses that are no operators: one value per element, for any float type.
 
-Hyper-parameters are inputs, so that they keep double precision and can be read on the call. Each
-formula is chosen for its gradient as much as for its value: no inf or NaN behind a Where, and right
-also where Abs or Clip have a kink.
+Hyper-parameters are inputs, which keeps double precision. Formulas are chosen for their gradients
+as well: no inf or NaN behind a Where, and right at the kinks of Abs and Clip.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ def WeightClasses(op: Builder, x: Expr, class_weight: Expr) -> Expr:
 
 
 def _class_count(op: Builder, x: Expr) -> Expr:
-    """Return C as a tensor of one element."""
     return op.Shape(x, start=1, end=2)
 
 
@@ -108,18 +105,14 @@ def SquaredHinge(op: Builder, prediction: Expr, target: Expr) -> Expr:
 def _softplus(op: Builder, x: Expr) -> Expr:
     """Return log(1 + exp(x)) = (x + |x|) / 2 + log(1 + exp(-|x|)).
 
-    It cannot overflow, and its gradient is sigmoid(x) also at 0, whatever the gradient of Abs is
-    there.
+    It cannot overflow, and its gradient at 0 is sigmoid(x) whatever that of Abs is.
     """
     magnitude = op.Abs(x)
     return (x + magnitude) / 2 + op.Log(1 + op.Exp(-magnitude))
 
 
 def _floored_log(op: Builder, p: Expr) -> Expr:
-    """Return max(log p, -100).
-
-    A p without a finite reciprocal in float32 counts as 0, or the gradient would overflow.
-    """
+    """Return max(log p, -100). Tiny p count as 0: their gradient would overflow float32."""
     positive = p > float(np.finfo(np.float32).tiny)
     return op.Where(positive, op.Log(op.Where(positive, p, 1)), -100)
 
@@ -273,7 +266,6 @@ def _between_blanks(op: Builder, labels: Expr, lengths: Expr, blank: Expr) -> Ex
 
 
 def _emissions(op: Builder, log_probs: Expr, symbols: Expr) -> Expr:
-    """Return the log-probability [T, N, 2S + 1] of each symbol at each time."""
     everywhen = op.Concat(op.Shape(log_probs, end=1), op.Shape(symbols), axis=0)
     return op.GatherElements(log_probs, op.Expand(symbols, everywhen), axis=2)
 
@@ -307,5 +299,4 @@ def _forward(op: Builder, emissions: Expr, may_skip: Expr, input_lengths: Expr) 
 
 
 def _columns(op: Builder, like: Expr, columns: int) -> Expr:
-    """Return the shape [N, columns], with N from `like`."""
     return op.Concat(op.Shape(like, end=1), [columns], axis=0)

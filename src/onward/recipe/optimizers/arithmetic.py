@@ -1,9 +1,7 @@
-"""Arithmetic of optimizers as expressions: exact in every type, or rounded to 16 bits as in
-PyTorch.
+"""Arithmetic of optimizers as expressions: exact, or rounded to 16 bits as in PyTorch.
 
-Numbers (learning rate, decay rates, bias corrections) are float64 scalars in all arithmetic among
-themselves, and are rounded to a tensor's type once, where they meet it: what frameworks do with
-Python floats, and exact in every type.
+Numbers (learning rate, decay rates, bias corrections) are float64 scalars, rounded once to a
+tensor's type where they meet it, as Python floats are in the frameworks.
 """
 
 from __future__ import annotations
@@ -114,10 +112,10 @@ def trust_ratio(x: Expr, update: Expr) -> Expr:
 
 
 def newton_schulz(x: Expr, a: Expr, b: Expr, c: Expr, eps: Expr, *, steps: int, tall: bool) -> Expr:
-    """Return a nearly orthogonal matrix: `steps` times X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, from
-    x / ‖x‖.
+    """Return a nearly orthogonal matrix: `steps` times X ← a·X + (b·A + c·A²)·X, A = X·Xᵀ, from x /
+    ‖x‖.
 
-    A tall matrix is transposed on the way, so that A is the smaller of the two products.
+    A tall matrix is transposed, so that A is the smaller of the two matmuls.
     """
     op = x.op
     y = op.Transpose(x, perm=[1, 0]) if tall else x

@@ -1,9 +1,8 @@
 """Gradient clipping: by global norm, by the norm of each tensor, or by value.
 
-Norms are taken in float32 at least, and compared in float64, unless all gradients have 16 bits:
-PyTorch rounds their norms to these, and so does its variant here. As in the frameworks, what is not
-finite is never hidden: a norm that is infinite or undefined makes the gradients that it scales zero
-or undefined.
+Norms are float32 at least and compared in float64, unless all gradients have 16 bits: then they are
+rounded as in PyTorch. As in the frameworks, non-finite values are never hidden: they make the
+gradients that they scale zero or undefined.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ _BY_VARIANT: dict[str, Function] = {
 def clip_by_global_norm(
     op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch"
 ) -> tuple[list[Expr], Expr]:
-    """Scale gradients down together to a common norm of `max_norm`; return them and the norm.
-
-    Both norms are float64 scalars.
-    """
+    """Scale gradients to a common norm of at most `max_norm`; return them and the norm, in float64."""
     if variant not in _BY_VARIANT:
         raise RecipeError(f"clipping has no variant `{variant}`", hint=f"there are {', '.join(_BY_VARIANT)}")
     squares = [declared_scalar(op.call(squared_norm, _at_least_float32(op, g))) for g in grads]
@@ -92,7 +88,6 @@ def clip_by_global_norm(
 
 
 def _as_stored(op: Builder, number: Expr, like: Expr) -> Expr:
-    """Return a number rounded to the type of a tensor."""
     return declared_scalar(double(op.Cast(number, to=like.dtype)))
 
 

@@ -202,7 +202,7 @@ class Optimizer:
     def choose(self, s: Settings, shape: Shape | None) -> UpdateCall:
         """Return the function for a parameter of a shape, or for any.
 
-        Keras decouples every weight decay; the others make it part of the gradient (default).
+        Keras decouples weight decay; others make it part of the gradient (default).
         """
         update = self.update(s, shape)
         if isinstance(update, UpdateCall):
@@ -295,10 +295,7 @@ class ConfiguredOptimizer:
         return standard if standard and standard.fits(parameter.dtype) else None
 
     def inputs(self, parameter: ir.Value) -> tuple[str, ...]:
-        """Return the numbers that the update reads from the graph, `lr` first.
-
-        Those of a standard operator are attributes.
-        """
+        """Return the numbers that the update reads, `lr` first; a standard operator has attributes."""
         return ("lr",) if self.standard(parameter) else self._call(parameter).numbers
 
     def update(
@@ -306,8 +303,7 @@ class ConfiguredOptimizer:
     ) -> tuple[Expr, dict[str, Expr]]:
         """Append the update of one parameter; return its new value and its new slots.
 
-        `lr` and what `inputs` names in `hyper` are float64 scalars; `t`, an int64 scalar, counts
-        this update from 1.
+        `lr` and the `inputs` in `hyper` are float64 scalars; `t`, an int64 scalar, starts at 1.
         """
         call = self._call(x.value)
         g = -g if self.options["maximize"] else g
@@ -347,7 +343,6 @@ def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], 
 
 
 def _shared_node(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
-    """Return the output of this node, which updates of several parameters share."""
     values = [expr.value for expr in inputs]
     for node, _ in values[0].uses():
         same = node.op_type == op_type and node.graph is op.graph and list(node.inputs) == values

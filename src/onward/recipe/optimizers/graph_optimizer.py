@@ -1,16 +1,14 @@
 """Optimizers as graphs by other tools: from gradients and state to new parameters and state.
 
-There are two kinds, told apart by the names of their inputs:
+The names of the inputs distinguish two kinds:
 
-- for any one parameter, `x`, with its gradient `g`: it is called for each;
-- for certain parameters at once, which may depend on one another (a norm over all of them): each is
-  an input of its own
-  name, with its gradient `NAME/grad`.
+- for one parameter `x` with its gradient `g`; it is called for each parameter;
+- for several parameters at once, which may depend on one another (a global norm): inputs by name,
+  with gradients `NAME/grad`.
 
-`lr` is the learning rate (float64), `t` counts updates, this one included (int64). All other inputs
-are state: that of a parameter is called `NAME/SLOT`, or `SLOT` where there is but one `x`; whatever
-else belongs to the group. Outputs are the new parameters and then the new state, in the order of
-the inputs.
+`lr` is the learning rate (float64), `t` counts updates, this one included (int64). Other inputs are
+state: `NAME/SLOT` of a parameter (`SLOT` for a single `x`), others of the group. Outputs are the
+new parameters, then the new state, in the order of the inputs.
 """
 
 from __future__ import annotations
@@ -210,7 +208,6 @@ def _scalar(name: str, dtype: ir.DataType) -> ir.Value:
 
 
 def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
-    """Return an input of the declared type and shape, or those of a parameter."""
     shape = target.shape if declared.shape is None else declared.shape
     return ir.Value(name=name, type=declared.type or target.type, shape=shape)
 

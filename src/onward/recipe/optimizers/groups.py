@@ -68,7 +68,7 @@ def given_optimizer(given: Any) -> Given:
     """Parse the optimizer of a recipe.
 
     A graph is a model, a function or a file; with options it is `{"function": graph, "lr": 0.1,
-    "initial": {"v": 1}}`. A model can say these itself, as defaults of its inputs.
+    "initial": {"v": 1}}`. The defaults of a model's inputs are such options, too.
     """
     if isinstance(given, FunctionOptimizer):
         return given
@@ -117,9 +117,9 @@ def groups(
 ) -> list[OptimizerGroup]:
     """Divide parameters: each goes to the first group that matches it, the rest to the default.
 
-    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`;
-    `optimizer` in it is another optimizer than the default, and the other options change its
-    settings. `roles` says what the patterns that are no patterns of names stand for.
+    A group is `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; its `optimizer`
+    replaces the default, and other options change settings. `roles` maps names of roles to
+    parameters.
     """
     remaining = {value.name or "": value for value in parameters}
     everything = list(remaining)
@@ -299,7 +299,6 @@ class _WholeGroup:
         self._function = self._optimizer.define(assembly.model.functions, assembly.model.opset)
 
     def _name(self, state: str) -> str:
-        """Return the name of a state in the training model."""
         return state if self._optimizer.owner_of(state) else f"{self._group}/{state}"
 
     def _declare(self, assembly: Assembly, value: ir.Value) -> ir.Value:
@@ -347,13 +346,11 @@ def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
 
 
 def _new_values(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
-    """Return the new parameter, and the new float32 copy if there is one."""
     name = value.name or ""
     return {name: x} if target is value else {name: op.Cast(x, to=value.dtype), f"{name}/master": x}
 
 
 def _as_declared(op: Builder, expr: Expr, declared: ir.Value) -> Expr:
-    """Return the rate and the counter in the types that a function declares."""
     return expr if declared.dtype in (None, expr.dtype) else op.Cast(expr, to=declared.dtype)
 
 

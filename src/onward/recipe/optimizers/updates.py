@@ -777,7 +777,6 @@ def _adafactor(s: Settings, shape: Shape | None) -> UpdateCall:
 
 
 def _factors(shape: Shape, *, large: int, small: int) -> dict[str, Shape]:
-    """Return the shapes of means over one axis, which stays as 1."""
     return {"row_var": _without_axis(shape, large), "col_var": _without_axis(shape, small)}
 
 

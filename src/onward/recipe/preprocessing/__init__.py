@@ -2,9 +2,8 @@
 
     onward.train(..., preprocess="resize:size=32 scale normalize:preset=imagenet channels_first", augment="flip")
 
-Both are ONNX, made of operators of the standard. Preprocessing is the first part of the training
-model's inference graph, so that training and evaluation share it. Augmentation is part of the
-training step alone: see augment.py.
+Both are standard ONNX operators. Preprocessing is the first part of the inference graph, so that
+training and evaluation share it. Augmentation is part of the training step alone: see augment.py.
 """
 
 from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes

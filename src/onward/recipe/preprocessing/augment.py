@@ -1,9 +1,8 @@
 """Augmentation of images in a training step; masks and further images move along with them.
 
-Augmentation hangs between two values of the inference graph: the step computes images of its own
-from the first, and has its own copy of everything behind it, as for Dropout. `flip` and `crop`
-change where pixels are. They move every input and target with the height and width of the images by
-the same random draw.
+Augmentation replaces a value of the inference graph in the step, which has its own copy of all
+nodes behind it, as for Dropout. `flip` and `crop` move pixels. They move every input and target
+with the height and width of the images by the same random numbers.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class Augmentation:
     """The augmentation of a step.
 
     Args:
-        entries: how data enter the model, for the inputs with preprocessing.
-        inputs: the names of all inputs of the model.
-        augment: the augmentations of each input that has some.
-        along: the inputs and targets that move with the images; None for all with their height and width.
+        entries: inputs with preprocessing.
+        inputs: names of all inputs of the model.
+        augment: augmentations by input.
+        along: inputs and targets that move with the images (default: all of their size).
     """
 
     def __init__(
@@ -287,7 +286,6 @@ def _names(dim: int | ir.SymbolicDim | None) -> set[int | str]:
 
 
 def _sizes(value: ir.Value, entry: ModelInput | None = None) -> _Sizes | None:
-    """Return the number and the symbols of each axis of a batch."""
     if entry is None or entry.point is entry.value:
         return None if value.shape is None else [_names(dim) for dim in value.shape]
     sizes = [set[int | str](), *(_names(dim) for dim in entry.form.dims)]

@@ -1,7 +1,7 @@
 """Augmentations by name: random variations of images, drawn for each sample.
 
-The numbers come from the generator in the file (random.py), so that a run that is resumed draws
-what it would have drawn. Types, shapes and the places of channels stay as they are.
+Random numbers come from the generator in the file (random.py), so that a resumed run draws the
+same. Types, shapes and axes of channels do not change.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ _LONGEST = 3.3  # times as long as wide is a rectangle at most
 
 
 def _along(op: Builder, count: Expr, axis: int, rank: int) -> Expr:
-    """Return the numbers 0, 1, 2 ... up to a count, along one of `rank` axes."""
     numbers = op.Range(np.int64(0), count, np.int64(1))
     along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(rank)])
     return along

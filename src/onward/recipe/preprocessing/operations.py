@@ -144,7 +144,6 @@ def normalize(picture: ImageBatch, mean: Any = 0.0, std: Any = 1.0, preset: str 
 
 
 def _per_channel(form: SampleShape, name: str, value: Any) -> np.ndarray:
-    """Return numbers per channel in a shape that broadcasts with a batch."""
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not numbers or not all(is_number(number) for number in numbers):
         raise RecipeError(f"`{name}` of `normalize` is `{value}`, not a number or a list of numbers")
@@ -181,7 +180,7 @@ def _of_file(form: SampleShape) -> SampleShape:
 def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
     """Resize to `size=32` or `size=32x48`: bilinear, with antialiasing where it shrinks.
 
-    `keep`: the shorter side becomes `size`, and the other what keeps the proportions.
+    With `keep` the shorter side becomes `size`, in proportion.
     """
     picture.check("resize")
     height, width = size_of("resize", size)

@@ -272,7 +272,6 @@ def _picture_of(model: Model) -> str:
 
 
 def _lacks_channel(dims: Dims, form: SampleShape) -> bool:
-    """True if data are gray images without a channel axis."""
     if not form.is_picture or len(dims) != 2:
         return False
     sizes = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
@@ -338,7 +337,6 @@ def _as_input(x: Expr, target: ir.Value | None) -> Expr:
 
 
 def _length(value: ir.Value) -> int | None:
-    """Return the fixed length of an input, or None."""
     if value.shape is None or len(value.shape) != 2:
         shape = "a shape that is not known" if value.shape is None else f"the shape {value.shape}"
         raise RecipeError(f"the numbers of text are a matrix, and `{value.name}` has {shape}")

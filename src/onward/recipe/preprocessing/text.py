@@ -1,9 +1,8 @@
 """Text as token indices: `tokenize`, built from the standard's string operators.
 
-The standard can split a string, put two together, compare it with a pattern and look it up, but not
-take it apart into characters. So characters are replaced by splitting and joining, and the
-characters of a word are found by patterns: see word_pieces.py. Whitespace is Unicode's; punctuation
-is what `PUNCTUATION` lists.
+The standard can split, concatenate, match and look up strings, but has no characters. So characters
+are replaced by splitting and joining, and found by patterns: see word_pieces.py. Whitespace is
+Unicode's; punctuation is `PUNCTUATION`.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ def checked_length(length: Any) -> int:
 
 
 def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
-    """Return the UTF-8 bytes of texts; special tokens are numbers.
-
-    0 occurs only behind the end of a text.
-    """
+    """Return the UTF-8 bytes of texts. 0 occurs only behind the end; special tokens are numbers."""
     if strange := [token for token in tokens if not isinstance(token, int) and token not in (None, *_USUAL)]:
         raise RecipeError(f"`{strange[0]}` is no number, and bytes have no other tokens", hint="such as `end=1`")
     pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
@@ -128,7 +124,6 @@ def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tup
 
 
 def _replace(text: Expr, old: str, new: str) -> Expr:
-    """Replace one character in texts, [N]: split there and join again."""
     op = text.op
     parts, counts = op.StringSplit(text, delimiter=old, outputs=2)
     is_followed = _columns(parts) < op.Unsqueeze(counts, [1]) - 1
@@ -170,7 +165,6 @@ def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int |
 
 
 def _columns(x: Expr) -> Expr:
-    """Return 0, 1, 2 ... for each column of a matrix."""
     op = x.op
     numbers: Expr = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1)), np.int64(1))
     return numbers

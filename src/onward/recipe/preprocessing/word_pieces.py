@@ -76,9 +76,8 @@ def split_words(words: Expr, is_word: Expr, vocabulary: Mapping[str, int], unkno
 def _walk(tokens: Expr, steps: Expr, unknown: int) -> Expr:
     """Return the pieces on the walk from the first character: [M, P], padded with -1.
 
-    `found` and `steps`, [M, W + 1], are the piece at each place and its length; a length of 0 is
-    none, and that at the end of a word is -1.
-    """
+    `tokens` and `steps`, [M, W + 1], are the piece at each position and its length: 0 for none, -1
+    at the end of a word."""
     op = tokens.op
     rows = op.Slice(op.Shape(tokens), [0], [1])
     start = op.ConstantOfShape(op.Concat(rows, [1], axis=0), value=ir.tensor(np.zeros(1, np.int64)))
@@ -134,8 +133,8 @@ class _Tree:
         return cls(alphabet, edges, tokens, max((len(path) for _, path in paths), default=0))
 
     def matches(self, words: Expr, longest: int) -> tuple[Expr, Expr]:
-        """Return the longest token at each position of words, [M, W + 1], and its length; -1 at the
-        end of a word.
+        """Return the longest token at each position of words, [M, W + 1], and its length; -1 at
+        ends.
 
         A word with other characters, or more of them, has none.
         """
@@ -221,7 +220,6 @@ class _Tree:
 
 
 def _class(characters: Sequence[str]) -> str:
-    """Return the pattern of a character class, with ranges for neighbors."""
     codes = sorted(map(ord, characters))
     ranges: list[list[int]] = []
     for code in codes:

@@ -1,10 +1,8 @@
-"""Quantization-aware training: a model that rounds as integers do in training, and stores integers
-afterwards.
+"""Quantization-aware training: a model that rounds in training and stores integers afterwards.
 
-Weights and activations go through QuantizeLinear and DequantizeLinear, one after the other. What is
-trained are the floating-point weights before them, whose gradients pass straight through. Scales
-and zero points are initializers, and state where they are observed or learned. `strip`, and what a
-run writes, hold the integers.
+Weights and activations go through QuantizeLinear and DequantizeLinear. The floating-point weights
+before them are trained; gradients pass straight through. Scales and zero points are initializers,
+or state if observed or learned. `strip`, and what a run writes, hold the integers.
 """
 
 from onward.recipe.quantize.add import add

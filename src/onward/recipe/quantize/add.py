@@ -28,11 +28,9 @@ from onward.transform.types import fill_in_types
 
 
 def add(model: Source, given: str | Mapping[str, Any]) -> Model:
-    """Return a copy that rounds weights and activations as integers would; its weights can be
-    trained.
+    """Return a trainable copy that rounds weights and activations as integers would.
 
-    One that is quantised already, in the form QDQ, is opened up: what it rounds, and to which
-    types, stays.
+    A QDQ model is converted to this form: rounded values and types stay.
     """
     settings = settings_of(given)
     source = check_signatures(load(model))
@@ -294,7 +292,7 @@ def _can_be_folded(layer: ir.Node, node: ir.Node, between: ir.Value) -> bool:
 
 
 def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
-    """Replace the normalization behind a layer by the layer, and remove nodes that only it read."""
+    """Replace the normalization behind a layer by the layer."""
     old, new = node.outputs[0], layer.outputs[0]
     name, type_, dims = old.name, old.type, old.shape
     read = [value for value in node.inputs[1:] if value is not None]

@@ -205,7 +205,6 @@ def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
 
 
 def _known_range(rounding: Rounding) -> tuple[float, float]:
-    """Return the range of the scale in the file."""
     scale, zero = (constant_tensor(value) for value in (rounding.scale, rounding.zero))
     if not rounding.is_known or scale is None or zero is None:
         return 0.0, 0.0
@@ -241,9 +240,8 @@ def groups_of_scales(
 ) -> list[OptimizerGroup]:
     """Return a parameter group per type for learned scales: without decay, at a suitable rate.
 
-    Optimizers that divide by the size of gradients move a scale as far as a weight, whatever its
-    size. At the rate divided by the largest level, the end of the range, which is the scale times
-    that, moves so far.
+    Optimizers that divide by the size of gradients move scales and weights equally far. At the rate
+    divided by the largest level, the end of the range (scale times level) moves so far.
     """
     optimizer = like.optimizer
     if not isinstance(optimizer, ConfiguredOptimizer):

@@ -122,7 +122,6 @@ def _type(name: Any) -> ir.DataType | None:
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
-    """Return the parts of `first+last`."""
     words = value.split("+") if isinstance(value, str) else coerce(f"`{name}` of `quantize`", value, Sequence[str])
     return tuple(word for word in words if word)
 
