@@ -1,7 +1,7 @@
-"""The checker: every rule of the specification about training models, and what else keeps one from working.
+"""Checker of training models: every rule of the specification, and other faults.
 
-It looks at the file as it is, a `ModelProto`, and not at what Onward makes of it, so that files which Onward refuses to
-read can still be diagnosed. Whatever a file holds, the answer is findings, in time that grows with its size.
+It reads the file as a `ModelProto`, without converting it, so that files which Onward refuses to
+read can still be diagnosed. The time grows with the size of the file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from onward.model.serde import without_data
 
 __all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check", "check_proto"]
 
-_Seen = TypeVar("_Seen", CheckedModel, Scope)
+_Subject = TypeVar("_Subject", CheckedModel, Scope)
 
-# Rules about a file look at the CheckedModel, rules about a graph at its Scope: SCOPE_RULES at every graph that is
-# executed, STEP_RULES at algorithms only, SOUND_* only where names mean something. The first group needs no types, and
-# decides whether onnx is worth asking for them.
+# Rules of a file take the CheckedModel, rules of a graph its Scope: SCOPE_RULES every graph that is executed,
+# STEP_RULES algorithms only, SOUND_* only graphs with valid names. The first group needs no types, and decides
+# whether onnx is asked for them.
 _FORM = (*file.MODEL_RULES, *functions.MODEL_RULES, *devices.MODEL_RULES)
 _MEANING = (*bindings.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
 _OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES, *devices.SCOPE_RULES)
@@ -36,19 +36,19 @@ _OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES, *devices.SCOPE_RU
 def check_proto(
     proto: ModelProto, *, base_dir: str | os.PathLike[str] | None = None, target: str | None = None
 ) -> list[Finding]:
-    """All findings about a model, the worst first; none for a model that is as it should be.
+    """Return all findings about a model, the worst first; empty for a valid model.
 
-    base_dir: the folder of the model file; without it, files with external data are not looked at.
-    target: a runtime that should load the model, one of `TARGETS`.
+    base_dir: folder of the model file; without it, files with external data are not checked.
+    target: runtime that should load the model, one of `TARGETS`.
     """
-    wanted = standard.rules_for(target)
+    target_rules = standard.rules_for(target)
     if unreadable := list(file.problems(proto)):
         return unreadable
-    older, proto = file.of_older_form(proto)
-    if older and (unreadable := list(file.problems(proto))):
+    conversions, proto = file.of_older_form(proto)
+    if conversions and (unreadable := list(file.problems(proto))):
         return unreadable
     subject = CheckedModel(proto, Path(base_dir) if base_dir is not None else None)
-    findings = [*older, *_apply(_FORM, [subject])]
+    findings = [*conversions, *_apply(_FORM, [subject])]
     unsound = set()
     for scope in subject.scopes:
         broken = list(_apply(structure.SCOPE_RULES, [scope]))
@@ -59,28 +59,29 @@ def check_proto(
     findings += _apply(_MEANING, [subject])
     findings += _apply(_OF_GRAPHS, subject.scopes)
     findings += _apply(bindings.STEP_RULES, subject.steps)
-    # What depends on what is a question only where names mean something.
+    # Dependencies are defined only where names are.
     sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.parts)]
     findings += _apply(gradients.SOUND_SCOPE_RULES, sound)
     findings += _apply(
         (*gradients.SOUND_STEP_RULES, *optimizers.SOUND_STEP_RULES), [scope for scope in sound if scope.outer]
     )
-    # Data in other files is nothing that onnx would be asked about.
+    # onnx is not asked about data in other files.
     errors = [f for f in findings if f.severity is Severity.ERROR and f.code not in ("OW131", "OW132", "OW133")]
     findings += standard.objections(subject, verdicts, errors)
-    findings += _apply(wanted, [subject])
+    findings += _apply(target_rules, [subject])
     return worst_first(findings)
 
 
 @checked()
 def check(model: Source, *, target: str | None = None) -> list[Finding]:
-    """All that is wrong with a model, by the rules of the specification and of Onward; an empty list if nothing is.
+    """Return the faults of a model, by the rules of the specification and of Onward; empty if there
+    are none.
 
         for finding in onward.check("training.onnx"):
             print(finding)
 
     - `model`: a model in a file, in bytes, in a `ModelProto` or in memory
-    - `target`: also what would be in the way of a runtime, such as `"onnxruntime"`
+    - `target`: a runtime that should load the model, such as `"onnxruntime"` (default: none)
     """
     if isinstance(model, ModelProto):
         return check_proto(model, target=target)
@@ -93,13 +94,13 @@ def check(model: Source, *, target: str | None = None) -> list[Finding]:
     return worst_first([*file.checksums(Path(model)), *findings])
 
 
-def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable[_Seen]) -> Iterator[Finding]:
-    for one in seen:
+def _apply(rules: Iterable[Callable[[_Subject], Iterator[Finding]]], subjects: Iterable[_Subject]) -> Iterator[Finding]:
+    for subject in subjects:
         for rule in rules:
             try:
-                yield from rule(one)
+                yield from rule(subject)
             except OverBudget:
-                place = one.own.place if isinstance(one, Scope) else "model"
+                location = subject.own.place if isinstance(subject, Scope) else "model"
                 yield make_finding(
-                    "OW109", place, f"the rule `{rule.__name__}` was given up: the graph is too entangled"
+                    "OW109", location, f"the rule `{rule.__name__}` was given up: the graph is too entangled"
                 )

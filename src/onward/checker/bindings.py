@@ -15,7 +15,7 @@ from onward.standard import domain_of
 
 
 class BindingList(NamedTuple):
-    """One of the two lists of bindings of an entry, and the scope whose outputs are its values."""
+    """One of the two binding lists of an entry, and the scope whose outputs are its values."""
 
     field: str
     bindings: Iterable[StringStringEntryProto]
@@ -27,7 +27,7 @@ class BindingList(NamedTuple):
         return self.source.binding(self.field, key)
 
 
-def _kinds(step: Scope) -> tuple[BindingList, BindingList]:
+def _binding_lists(step: Scope) -> tuple[BindingList, BindingList]:
     entry = step.entry
     return (
         BindingList("initialization_binding", entry.initialization_binding, step.initialization, "OW305", "OW306"),
@@ -36,26 +36,26 @@ def _kinds(step: Scope) -> tuple[BindingList, BindingList]:
 
 
 def complete(step: Scope) -> Iterator[Finding]:
-    for kind in _kinds(step):
-        for binding in kind.bindings:
+    for bindings in _binding_lists(step):
+        for binding in bindings.bindings:
             if not binding.key or not binding.value:
                 missing = "key" if not binding.key else "value"
-                yield make_finding("OW220", kind.place(binding.key), f"the binding has no {missing}")
+                yield make_finding("OW220", bindings.place(binding.key), f"the binding has no {missing}")
 
 
 def keys_are_state(step: Scope) -> Iterator[Finding]:
-    for kind in _kinds(step):
-        for key in dict.fromkeys(binding.key for binding in kind.bindings if binding.key):
-            if any(key in part.initializers for part in step.parts):
+    for bindings in _binding_lists(step):
+        for key in dict.fromkeys(binding.key for binding in bindings.bindings if binding.key):
+            if any(key in graph.initializers for graph in step.parts):
                 continue
-            place = kind.place(key)
-            if any(key in part.sparse for part in step.parts):
+            location = bindings.place(key)
+            if any(key in graph.sparse for graph in step.parts):
                 yield make_finding(
-                    "OW209", place, f"{quote(key)} is a sparse initializer", "store it as a dense initializer"
+                    "OW209", location, f"{quote(key)} is a sparse initializer", "store it as a dense initializer"
                 )
             else:
                 message, hint = _not_state(step, key)
-                yield make_finding("OW201", place, message, hint)
+                yield make_finding("OW201", location, message, hint)
 
 
 def _not_state(step: Scope, key: str) -> tuple[str, str | None]:
@@ -68,23 +68,23 @@ def _not_state(step: Scope, key: str) -> tuple[str, str | None]:
         other = step.subject.homes[key]
         hint = "keep state that several steps share in `graph.initializer`"
         return f"{quote(key)} belongs to training_info[{other}].algorithm, which this step does not see", hint
-    known = (name for part in step.parts for name in part.initializers)
+    names = (name for graph in step.parts for name in graph.initializers)
     message = f"neither the inference graph nor this algorithm has an initializer {quote(key)}"
-    return message, step.subject.suggest(key, known)
+    return message, step.subject.suggest(key, names)
 
 
 def keys_are_unique(step: Scope) -> Iterator[Finding]:
-    for kind in _kinds(step):
-        for key, number in Counter(binding.key for binding in kind.bindings).items():
+    for bindings in _binding_lists(step):
+        for key, number in Counter(binding.key for binding in bindings.bindings).items():
             if number > 1:
                 yield make_finding(
-                    "OW202", kind.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings"
+                    "OW202", bindings.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings"
                 )
 
 
 def keys_are_not_inputs(step: Scope) -> Iterator[Finding]:
     for key in step.updates:
-        if any(key in part.inputs and key in part.initializers for part in step.parts):
+        if any(key in graph.inputs and key in graph.initializers for graph in step.parts):
             yield make_finding(
                 "OW210",
                 step.binding("update_binding", key),
@@ -110,41 +110,43 @@ def update_values(step: Scope) -> Iterator[Finding]:
 
 
 def initial_values(step: Scope) -> Iterator[Finding]:
-    kind = _kinds(step)[0]
-    graph = kind.source.own
+    bindings = _binding_lists(step)[0]
+    graph = bindings.source.own
     if graph.is_empty:
-        return  # there is a rule for bindings without a graph
+        return  # OW302 reports bindings without a graph
     outputs = set(graph.outputs)
     for key, value in step.resets.items():
         if value and value not in outputs:
             computed = "is computed, but no output" if graph.defines(value) else "is not an output"
             hint = step.subject.suggest(value, iter(graph.outputs))
-            yield make_finding("OW304", kind.place(key), f"{quote(value)} {computed} of the initialization graph", hint)
+            yield make_finding(
+                "OW304", bindings.place(key), f"{quote(value)} {computed} of the initialization graph", hint
+            )
 
 
 def types_agree(step: Scope) -> Iterator[Finding]:
-    for kind, pairs in zip(_kinds(step), (step.resets, step.updates), strict=True):
+    for bindings, pairs in zip(_binding_lists(step), (step.resets, step.updates), strict=True):
         for key, value in pairs.items():
             variable = step.types.get(key) if step.initializer(key) is not None else None
-            new = kind.source.types.get(value)
+            new = bindings.source.types.get(value)
             if variable is None or new is None:
                 continue
             if variable.elem != new.elem or not variable.fits(new):
-                code = kind.wrong_type if variable.elem != new.elem else kind.wrong_shape
-                yield make_finding(code, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}")
+                code = bindings.wrong_type if variable.elem != new.elem else bindings.wrong_shape
+                yield make_finding(code, bindings.place(key), f"the variable is {variable}, {quote(value)} is {new}")
 
 
 def values_differ(step: Scope) -> Iterator[Finding]:
-    """An output may start two slots, but two variables that are always equal are one, or a mistake."""
+    """Report one output for two variables: these are always equal. Slots may start alike."""
     keys: dict[str, list[str]] = {}
     for key, value in step.updates.items():
         if value:
             keys.setdefault(value, []).append(key)
-    for value, several in keys.items():
-        if len(several) > 1:
-            place = step.binding("update_binding", several[1])
+    for value, sharing in keys.items():
+        if len(sharing) > 1:
+            location = step.binding("update_binding", sharing[1])
             yield make_finding(
-                "OW211", place, f"{quote(value)} is assigned to {listing(several)}: they will always be equal"
+                "OW211", location, f"{quote(value)} is assigned to {listing(sharing)}: they will always be equal"
             )
 
 
@@ -159,13 +161,13 @@ def updates_change(step: Scope) -> Iterator[Finding]:
             )
 
 
-def one_update_each(subject: CheckedModel) -> Iterator[Finding]:
+def updated_once(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
 
 
-def one_reset_each(subject: CheckedModel) -> Iterator[Finding]:
+def reset_once(subject: CheckedModel) -> Iterator[Finding]:
     yield from _shared_targets(
-        subject, "OW204", "initialization_binding", "initialised", [s.resets for s in subject.steps]
+        subject, "OW204", "initialization_binding", "initialized", [s.resets for s in subject.steps]
     )
 
 
@@ -187,7 +189,7 @@ def _shared_targets(
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def optimizers_are_heard(step: Scope) -> Iterator[Finding]:
+def optimizer_results_are_bound(step: Scope) -> Iterator[Finding]:
     bound = set(step.updates.values())
     for node in step.own.nodes:
         if not node.is_training(*SLOTS):
@@ -200,7 +202,7 @@ def optimizers_are_heard(step: Scope) -> Iterator[Finding]:
                 )
 
 
-def variables_get_their_own(step: Scope) -> Iterator[Finding]:
+def variables_are_not_swapped(step: Scope) -> Iterator[Finding]:
     for key, value in step.updates.items():
         node, output = step.producer(value) or (None, 0)
         old = node.updates(output) if node else None
@@ -213,46 +215,46 @@ def variables_get_their_own(step: Scope) -> Iterator[Finding]:
 
 
 def outputs_are_used(step: Scope) -> Iterator[Finding]:
-    """Losses and metrics are scalars and meant for the caller; anything larger may be a binding that was forgotten."""
+    """Report larger unbound outputs: losses and metrics are scalars, others may lack a binding."""
     bound = set(step.updates.values())
     for name in dict.fromkeys(step.own.outputs):
-        known = step.types.get(name)
+        tensor_type = step.types.get(name)
         produced = step.own.producers.get(name)
         if name in bound or produced is None or produced[0].is_training(*SLOTS):
             continue
-        if known is not None and known.has_one_element is False:
-            place = f'{step.own.place}.output["{bare(name)}"]'
-            yield make_finding("OW214", place, f"{known} is returned to the caller and bound to no variable")
+        if tensor_type is not None and tensor_type.has_one_element is False:
+            location = f'{step.own.place}.output["{bare(name)}"]'
+            yield make_finding("OW214", location, f"{tensor_type} is returned to the caller and bound to no variable")
 
 
 def steps_do_something(step: Scope) -> Iterator[Finding]:
-    place = f"training_info[{step.step}]"
+    location = f"training_info[{step.step}]"
     initialization = step.initialization
     if step.own.is_empty and initialization.own.is_empty and not step.updates and not step.resets:
-        yield make_finding("OW217", place, "the entry is empty", "remove it")
+        yield make_finding("OW217", location, "the entry is empty", "remove it")
     elif not step.updates:
-        yield make_finding("OW218", place, "the step updates nothing: it evaluates, or only initialises")
+        yield make_finding("OW218", location, "the step updates nothing: it evaluates, or only initializes")
 
 
 def state_is_updated(subject: CheckedModel) -> Iterator[Finding]:
     for step in subject.steps:
         for key in step.resets:
-            known = step.updates if key in step.own.initializers else subject.updated
-            if key not in known and step.initializer(key) is not None:
+            updated_names = step.updates if key in step.own.initializers else subject.updated
+            if key not in updated_names and step.initializer(key) is not None:
                 yield make_finding(
                     "OW215",
                     step.binding("initialization_binding", key),
-                    f"{quote(key)} is initialised, but no update binding changes it",
+                    f"{quote(key)} is initialized, but no update binding changes it",
                     "bind its new value, or remove the binding and let the file hold its value",
                 )
 
 
-def state_is_initialised(subject: CheckedModel) -> Iterator[Finding]:
+def state_is_initialized(subject: CheckedModel) -> Iterator[Finding]:
     reset = {key for step in subject.steps for key in step.resets}
     for step in subject.steps:
         for key in step.updates:
-            known = step.resets if key in step.own.initializers else reset
-            if key not in known and step.initializer(key) is not None:
+            initialized_names = step.resets if key in step.own.initializers else reset
+            if key not in initialized_names and step.initializer(key) is not None:
                 yield make_finding(
                     "OW216",
                     step.binding("update_binding", key),
@@ -273,7 +275,7 @@ def no_inputs(step: Scope) -> Iterator[Finding]:
         yield make_finding(
             "OW301",
             f"{graph.place}.input",
-            f"the graph has inputs: {listing(graph.inputs)}; nobody feeds an initialization",
+            f"the graph has inputs: {listing(graph.inputs)}; an initialization takes none",
             "turn them into initializers of the initialization graph",
         )
 
@@ -284,17 +286,19 @@ def not_omitted(step: Scope) -> Iterator[Finding]:
         yield make_finding(
             "OW302",
             f"training_info[{step.step}].initialization_binding",
-            f"{listing(step.resets)} should be initialised, but there is no initialization graph",
+            f"{listing(step.resets)} should be initialized, but there is no initialization graph",
         )
 
 
-def all_is_bound(step: Scope) -> Iterator[Finding]:
+def outputs_are_bound(step: Scope) -> Iterator[Finding]:
     graph = step.initialization.own
     bound = set(step.resets.values())
     for name in dict.fromkeys(graph.outputs):
         if name not in bound:
-            place = f'{graph.place}.output["{bare(name)}"]'
-            yield make_finding("OW307", place, "no initialization binding assigns this output", "bind it, or remove it")
+            location = f'{graph.place}.output["{bare(name)}"]'
+            yield make_finding(
+                "OW307", location, "no initialization binding assigns this output", "bind it, or remove it"
+            )
     if graph.nodes and not graph.outputs:
         yield make_finding("OW307", graph.place, "the graph computes values, but returns none")
 
@@ -309,10 +313,10 @@ def check_seeds(step: Scope) -> Iterator[Finding]:
 
 
 MODEL_RULES = (
-    one_update_each,
-    one_reset_each,
+    updated_once,
+    reset_once,
     state_is_updated,
-    state_is_initialised,
+    state_is_initialized,
 )
 STEP_RULES = (
     complete,
@@ -324,12 +328,12 @@ STEP_RULES = (
     types_agree,
     values_differ,
     updates_change,
-    optimizers_are_heard,
-    variables_get_their_own,
+    optimizer_results_are_bound,
+    variables_are_not_swapped,
     outputs_are_used,
     steps_do_something,
     no_inputs,
     not_omitted,
-    all_is_bound,
+    outputs_are_bound,
     check_seeds,
 )

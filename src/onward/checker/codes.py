@@ -1,8 +1,8 @@
-"""Every code that the checker can report: how bad it is, what it means, and which text demands it.
+"""Codes of the checker: severity, meaning, and the text that demands each rule.
 
-Codes are stable: programs compare them and people search for them. A code that is no longer reported is not given away
-again. The severity follows one rule: what IR.md demands with a MUST, and what cannot work, is an error; what only a
-comment in onnx.proto asks for, and what works but is hardly meant, is a warning; the rest is information.
+Codes are stable: programs compare them and people search for them. A retired code is never used
+again. Severity: a MUST of IR.md, and a model that cannot work, is an error. A comment in
+onnx.proto, and a model that works but looks like a mistake, is a warning. The rest is information.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 
 
 class Severity(StrEnum):
+    """Severity of a finding, the worst first."""
+
     ERROR = "error"
     WARNING = "warning"
     INFO = "info"
@@ -46,24 +49,14 @@ FAMILIES = {
 }
 
 
-def _error(meaning: str, rule: str) -> Code:
-    return Code(Severity.ERROR, meaning, rule)
-
-
-def _warning(meaning: str, rule: str) -> Code:
-    return Code(Severity.WARNING, meaning, rule)
-
-
-def _info(meaning: str, rule: str) -> Code:
-    return Code(Severity.INFO, meaning, rule)
-
+_error, _warning, _info = (partial(Code, severity) for severity in Severity)
 
 CODES: dict[str, Code] = {
     # ---- file and structure
     "OW101": _error("the model has no graph", IR_MODEL),
     "OW102": _error("the IR version is missing or impossible", IR_MODEL),
     "OW103": _error("the IR version is newer than the installed onnx knows", CHECKER),
-    "OW104": _error("a text in the file is not UTF-8", "protobuf"),
+    "OW104": _error("a string in the file is not UTF-8", "protobuf"),
     "OW105": _error("messages are nested deeper than any reader accepts", "protobuf"),
     "OW106": _warning("training information of a draft of 2019 or 2020, which is converted", ONWARD),
     "OW107": _warning("`GraphCall`, which existed only in onnx 1.7.0, and is converted", ONWARD),
@@ -97,7 +90,7 @@ CODES: dict[str, Code] = {
     "OW201": _error("a binding's key is not an initializer that the step can change", IR_TRAINING),
     "OW202": _error("a key is bound twice in one entry", IR_TRAINING),
     "OW203": _warning("two entries update the same variable", COMMENT),
-    "OW204": _warning("two entries initialise the same variable", ONWARD),
+    "OW204": _warning("two entries initialize the same variable", ONWARD),
     "OW205": _error("the value of an update binding is not an output of the algorithm", IR_TRAINING),
     "OW206": _warning("the value of an update binding is an output of the inference graph", COMMENT),
     "OW207": _error("a variable and its new value differ in type", ONWARD),
@@ -108,7 +101,7 @@ CODES: dict[str, Code] = {
     "OW212": _warning("an update binding changes nothing", ONWARD),
     "OW213": _warning("a result of an optimizer is assigned to nothing", ONWARD),
     "OW214": _info("an output of the algorithm is not bound to a variable", ONWARD),
-    "OW215": _warning("state that is initialised but never updated", ONWARD),
+    "OW215": _warning("state that is initialized but never updated", ONWARD),
     "OW216": _warning("state without initialization: a reset does not restore it", ONWARD),
     "OW217": _warning("an empty step", ONWARD),
     "OW218": _info("a step that updates nothing", ONWARD),
@@ -201,18 +194,15 @@ CODES: dict[str, Code] = {
 # ---- findings --------------------------------------------------------------------------------------------------------
 
 
-_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `onward.check` has found: an error, a warning or a note."""
+    """A result of `onward.check`: an error, a warning or a note."""
 
     code: str
-    """Its row in the table of checks, such as `OW201`."""
+    """Code in the table of checks, such as `OW201`."""
     severity: Severity
     place: str
-    """Where, in the words of the file: `training_info[0].algorithm/node[3] Gradient "grad"`."""
+    """Path in the file: `training_info[0].algorithm/node[3] Gradient "grad"`."""
     message: str
     rule: str
     """The text that demands it: `IR.md, training`, `onnx.proto comment`, `Gradient operator`, `Onward` ..."""
@@ -226,18 +216,18 @@ class Finding:
 
 
 def make_finding(code: str, place: str, message: str, hint: str | None = None) -> Finding:
-    """A finding with the severity and the rule that the table of codes gives it."""
+    """Return a finding with the severity and the rule of its code."""
     entry = CODES[code]
     return Finding(code, entry.severity, place, message, entry.rule, hint)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors, then warnings, then remarks; in the order in which they were found otherwise, each once."""
-    return sorted(dict.fromkeys(findings), key=lambda finding: _RANK[finding.severity])
+    """Return each finding once: errors, then warnings, then notes, otherwise in their order."""
+    return sorted(dict.fromkeys(findings), key=lambda finding: list(Severity).index(finding.severity))
 
 
 def bare(name: str, most: int = 80) -> str:
-    """A name to show: bounded, and without characters that would disturb a terminal."""
+    """Return a name to show: limited in length, without control characters."""
     name = name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
@@ -247,7 +237,7 @@ def quote(name: str, most: int = 80) -> str:
 
 
 def listing(names: Iterable[str], most: int = 4) -> str:
-    """Some names for a sentence: the first few, and how many more there are."""
+    """Return the first few names for a sentence, and the number of the others."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(quote, names[:most])) + more

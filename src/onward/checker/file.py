@@ -1,5 +1,5 @@
-"""Rules about the file as a whole: form (OW101 to OW108, OW115, OW116), operator sets (OW601 to OW605, OW616 to OW618)
-and data of tensors (OW130 to OW133).
+"""Rules about the file: form (OW101 to OW108, OW115, OW116), operator sets (OW601 to OW605, OW616
+to OW618) and data of tensors (OW130 to OW133).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def graph_names(subject: CheckedModel) -> Iterator[Finding]:
 
 
 def checksums(path: Path) -> Iterator[Finding]:
-    """Report a file that is not what its checksums say; one that is missing is a matter of the tensors in it."""
+    """Report a file whose checksum differs; rules about tensors report a missing file."""
     try:
         storage.verify_checksums(path)
     except InvalidModelError as error:
@@ -60,7 +60,7 @@ def checksums(path: Path) -> Iterator[Finding]:
 
 
 def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
-    """What is to say about training information of an older form, and the model with it in the present one."""
+    """Return findings about training information of an older form, and the converted model."""
     if not older_forms.is_older(proto):
         return [], proto
     present = ModelProto()
@@ -71,7 +71,8 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
         return [make_finding("OW115", "model", error.message, error.hint)], proto
     hint = "all else that is said is of the converted model: `onward data old.onnx --to none -o new.onnx` writes that"
     return [
-        make_finding("OW107" if "GraphCall" in what else "OW106", "model", what, hint) for what in converted
+        make_finding("OW107" if "GraphCall" in conversion else "OW106", "model", conversion, hint)
+        for conversion in converted
     ], present
 
 
@@ -79,7 +80,7 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
 
 
 def check_imports(subject: CheckedModel) -> Iterator[Finding]:
-    """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
+    """Report a missing import at its first use, once in the model and once per function."""
     reported: set[tuple[int, str]] = set()
     for call in subject.calls:
         domain, where = domain_of(call.node), id(call.opsets)
@@ -124,27 +125,27 @@ def known_version(subject: CheckedModel) -> Iterator[Finding]:
 
 
 def same_operators(subject: CheckedModel) -> Iterator[Finding]:
-    """Functions may import other versions than the model if their operators are the same; reported once for each."""
+    """Report operators of functions in other versions than the model's, once per function."""
     shared, reported = dict(subject.opsets), set()
     for call in subject.calls:
         domain, operator = domain_of(call.node), call.node.op_type
         version = call.opsets.get(domain)
         if version is None or subject.function(call.node) is not None or (key := (id(call.opsets), domain)) in reported:
             continue
-        wanted = shared.setdefault(domain, version)
-        if version != wanted and not is_same(operator, domain, version, wanted):
+        expected = shared.setdefault(domain, version)
+        if version != expected and not is_same(operator, domain, version, expected):
             reported.add(key)
             message = (
-                f"{quote(operator)} is of version {version} of {quote(domain or 'ai.onnx')}, not {wanted}, the model's"
+                f"{quote(operator)} has version {version} of {quote(domain or 'ai.onnx')}; the model has {expected}"
             )
-            hint = f"`onward opset MODEL {max(version, wanted)}` brings all to one version"
+            hint = f"`onward opset MODEL {max(version, expected)}` brings all to one version"
             yield make_finding("OW618", call.place, message, "write all with the same version" if domain else hint)
 
 
 def new_enough(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
-        return  # there is a rule for a missing version
+        return  # OW102 reports a missing version
     if subject.proto.training_info and version < TRAINING_IR:
         yield make_finding(
             "OW603", "model", f"training information came with IR version {TRAINING_IR}; this file says {version}"
@@ -167,7 +168,7 @@ _FAULTS = {
 
 
 class Located(NamedTuple):
-    """A tensor and where it is. The place is spelt out only for those that are reported."""
+    """A tensor and its holder. The path is written out only if it is reported."""
 
     holder: str | Site
     part: str
@@ -220,39 +221,37 @@ def _misfit(tensor: TensorProto) -> str | None:
         return f"the data stands in {' and in '.join(filled)}"
     bits = bits_of(tensor)
     if tensor.HasField("raw_data") and bits is not None:
-        needed, there = (elements * bits + 7) // 8, len(tensor.raw_data)
-        return None if needed == there else f"needs {needed} bytes, has {there}"
+        needed, actual = (elements * bits + 7) // 8, len(tensor.raw_data)
+        return None if needed == actual else f"needs {needed} bytes, has {actual}"
     if tensor.data_type == TensorProto.UNDEFINED or (bits or 8) < 8:
-        return None  # how many to a number differs between writers; onnx.checker looks at it
+        return None  # writers pack them differently; onnx.checker checks them
     field = field_of(tensor.data_type)
-    needed, there = elements * (2 if tensor.data_type in _PAIRS else 1), len(getattr(tensor, field))
-    return None if needed == there else f"needs {needed} numbers in `{field}`, has {there}"
+    needed, actual = elements * (2 if tensor.data_type in _PAIRS else 1), len(getattr(tensor, field))
+    return None if needed == actual else f"needs {needed} numbers in `{field}`, has {actual}"
 
 
 # ---- beside the file
 
 
 def external_data(subject: CheckedModel) -> Iterator[Finding]:
-    outside = (each for each in all_tensors(subject) if each.tensor.data_location == TensorProto.EXTERNAL)
-    for place, fault in external_faults(((each.place, each.tensor) for each in outside), subject.base_dir):
+    outside = (located for located in all_tensors(subject) if located.tensor.data_location == TensorProto.EXTERNAL)
+    for location, fault in external_faults(((located.place, located.tensor) for located in outside), subject.base_dir):
         code, hint = _FAULTS[fault.about]
-        yield make_finding(code, place, f"the tensor {fault}", hint)
+        yield make_finding(code, location, f"the tensor {fault}", hint)
 
 
-# ---- what must hold before any rule can look -------------------------------------------------------------------------
+# ---- conditions of all rules -----------------------------------------------------------------------------------------
 
 
-# What must hold before any rule can look: texts are texts, and nesting ends.
-#
-# protobuf does not look into strings when it parses, and hands out the bytes of one that is not UTF-8. It also lets a
-# program nest messages deeper than any reader accepts. Both are found here, so that no rule has to expect them.
+# protobuf does not check strings when it parses, and returns the bytes of one that is not UTF-8. It also lets a
+# program nest messages deeper than any reader accepts. Both are reported here, so that no rule has to expect them.
 
 DEEPEST = 100  # messages; the limit of protobuf's own parsers
 _MOST = 20
 
 
 class _TextFields(NamedTuple):
-    """The fields of a message that can hold text, directly or further down. Tensor data holds none."""
+    """Fields of a message that hold strings, directly or further down; without tensor data."""
 
     text: tuple[str, ...]
     texts: tuple[str, ...]
@@ -270,7 +269,7 @@ def _fields(descriptor: Descriptor) -> _TextFields:
 
 
 def problems(proto: Message) -> Iterator[Finding]:
-    """Why the model cannot be read at all; nothing for almost every file."""
+    """Yield the reasons why the model cannot be read at all."""
     number = 0
     todo: list[tuple[Message, Any, int]] = [(proto, None, 1)]
     while todo:
@@ -280,7 +279,7 @@ def problems(proto: Message) -> Iterator[Finding]:
             return
         fields = _fields(message.DESCRIPTOR)
         for field in _broken_texts(message, fields):
-            yield make_finding("OW104", _place((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
+            yield make_finding("OW104", _path_text((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
             number += 1
             if number == _MOST:
                 return
@@ -301,8 +300,8 @@ def _broken_texts(message: Message, fields: _TextFields) -> Iterator[str]:
             yield name
 
 
-def _place(path: Any) -> str:
-    """`graph.node[3].name`, from the links that the walk left behind."""
+def _path_text(path: Any) -> str:
+    """Return `graph.node[3].name` for the links of the walk."""
     parts: list[str] = []
     while path is not None:
         path, last = path

@@ -15,7 +15,7 @@ from onward.checker.scope import CheckedModel, FunctionCall, FunctionKey, functi
 from onward.standard import domain_of
 
 OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake
-MOST_NODES, MOST_CIRCLES = 1_000_000, 10
+MOST_NODES, MOST_CYCLES = 1_000_000, 10
 
 
 @cache
@@ -56,12 +56,12 @@ def check_calls(subject: CheckedModel) -> Iterator[Finding]:
 def calls_fit(subject: CheckedModel) -> Iterator[Finding]:
     for call, function in _calls(subject):
         name = quote(f"{function.domain}.{function.name}")
-        for what, given, there in (
+        for what, actual, declared in (
             ("inputs", len(call.node.input), len(function.input)),
             ("outputs", len(call.node.output), len(function.output)),
         ):
-            if given > there:
-                yield make_finding("OW609", call.place, f"the call has {given} {what}, {name} has {there}")
+            if actual > declared:
+                yield make_finding("OW609", call.place, f"the call has {actual} {what}, {name} has {declared}")
         if len(call.node.input) < len(function.input):
             missing = listing(function.input[len(call.node.input) :])
             yield make_finding("OW610", call.place, f"the call gives no value for {missing} of {name}")
@@ -69,9 +69,9 @@ def calls_fit(subject: CheckedModel) -> Iterator[Finding]:
 
 def attributes_fit(subject: CheckedModel) -> Iterator[Finding]:
     for call, function in _calls(subject):
-        given = {attr.name for attr in call.node.attribute}
+        stated = {attr.name for attr in call.node.attribute}
         needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
-        if missing := [name for name in needed if name not in given]:
+        if missing := [name for name in needed if name not in stated]:
             yield make_finding(
                 "OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs"
             )
@@ -92,15 +92,15 @@ def defined_once(subject: CheckedModel) -> Iterator[Finding]:
 
 
 def not_recursive(subject: CheckedModel) -> Iterator[Finding]:
-    for path in _expansion(subject).circles:
+    for path in _expansion(subject).cycles:
         names = " -> ".join(quote(f"{domain}.{name}") for domain, name, _ in path[:6])
         yield make_finding("OW608", function_place(subject.functions[path[0]]), f"the function calls itself: {names}")
 
 
 def small_enough(subject: CheckedModel) -> Iterator[Finding]:
-    """Functions that call functions twice double with each level: a small file can mean more nodes than atoms."""
+    """Report huge expansions: functions that call functions twice double with each level."""
     huge = (key for key, size in _expansion(subject).sizes.items() if size > MOST_NODES)
-    if key := next(huge, None):  # and with it those that call it
+    if key := next(huge, None):  # its callers are huge too
         message = f"expanded, the function has more than {MOST_NODES:,} nodes"
         yield make_finding("OW614", function_place(subject.functions[key]), message)
 
@@ -115,25 +115,25 @@ def check_use(subject: CheckedModel) -> Iterator[Finding]:
 
 
 class _Expansion(NamedTuple):
-    circles: list[list[FunctionKey]]
+    cycles: list[list[FunctionKey]]
     sizes: dict[FunctionKey, int]
-    """How many nodes a function has when all calls in it are expanded; bounded."""
+    """Number of nodes of each function with all calls expanded; bounded."""
 
 
 def _expansion(subject: CheckedModel) -> _Expansion:
-    """The call graph, callees first; of each circle, a call is left out."""
+    """Return cycles and sizes of the call graph, callees first; each cycle loses a call."""
     calls = {}
     for key, function in subject.functions.items():
         called = (subject.function(site.node) for site in walk(function.node, ""))
         calls[key] = [key_of(function) for function in called if function is not None]
     result, waiting = _Expansion([], {}), {key: set(called) for key, called in calls.items()}
     order: list[FunctionKey] = []
-    while not order and waiting and len(result.circles) < MOST_CIRCLES:
+    while not order and waiting and len(result.cycles) < MOST_CYCLES:
         try:
             order = [*TopologicalSorter(waiting).static_order()]
         except CycleError as error:
             *_, callee, caller = circle = error.args[1]
-            result.circles.append([caller, *reversed(circle[1:-1])])
+            result.cycles.append([caller, *reversed(circle[1:-1])])
             waiting[caller].discard(callee)
     for key in order:
         inner = sum(1 + result.sizes.get(callee, 0) for callee in calls[key])
@@ -142,9 +142,9 @@ def _expansion(subject: CheckedModel) -> _Expansion:
 
 
 def can_expand(subject: CheckedModel) -> bool:
-    """Whether shape inference, which expands functions, would come to an end."""
+    """True if shape inference, which expands functions, ends."""
     expansion = _expansion(subject)
-    return not expansion.circles and all(size <= MOST_NODES for size in expansion.sizes.values())
+    return not expansion.cycles and all(size <= MOST_NODES for size in expansion.sizes.values())
 
 
 MODEL_RULES = (check_calls, calls_fit, attributes_fit, defined_once, not_recursive, small_enough, check_use)

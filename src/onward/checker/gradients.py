@@ -1,5 +1,5 @@
-"""Rules about Gradient nodes: names, numbers and types (OW401 to OW407, OW413, OW414, OW416, OW417), and dependencies
-(OW408 to OW412, OW415, OW418 to OW420).
+"""Rules about Gradient nodes: names, counts and types (OW401 to OW407, OW413, OW414, OW416, OW417),
+and dependencies (OW408 to OW412, OW415, OW418 to OW420).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def names_exist(scope: Scope) -> Iterator[Finding]:
 
 def one_input_each(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
-        args, wanted = gradient.node.args, (*gradient.xs, *gradient.zs)
-        if gradient.xs and len(args) != len(wanted):
+        args, names = gradient.node.args, (*gradient.xs, *gradient.zs)
+        if gradient.xs and len(args) != len(names):
             yield make_finding(
                 "OW404",
                 gradient.node.place,
                 f"{len(args)} inputs for {len(gradient.xs)} names in `xs` and {len(gradient.zs)} in `zs`",
                 "the inputs are the values of `xs`, then those of `zs`, in order",
             )
-        elif gradient.xs and (skipped := [name for arg, name in zip(args, wanted, strict=True) if not arg]):
+        elif gradient.xs and (skipped := [name for arg, name in zip(args, names, strict=True) if not arg]):
             yield make_finding("OW404", gradient.node.place, f"no value is given for {listing(skipped)}")
 
 
@@ -76,8 +76,8 @@ def names_once(scope: Scope) -> Iterator[Finding]:
         for attr, names in (("xs", gradient.xs), ("zs", gradient.zs)):
             if twice := [name for name, number in Counter(names).items() if number > 1]:
                 yield make_finding("OW406", gradient.node.place, f"`{attr}` names {listing(twice)} more than once")
-        given = set(gradient.zs)
-        if both := [name for name in dict.fromkeys(gradient.xs) if name in given]:
+        constants = set(gradient.zs)
+        if both := [name for name in dict.fromkeys(gradient.xs) if name in constants]:
             message = f"{listing(both)} cannot be differentiated by (`xs`) and held constant (`zs`) at once"
             yield make_finding("OW407", gradient.node.place, message)
 
@@ -85,28 +85,28 @@ def names_once(scope: Scope) -> Iterator[Finding]:
 def floating_point(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         for x in dict.fromkeys(gradient.xs):
-            known = scope.types.get(x)
-            if known is not None and not known.is_floating:
+            tensor_type = scope.types.get(x)
+            if tensor_type is not None and not tensor_type.is_floating:
                 yield make_finding(
-                    "OW413", gradient.node.place, f"{quote(x)} in `xs` is {known}: there is no derivative by it"
+                    "OW413", gradient.node.place, f"{quote(x)} in `xs` is {tensor_type}: there is no derivative by it"
                 )
-        known = scope.types.get(gradient.y)
-        if known is not None and not known.is_floating:
+        tensor_type = scope.types.get(gradient.y)
+        if tensor_type is not None and not tensor_type.is_floating:
             yield make_finding(
-                "OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {known}: it has no derivative"
+                "OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {tensor_type}: it has no derivative"
             )
 
 
 def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
-    """An input may differ from the tensor that it replaces, but not in type."""
+    """Report an input whose type differs from that of the tensor that it replaces."""
     for gradient in scope.gradients:
         names = (*gradient.xs, *gradient.zs)
         if not gradient.xs or len(gradient.node.args) != len(names):
-            continue  # nobody knows which stands for which
+            continue  # OW404 reports the counts
         for arg, name in zip(gradient.node.args, names, strict=True):
-            given, named = scope.types.get(arg), scope.types.get(name)
-            if given is not None and named is not None and given.elem != named.elem:
-                message = f"{quote(arg)} is {given} and stands for {quote(name)}, which is {named}"
+            input_type, name_type = scope.types.get(arg), scope.types.get(name)
+            if input_type is not None and name_type is not None and input_type.elem != name_type.elem:
+                message = f"{quote(arg)} is {input_type} and stands for {quote(name)}, which is {name_type}"
                 yield make_finding(
                     "OW417", gradient.node.place, message, "are the inputs in the order of `xs`, then `zs`?"
                 )
@@ -140,17 +140,17 @@ SCOPE_RULES = (
 
 
 def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
-    """Where gradients flow, by the table of derivatives: into which inputs of a node, and through which values."""
+    """Return the inputs of a node that gradients flow into, and the predicate for values."""
     rounded: set[str] = set()  # integers that have a gradient
-    for node in (node for part in scope.parts for node in part.nodes):
+    for node in (node for graph in scope.parts for node in graph.nodes):
         moved = node.domain == "" and node.op in MOVING and not rounded.isdisjoint(node.args)
         if moved or makes_rounded(node.domain, node.op):
             rounded.update(node.outputs)
 
     def flows(name: str) -> bool:
-        """Not if it is known to be an integer, a truth value or a text, unless it stands for what was rounded."""
-        known = scope.types.get(name)
-        return known is None or known.is_floating or name in rounded
+        """True unless the type is an integer, Boolean or string that was not rounded from floats."""
+        tensor_type = scope.types.get(name)
+        return tensor_type is None or tensor_type.is_floating or name in rounded
 
     def inputs(node: NodeView, output: int) -> Iterable[str]:
         if node.domain == "" and node.op == "Cast" and _is_cast_to_index(node) and node.args[0] not in rounded:
@@ -167,7 +167,7 @@ def _is_cast_to_index(node: NodeView) -> bool:
 
 
 def _is_sound(scope: Scope, gradient: Gradient) -> bool:
-    """Whether there is a graph to look at; if not, other rules have said so."""
+    """True if names of the Gradient can be followed; otherwise other rules report it."""
     return bool(gradient.xs) and scope.defines(gradient.y)
 
 
@@ -180,8 +180,8 @@ def paths(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         if not _is_sound(scope, gradient):
             continue
-        given, y = _inputs_of_gradient(gradient), gradient.y
-        reached = upstream(scope, [y], stop=given)
+        variables, y = _inputs_of_gradient(gradient), gradient.y
+        reached = upstream(scope, [y], stop=variables)
         if any(name in reached for name in gradient.node.outputs if name):
             message = f"`y`, {quote(y)}, is computed from the gradient itself"
             yield make_finding(
@@ -189,17 +189,19 @@ def paths(scope: Scope) -> Iterator[Finding]:
             )
             continue
         if not flows(y):
-            continue  # there is a rule for a y without derivative
-        alive = upstream(scope, [y], stop=given, inputs=inputs, passes=flows)
+            continue  # OW414 reports it
+        alive = upstream(scope, [y], stop=variables, inputs=inputs, passes=flows)
         for x in dict.fromkeys(gradient.xs):
             if not scope.defines(x) or not flows(x):
-                continue  # other rules say so
+                continue  # OW403 or OW413 reports it
             if x not in reached:
                 message = f"{quote(y)} does not depend on {quote(x)}: the gradient is zero"
                 yield make_finding("OW408", gradient.node.place, message, f"take {quote(x)} out of `xs`, or connect it")
             elif x not in alive:
-                yield _zero(scope, gradient, x, set(reached), set(alive))
-        if strangers := [name for name in leaves(scope, reached) if name not in given and scope.is_free_input(name)]:
+                yield _zero_derivative(scope, gradient, x, set(reached), set(alive))
+        if strangers := [
+            name for name in leaves(scope, reached) if name not in variables and scope.is_free_input(name)
+        ]:
             yield make_finding(
                 "OW412",
                 gradient.node.place,
@@ -208,37 +210,37 @@ def paths(scope: Scope) -> Iterator[Finding]:
             )
 
 
-def _zero(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: set[str]) -> Finding:
-    """Name the operators at which the way from x to y ends."""
+def _zero_derivative(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: set[str]) -> Finding:
+    """Return a finding with the operators at which all paths from x to y end."""
     ends: dict[str, None] = {}
     seen, todo = {x}, [x]
     while todo:
         for node in scope.read_by(todo.pop()):
             scope.budget.spend(1)
-            on_the_way = [name for name in node.outputs if name in reached]
-            if any(name in alive for name in on_the_way):
+            on_path = [name for name in node.outputs if name in reached]
+            if any(name in alive for name in on_path):
                 ends[node.op] = None
-            for name in on_the_way:
+            for name in on_path:
                 if name not in seen and name not in alive:
                     seen.add(name)
                     todo.append(name)
     return make_finding(
         "OW409",
         gradient.node.place,
-        f"every way from {quote(x)} to {quote(gradient.y)} passes {listing(ends)}, where the derivative is zero",
+        f"every path from {quote(x)} to {quote(gradient.y)} passes {listing(ends)}, where the derivative is zero",
         f"take {quote(x)} out of `xs`, or replace the operator",
     )
 
 
 def independent(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
-        given = _inputs_of_gradient(gradient)
+        variables = _inputs_of_gradient(gradient)
         origins = [name for name in dict.fromkeys((*gradient.xs, *gradient.zs)) if scope.producer(name)]
         for name in origins:
             node, output = scope.producer(name) or (gradient.node, 0)
-            # Stopping at the nearest is enough: what lies behind them is looked at when their turn comes.
-            behind = upstream(scope, [read for read in node.behind(output) if read != name], stop=given)
-            if others := [other for other in behind if other in given and other != name]:
+            # The nearest variables are enough: the loop reaches those behind them later.
+            behind = upstream(scope, [read for read in node.behind(output) if read != name], stop=variables)
+            if others := [other for other in behind if other in variables and other != name]:
                 yield make_finding(
                     "OW410",
                     gradient.node.place,
@@ -249,22 +251,20 @@ def independent(scope: Scope) -> Iterator[Finding]:
 
 def scalar(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
-        known = scope.types.get(gradient.y)
-        if known is not None and known.is_floating and known.has_one_element is False:
-            message = (
-                f"`y`, {quote(gradient.y)}, is {known}, not a scalar: this is the gradient of the sum of its elements"
-            )
+        y_type = scope.types.get(gradient.y)
+        if y_type is not None and y_type.is_floating and y_type.has_one_element is False:
+            message = f"`y`, {quote(gradient.y)}, is {y_type}, not a scalar: the gradient is that of its sum"
             yield make_finding("OW411", gradient.node.place, message, "reduce the loss to a scalar in the graph")
 
 
 def results_are_used(scope: Scope) -> Iterator[Finding]:
-    """A gradient serves a node, the caller, or another Gradient, which names it in an attribute."""
-    wanted = {name for part in scope.parts for name in part.outputs}
+    """Report unused gradients. A node, the caller, or another Gradient, by name, may use one."""
+    used = {name for graph in scope.parts for name in graph.outputs}
     if scope is scope.subject.inference:  # an algorithm may use what inference computes
-        wanted.update(name for step in scope.subject.steps for name in step.own.readers)
-    wanted.update(name for gradient in scope.gradients for name in (*gradient.xs, *gradient.zs, gradient.y))
+        used.update(name for step in scope.subject.steps for name in step.own.readers)
+    used.update(name for gradient in scope.gradients for name in (*gradient.xs, *gradient.zs, gradient.y))
     for gradient in scope.gradients:
-        if unused := [x for x, name in gradient.results if name not in wanted and not scope.read_by(name)]:
+        if unused := [x for x, name in gradient.results if name not in used and not scope.read_by(name)]:
             hint = "leave the name of that output empty"
             yield make_finding("OW418", gradient.node.place, f"the gradient of {listing(unused)} is not used", hint)
 
@@ -282,14 +282,14 @@ def gradients_serve_variables(step: Scope) -> Iterator[Finding]:
 
 
 def parameters_get_gradients(step: Scope) -> Iterator[Finding]:
-    """A variable on which the loss depends should be updated by its gradient, or by data, as running statistics are."""
+    """Report variables before the loss whose new value needs neither their gradient nor data."""
     sound = [gradient for gradient in step.gradients if _is_sound(step, gradient)]
     trained = {x for gradient in sound for x in gradient.xs}
     matters = upstream(step, [gradient.y for gradient in sound])
     results = {name: x for gradient in step.gradients for x, name in gradient.results}
     for key, value in step.updates.items():
-        known = step.types.get(key)
-        if key not in matters or known is None or not known.is_floating or not step.defines(value):
+        tensor_type = step.types.get(key)
+        if key not in matters or tensor_type is None or not tensor_type.is_floating or not step.defines(value):
             continue
 
         def serves(name: str, key: str = key) -> bool:

@@ -1,4 +1,4 @@
-"""An index over one graph: what each name is, who computes it, who reads it, and its type as far as it is known."""
+"""Index of one graph: definitions, producers, readers, and types as far as they are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onward.model.protos import bodies, captured_names
 from onward.standard import domain_of
 
 SLOTS = {"Adagrad": 1, "Momentum": 1, "Adam": 2}
-"""The optimizer operators, and how many slots each keeps for a tensor. Inputs: R, T, then X.., G.., and each slot's."""
+"""Optimizer operator -> its number of slots. Inputs: R, T, then X.., G.., and those of each slot."""
 
 
 def attribute(node: NodeProto, name: str) -> AttributeProto | None:
@@ -36,7 +36,7 @@ def node_place(place: str, index: int, node: NodeProto) -> str:
 
 
 class Site(NamedTuple):
-    """A node, on top or in a subgraph, and where it stands. The place is spelt out only for those that are reported."""
+    """A node, in a graph or subgraph, with its path, which is written out only if reported."""
 
     holder: str
     number: int
@@ -49,7 +49,7 @@ class Site(NamedTuple):
 
 
 def walk(nodes: Iterable[NodeProto], holder: str, depth: int = 0) -> Iterator[Site]:
-    """All nodes, those in subgraphs after the node that holds them, one deeper."""
+    """Yield all nodes; those in subgraphs follow the node that holds them, one level deeper."""
     for i, node in enumerate(nodes):
         site = Site(holder, i, node, depth)
         yield site
@@ -77,7 +77,7 @@ class NodeView:
 
     @property
     def tuples(self) -> int | None:
-        """How many tensors an optimizer operator updates; None for other nodes and where the arity is wrong."""
+        """Return the number of tensors that an optimizer updates; None for others or a wrong arity."""
         if not self.is_training(*SLOTS):
             return None
         slots = SLOTS[self.op]
@@ -86,7 +86,7 @@ class NodeView:
         return number if fits else None
 
     def behind(self, output: int) -> tuple[str, ...]:
-        """The inputs that an output depends on: all, but for the optimizers, which treat each tensor by itself."""
+        """Return the inputs that an output depends on: of optimizers, only those of its tensor."""
         number = self.tuples
         if number is None:
             return self.reads
@@ -94,7 +94,7 @@ class NodeView:
         return tuple(name for name in (*self.args[:2], *(self.args[i] for i in own)) if name)
 
     def updates(self, output: int) -> str | None:
-        """The input of an optimizer of which an output is the new value: X for X', a slot for the new slot."""
+        """Return the input of an optimizer that an output replaces: X for X', a slot for the new."""
         number = self.tuples
         if number is None:
             return None
@@ -102,7 +102,7 @@ class NodeView:
 
 
 class GraphIndex:
-    """One graph of the file. `place` is its name in findings: `graph`, `training_info[0].algorithm` ..."""
+    """Index of one graph; `place` is its path in findings, such as `training_info[0].algorithm`."""
 
     def __init__(self, proto: GraphProto, place: str):
         self.proto, self.place = proto, place
@@ -136,12 +136,12 @@ class GraphIndex:
         return name in self.initializers or name in self.sparse
 
     def names(self) -> Iterator[str]:
-        """Every name that the graph defines, once."""
+        """Yield every name that the graph defines, once."""
         yield from dict.fromkeys((*self.inputs, *self.initializers, *self.sparse, *self.producers))
 
     @cached_property
     def sites(self) -> list[Site]:
-        """All nodes, those in subgraphs included."""
+        """Return all nodes, including those in subgraphs."""
         return list(walk(self.proto.node, self.place))
 
 
@@ -156,15 +156,15 @@ FLOATING = frozenset(
 
 
 def type_name(elem: int) -> str:
-    known = elem in TensorProto.DataType.values()
-    return TensorProto.DataType.Name(elem).lower() if known else f"type {elem}"
+    is_known = elem in TensorProto.DataType.values()
+    return TensorProto.DataType.Name(elem).lower() if is_known else f"type {elem}"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
     elem: int
     dims: tuple[int | None, ...] | None = None
-    """None where the rank is unknown; a None in it where that dimension is symbolic or unknown."""
+    """None if the rank is unknown; None in it for symbolic or unknown dimensions."""
 
     def __str__(self) -> str:
         if self.dims is None:
@@ -177,7 +177,7 @@ class TensorType:
 
     @property
     def is_scalar(self) -> bool | None:
-        """Whether it has rank 0; None where that is unknown."""
+        """True if the rank is 0; None if it is unknown."""
         return None if self.dims is None else not self.dims
 
     @property
@@ -185,7 +185,7 @@ class TensorType:
         return None if self.dims is None else all(d == 1 for d in self.dims)
 
     def fits(self, other: TensorType) -> bool:
-        """Whether the shapes can be equal; what is unknown fits everything."""
+        """True if the shapes can be equal; unknown sizes fit all."""
         if self.dims is None or other.dims is None:
             return True
         pairs = zip(self.dims, other.dims, strict=False)
@@ -201,7 +201,7 @@ def of_sparse(tensor: SparseTensorProto) -> TensorType:
 
 
 def of_type(proto: TypeProto) -> TensorType | None:
-    """None for what is not a tensor, or has no element type."""
+    """Return the type; None unless it is that of a tensor with an element type."""
     if not proto.HasField("tensor_type") or not proto.tensor_type.elem_type:
         return None
     tensor = proto.tensor_type
@@ -213,11 +213,11 @@ def of_type(proto: TypeProto) -> TensorType | None:
 
 def of_values(values: Iterable[ValueInfoProto]) -> dict[str, TensorType]:
     types = ((value.name, of_type(value.type)) for value in values)
-    return {name: known for name, known in types if known is not None}
+    return {name: tensor_type for name, tensor_type in types if tensor_type is not None}
 
 
 def declared_types(graph: GraphProto) -> dict[str, TensorType]:
-    """What a graph says about its values; an initializer knows best."""
+    """Return the types that a graph declares; initializers have precedence."""
     return {
         **of_values(graph.value_info),
         **of_values(graph.output),
@@ -231,7 +231,7 @@ _UNCOUNTABLE = 1 << 64
 
 
 def count(dims: Sequence[int]) -> int:
-    """How many elements, up to more than any memory holds; -1 for dimensions that are impossible."""
+    """Return the number of elements, bounded; -1 for negative dimensions."""
     if any(d < 0 for d in dims):
         return -1
     total = 0 if 0 in dims else 1

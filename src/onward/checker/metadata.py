@@ -1,4 +1,4 @@
-"""Rules about metadata, and about training information that no longer fits the model (OW701, OW703 to OW708)."""
+"""Rules about metadata, and about outdated training information (OW701, OW703 to OW708)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLES = frozenset(
 
 
 class MetadataHolder(NamedTuple):
-    """Something that carries metadata, and the scope in which names in it are looked up."""
+    """A part of the file with metadata, and the scope of the names in it."""
 
     place: str
     entries: Iterable[StringStringEntryProto]
@@ -36,22 +36,22 @@ class MetadataHolder(NamedTuple):
 
 
 def _holders(subject: CheckedModel) -> Iterator[MetadataHolder]:
-    """Everything with metadata but the model itself, which could have some before IR version 10."""
+    """Yield all holders of metadata except the model, which could have some before IR version 10."""
     for scope in subject.scopes:
         graph = scope.own
         if graph.proto.metadata_props:
             yield MetadataHolder(graph.place, graph.proto.metadata_props, scope)
         for field in ("initializer", "input", "output", "value_info"):
-            for one in getattr(graph.proto, field):
-                if one.metadata_props:
-                    place = f'{graph.place}.{field}["{bare(one.name)}"]'
-                    yield MetadataHolder(place, one.metadata_props, scope, is_tensor=field == "initializer")
+            for value in getattr(graph.proto, field):
+                if value.metadata_props:
+                    location = f'{graph.place}.{field}["{bare(value.name)}"]'
+                    yield MetadataHolder(location, value.metadata_props, scope, is_tensor=field == "initializer")
         for site in graph.sites:
             if site.node.metadata_props:
                 yield MetadataHolder(site.place, site.node.metadata_props, scope)
 
 
-def _everything(subject: CheckedModel) -> Iterator[MetadataHolder]:
+def _all_holders(subject: CheckedModel) -> Iterator[MetadataHolder]:
     yield MetadataHolder("model", subject.proto.metadata_props, subject.inference)
     yield from _holders(subject)
 
@@ -73,7 +73,7 @@ def fresh(subject: CheckedModel) -> Iterator[Finding]:
 
 
 def json_parses(subject: CheckedModel) -> Iterator[Finding]:
-    for holder in _everything(subject):
+    for holder in _all_holders(subject):
         for entry in holder.entries:
             if _should_be_json(entry) and (problem := _parse(entry.value)[1]):
                 yield make_finding(
@@ -97,7 +97,7 @@ def _parse(text: str) -> tuple[Any, str | None]:
 
 
 def parameters_exist(subject: CheckedModel) -> Iterator[Finding]:
-    for holder in _everything(subject):
+    for holder in _all_holders(subject):
         for entry in holder.entries:
             if entry.key == PARAMETER_KEY and holder.is_tensor:
                 named = [entry.value]
@@ -107,21 +107,20 @@ def parameters_exist(subject: CheckedModel) -> Iterator[Finding]:
                 continue
             if missing := [name for name in named if not _is_known(subject, holder.scope, name)]:
                 hint = holder.scope.suggest(missing[0])
-                place = f'{holder.place}.metadata_props["{entry.key}"]'
-                yield make_finding("OW704", place, f"there is no parameter {listing(missing)}", hint)
+                location = f'{holder.place}.metadata_props["{entry.key}"]'
+                yield make_finding("OW704", location, f"there is no parameter {listing(missing)}", hint)
 
 
 def _optimized_parameters(groups: Any) -> Iterator[str]:
-    """The parameters that `train.optimizer` names; whatever else it holds is not looked at."""
+    """Yield the parameters that `train.optimizer` names."""
     for group in groups if isinstance(groups, list) else []:
         names = group.get("params") if isinstance(group, dict) else None
         yield from (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _is_known(subject: CheckedModel, scope: Scope, name: str) -> bool:
-    if scope.initializer(name) is not None:
-        return True
-    return any(name in step.own.initializers for step in subject.steps) if scope.step is None else False
+    is_of_step = scope.step is None and any(name in step.own.initializers for step in subject.steps)
+    return is_of_step or scope.initializer(name) is not None
 
 
 def roles_are_known(subject: CheckedModel) -> Iterator[Finding]:
@@ -133,7 +132,7 @@ def roles_are_known(subject: CheckedModel) -> Iterator[Finding]:
 
 
 def keys_once(subject: CheckedModel) -> Iterator[Finding]:
-    for holder in _everything(subject):
+    for holder in _all_holders(subject):
         if twice := [key for key, number in Counter(entry.key for entry in holder.entries).items() if number > 1]:
             code = "OW707" if holder.place == "model" else "OW706"
             yield make_finding(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")

@@ -1,4 +1,6 @@
-"""Rules about Adagrad, Momentum and Adam (OW501 to OW509, OW512), and T, their count of updates (OW510, OW511)."""
+"""Rules about Adagrad, Momentum and Adam (OW501 to OW509, OW512), and their update count T (OW510,
+OW511).
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ def optimizers(scope: Scope) -> Iterator[NodeView]:
 
 
 def known_operators(scope: Scope) -> Iterator[Finding]:
-    known = (*SLOTS, "Gradient")
+    operators = (*SLOTS, "Gradient")
     for site in scope.own.sites:
         op = site.node.op_type
-        if site.node.domain == TRAINING_DOMAIN and op not in known and scope.subject.function(site.node) is None:
-            hint = scope.subject.suggest(op, iter(known))
+        if site.node.domain == TRAINING_DOMAIN and op not in operators and scope.subject.function(site.node) is None:
+            hint = scope.subject.suggest(op, iter(operators))
             yield make_finding("OW501", site.place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(op)}", hint)
 
 
@@ -50,8 +52,8 @@ def arity(scope: Scope) -> Iterator[Finding]:
             yield make_finding(
                 "OW502", node.place, "an input is left out; all are needed", f"the order is {_LAYOUT[node.op]}"
             )
-        elif len(node.outputs) != (wanted := number * (group - 1)):
-            message = f"{len(node.outputs)} outputs; for {number} tensors there are {wanted}"
+        elif len(node.outputs) != (expected := number * (group - 1)):
+            message = f"{len(node.outputs)} outputs; for {number} tensors there are {expected}"
             yield make_finding("OW503", node.place, message, f"the order is {_LAYOUT[node.op]}")
 
 
@@ -86,20 +88,20 @@ def tuples_agree(scope: Scope) -> Iterator[Finding]:
         number = node.tuples or 0
         for i in range(number):
             x, *others = node.args[2 + i :: number]
-            wanted = scope.types.get(x)
-            if wanted is None:
+            expected = scope.types.get(x)
+            if expected is None:
                 continue
-            if wanted.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE):
+            if expected.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE):
                 yield make_finding(
-                    "OW508", node.place, f"{quote(x)} is {wanted}; {node.op} updates float and double only"
+                    "OW508", node.place, f"{quote(x)} is {expected}; {node.op} updates float and double only"
                 )
                 continue
             for name, letter in zip(others, f"G{_SLOT_NAMES[node.op]}", strict=False):
-                given = scope.types.get(name)
-                if given is None or (given.elem == wanted.elem and given.fits(wanted)):
+                actual = scope.types.get(name)
+                if actual is None or (actual.elem == expected.elem and actual.fits(expected)):
                     continue
-                code = "OW508" if given.elem != wanted.elem else "OW509"
-                message = f"{quote(x)} is {wanted}, but its {letter}, {quote(name)}, is {given}"
+                code = "OW508" if actual.elem != expected.elem else "OW509"
+                message = f"{quote(x)} is {expected}, but its {letter}, {quote(name)}, is {actual}"
                 yield make_finding(code, node.place, message, f"the order is {_LAYOUT[node.op]}")
 
 
@@ -153,14 +155,14 @@ def count_advances(step: Scope) -> Iterator[Finding]:
 
 
 def _depends_on_count(node: NodeView) -> bool:
-    """Adagrad without decay, and Momentum with beta 1, do the same for every T."""
+    """True unless T has no effect: Adagrad without decay, and Momentum with beta 1."""
     attr = attribute(node.proto, {"Adagrad": "decay_factor", "Momentum": "beta"}.get(node.op, ""))
     value = attr.f if attr is not None else 0.0
     return node.op == "Adam" or value != (0.0 if node.op == "Adagrad" else 1.0)
 
 
 def _initial(step: Scope, name: str) -> int | None:
-    """The value with which a counter starts: what the initialization gives it, else what the file holds."""
+    """Return the first value of a counter: from the initialization, else from the file."""
     graph, value = step.initialization.own, step.resets.get(name, "")
     if value in graph.initializers:
         return _integer(graph.initializers[value])

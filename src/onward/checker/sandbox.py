@@ -1,7 +1,7 @@
-"""Runs onnx.checker and shape inference where they can do no harm: in a process of their own, for a limited time.
+"""A process for onnx.checker and shape inference, with a time limit.
 
-Both are C++ that trusts its input more than one should: a hostile file can make them overflow the stack or run for
-years. The process is started once and kept; a model costs about a millisecond then.
+Both are C++ code that trusts its input: a hostile file can overflow the stack or run for years. The
+process starts once and stays; then a model costs about a millisecond.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SECONDS, SECONDS_PER_MEGABYTE = 20.0, 5.0
 @dataclass(frozen=True, slots=True)
 class Verdict:
     invalid: str | None = None
-    """Why onnx.checker refuses the model."""
+    """Reason why onnx.checker refuses the model."""
     contradiction: str | None = None
-    """Why strict type and shape inference refuses it."""
+    """Reason why strict type and shape inference refuses it."""
     died: str | None = None
-    """Why there is no verdict."""
+    """Reason why there is no verdict."""
     inferred: bytes = b""
-    """The model with the types that could be inferred; empty where inference failed."""
+    """Model with inferred types; empty if inference failed."""
 
 
 class Unavailable(Exception):
-    """No process can be started here."""
+    """Raised if no process can be started."""
 
 
 class Sandbox:
-    """One worker process, started when it is needed and again when it has died."""
+    """One worker process, started on demand, and again after a crash."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,9 +46,9 @@ class Sandbox:
         self._owner = 0
 
     def examine(self, model: bytes, folder: Path | None, seconds: float) -> Verdict:
-        place = str(folder.resolve()) if folder and folder.is_dir() else ""
+        path = str(folder.resolve()) if folder and folder.is_dir() else ""
         with self._lock:
-            return self._ask(self._start(), model, place, seconds)
+            return self._ask(self._start(), model, path, seconds)
 
     def _ask(self, process: subprocess.Popen[bytes], model: bytes, folder: str, seconds: float) -> Verdict:
         assert process.stdin is not None and process.stdout is not None
@@ -65,7 +65,7 @@ class Sandbox:
             worker.write_frame(process.stdin, model)
             process.stdin.flush()
             report, inferred = json.loads(worker.read_frame(process.stdout)), worker.read_frame(process.stdout)
-        except BaseException as error:  # also an interrupt: what the worker is about to answer has no question any more
+        except BaseException as error:  # also an interrupt: the pending answer must not reach the next request
             self.close()
             if not isinstance(error, EOFError | OSError):
                 raise
@@ -78,7 +78,7 @@ class Sandbox:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid():  # after a fork, the pipes belong to the parent
             return self._process
-        if not sys.executable or getattr(sys, "frozen", False):  # an embedded interpreter, an application of its own
+        if not sys.executable or getattr(sys, "frozen", False):  # an embedded interpreter or a frozen application
             raise Unavailable
         try:
             # -P: the folder of worker.py must not become a source of modules.
@@ -103,7 +103,7 @@ class Sandbox:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was still to be written has no reader
+                with contextlib.suppress(OSError):  # unwritten data has no reader
                     pipe.close()
 
 
@@ -116,7 +116,7 @@ atexit.register(_SANDBOX.close)
 
 
 def examine(model: bytes, folder: Path | None = None, seconds: float | None = None) -> Verdict:
-    """What onnx has to say about a model; said in this process where there can be no other, as in a browser."""
+    """Return the verdict of onnx; in this process if no other can start, as in a browser."""
     limit = SECONDS + SECONDS_PER_MEGABYTE * len(model) / 1e6 if seconds is None else seconds
     try:
         return _SANDBOX.examine(model, folder, limit)

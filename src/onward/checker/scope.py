@@ -1,4 +1,6 @@
-"""What a rule may ask: about the whole file (`CheckedModel`), and about one graph in its surroundings (`Scope`)."""
+"""Interfaces for rules: the whole file (`CheckedModel`), and one graph with its surroundings
+(`Scope`).
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ FunctionKey = tuple[str, str, str]  # domain, name, overload
 
 
 class OverBudget(Exception):
-    """A rule would need more time than is reasonable; the rest of what it would say is not known."""
+    """Raised if a rule needs too much time; its other findings are unknown."""
 
 
 class Budget:
-    """Bounds the work that is not linear in the size of the file, so that no file can keep the checker busy."""
+    """Limit of work that is not linear in the size of the file."""
 
     def __init__(self, steps: int):
         self.left = steps
@@ -49,12 +51,12 @@ class Budget:
 
 
 class FunctionCall(NamedTuple):
-    """A node anywhere in the model, and the operator sets that it is written in."""
+    """A node of the model, and the operator sets of its graph or function."""
 
     site: Site
     opsets: dict[str, int]
     function: FunctionProto | None
-    """The function in whose body the node stands."""
+    """Function whose body has the node."""
 
     @property
     def node(self) -> NodeProto:
@@ -67,7 +69,7 @@ class FunctionCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A Gradient node and the attributes that say what it differentiates."""
+    """A Gradient node and its attributes."""
 
     node: NodeView
     xs: tuple[str, ...]
@@ -77,20 +79,20 @@ class Gradient:
     @classmethod
     def of(cls, node: NodeView) -> Gradient:
         def texts(name: str) -> tuple[str, ...]:
-            found = attribute(node.proto, name)
-            return tuple(text.decode("utf-8", "replace") for text in found.strings) if found else ()
+            attr = attribute(node.proto, name)
+            return tuple(text.decode("utf-8", "replace") for text in attr.strings) if attr else ()
 
         y = attribute(node.proto, "y")
         return cls(node, texts("xs"), texts("zs"), y.s.decode("utf-8", "replace") if y else "")
 
     @property
     def results(self) -> Iterator[tuple[str, str]]:
-        """(x, the name of d y / d x), for those that are computed."""
+        """Yield pairs of x and the name of d y / d x, for computed gradients."""
         return ((x, name) for x, name in zip(self.xs, self.node.outputs, strict=False) if name)
 
 
 class Scope:
-    """One graph that is executed, in its surroundings: the inference graph, an algorithm on it, an initialization."""
+    """A graph that is executed, with its surroundings: an algorithm sees inference."""
 
     def __init__(
         self, subject: CheckedModel, own: GraphIndex, *, outer: GraphIndex | None = None, step: int | None = None
@@ -108,12 +110,12 @@ class Scope:
 
     @property
     def initialization(self) -> Scope:
-        """The initialization graph of the same step."""
+        """Return the scope of the initialization graph of the same step."""
         assert self.step is not None
         return self.subject.initializations[self.step]
 
     def binding(self, field: str, key: str) -> str:
-        """The place of a binding: `training_info[0].update_binding["w"]`."""
+        """Return the path of a binding: `training_info[0].update_binding["w"]`."""
         return f'training_info[{self.step}].{field}["{bare(key)}"]'
 
     def producer(self, name: str) -> tuple[NodeView, int] | None:
@@ -123,7 +125,7 @@ class Scope:
         return next((part.initializers[name] for part in self.parts if name in part.initializers), None)
 
     def is_free_input(self, name: str) -> bool:
-        """An input that a caller must feed."""
+        """True for an input that a caller must feed."""
         return any(name in part.inputs and not part.is_initializer(name) for part in self.parts)
 
     def defines(self, name: str) -> bool:
@@ -133,7 +135,7 @@ class Scope:
         return [node for part in self.parts for node in part.readers.get(name, ())]
 
     def suggest(self, name: str) -> str | None:
-        return self.subject.suggest(name, (known for part in self.parts for known in part.names()))
+        return self.subject.suggest(name, (other for part in self.parts for other in part.names()))
 
     @cached_property
     def gradients(self) -> list[Gradient]:
@@ -149,7 +151,7 @@ class Scope:
 
 
 def versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
-    """Operator sets as a map; the standard domain has two spellings."""
+    """Return operator sets by domain; the standard domain has two spellings."""
     return {schema_domain(opset.domain): opset.version for opset in imports}
 
 
@@ -159,7 +161,7 @@ def function_place(function: FunctionProto) -> str:
 
 
 def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
-    """Bindings as a map; of two with the same key, which is an error, the first."""
+    """Return bindings as a map, with the first of duplicate keys, which are errors."""
     pairs: dict[str, str] = {}
     for binding in bindings:
         pairs.setdefault(binding.key, binding.value)
@@ -167,7 +169,7 @@ def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
 
 
 class CheckedModel:
-    """The file as a whole."""
+    """The whole file."""
 
     def __init__(self, proto: ModelProto, base_dir: Path | None):
         self.proto, self.base_dir = proto, base_dir
@@ -188,19 +190,19 @@ class CheckedModel:
 
     @property
     def scopes(self) -> Iterator[Scope]:
-        """Every graph that is executed; of the initializations, those that are there."""
+        """Yield the scope of every graph that is executed, without empty initializations."""
         yield self.inference
         yield from self.steps
         yield from (scope for scope in self.initializations if not scope.own.is_empty)
 
     @cached_property
     def updated(self) -> set[str]:
-        """All variables that some step updates."""
+        """Return all variables that a step updates."""
         return {key for step in self.steps for key in step.updates}
 
     @cached_property
     def calls(self) -> list[FunctionCall]:
-        """Every node of the model, those in functions included."""
+        """Return all nodes of the model, including those in functions."""
         calls = [FunctionCall(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
         for function in self.proto.functions:
             opsets = versions(function.opset_import)
@@ -209,7 +211,7 @@ class CheckedModel:
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """For each name that an algorithm defines, the (first) step to which it belongs."""
+        """Return each name that an algorithm defines, with the first step that defines it."""
         homes: dict[str, int] = {}
         for i, step in enumerate(self.steps):
             for name in step.own.names():
@@ -219,9 +221,9 @@ class CheckedModel:
     def function(self, node: NodeProto) -> FunctionProto | None:
         return self.functions.get((domain_of(node), node.op_type, node.overload))
 
-    def suggest(self, name: str, known: Iterator[str]) -> str | None:
-        """What the name may have been meant to be. Comparing is slow: after some thousands there are no more hints."""
-        candidates = [other for other in islice(known, max(self._hints.left, 0)) if len(other) <= 100]
+    def suggest(self, name: str, names: Iterator[str]) -> str | None:
+        """Return a suggestion for a name. Comparing is slow, so hints end after some thousands."""
+        candidates = [other for other in islice(names, max(self._hints.left, 0)) if len(other) <= 100]
         with suppress(OverBudget):
             self._hints.spend(len(candidates) + 1)
             return suggest(name, candidates) if len(name) <= 100 else None
@@ -231,10 +233,10 @@ class CheckedModel:
 # ---- combined graphs -------------------------------------------------------------------------------------------------
 
 
-# A graph, or an inference graph and the algorithm on it, as a model of its own for onnx.checker and shape inference.
+# Models of a graph, or of inference and an algorithm, for onnx.checker and shape inference.
 #
-# Weights stay behind: a large initializer becomes an input of the same name, type and shape, which is all that those
-# two look at. So the size of a model costs nothing here, and data that lies in other files is not opened.
+# A large initializer becomes an input of the same name, type and shape, which is all that those two read. So weights
+# cost nothing here, and external data is not opened.
 
 _SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
 
@@ -249,7 +251,7 @@ def model_of(scope: Scope) -> ModelProto:
         graph.input.extend(part.proto.input)
         graph.output.extend(part.proto.output)
         graph.value_info.extend(part.proto.value_info)
-        for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
+        for sparse in part.proto.sparse_initializer:  # nodes read it like a dense tensor, which shape inference refuses
             name = sparse.values.name
             graph.sparse_initializer.add().CopyFrom(sparse)
             graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
@@ -283,13 +285,14 @@ def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfo
 
 
 def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
-    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there.
+    """Let nodes read typed copies of the inputs of a Gradient in place of its results.
 
-    So others read copies of the inputs in its place, also in nested graphs.
+    Each gradient has the type of its x. Shape inference does not know that and would stop there.
+    Nested graphs are changed too.
     """
-    given = list(nodes)
+    originals = list(nodes)
     del nodes[:]
-    for node in given:
+    for node in originals:
         for body in bodies(node):
             _type_gradients(body.node)
         copies = []
@@ -301,14 +304,10 @@ def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
         nodes.extend([node, *copies])
 
 
-# ---- what depends on what --------------------------------------------------------------------------------------------
+# ---- dependencies ----------------------------------------------------------------------------------------------------
 
 
 Inputs = Callable[[NodeView, int], Iterable[str]]
-
-
-def all_inputs(node: NodeView, output: int) -> Iterable[str]:
-    return node.behind(output)
 
 
 def upstream(
@@ -316,15 +315,15 @@ def upstream(
     starts: Iterable[str],
     *,
     stop: Collection[str] = (),
-    inputs: Inputs = all_inputs,
+    inputs: Inputs = NodeView.behind,
     passes: Callable[[str], bool] = lambda name: True,
     until: Callable[[str], bool] = lambda name: False,
     through_time: bool = False,
 ) -> dict[str, None]:
-    """The names from which `starts` are computed, themselves included, nearest first.
+    """Return the names from which `starts` are computed, including themselves, nearest first.
 
-    stop: names that count as given. inputs: which inputs of a node to follow. passes: which values to follow.
-    until: what ends the search. through_time: a variable is also computed from what replaced it in the last run.
+    stop: names that count as given. inputs: the inputs of a node to follow. passes: True for values to follow.
+    until: True ends the search. through_time: follow variables to their new values of the step before.
     """
     seen = dict.fromkeys(starts)
     expanded: set[object] = set()
@@ -343,7 +342,7 @@ def upstream(
             if origin not in expanded:
                 expanded.add(origin)
                 reads = inputs(node, output)
-                if node.is_training("Gradient"):  # which reads its y, though only by name
+                if node.is_training("Gradient"):  # it reads its y, by name
                     reads = (*reads, *filter(None, [Gradient.of(node).y]))
         elif through_time and name in scope.updates:
             reads = (scope.updates[name],)
@@ -356,5 +355,5 @@ def upstream(
 
 
 def leaves(scope: Scope, names: Iterable[str]) -> list[str]:
-    """Those that no node computes: inputs, initializers, and names that are not there at all."""
+    """Return the names that no node computes: inputs, initializers, and undefined names."""
     return [name for name in names if scope.producer(name) is None]

@@ -1,7 +1,8 @@
-"""What onnx.checker and shape inference say, on inference, on combined graphs, on initializations (OW110 to OW114).
+"""Verdicts of onnx.checker and shape inference (OW110 to OW114), and limits of runtimes (OW650 to
+OW655).
 
-Theirs is the last word: on a graph in which the rules here have found an error, they are not heard, as they would say
-the same less precisely. The types that they infer are used by all rules that compare types.
+On graphs where a rule here reports an error, their verdicts are ignored: they would say the same
+less precisely. All rules that compare types use the inferred types.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from onward.standard import domain_of
 from onward.transform.declare import way_out
 
 MOST_STEPS = 64
-"""How many steps are combined with the inference graph; each costs as much as the inference graph is large."""
+"""Largest number of steps that are combined with the inference graph; each costs as much as inference."""
 
 _GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # the part of a file that a place is in
 _PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
 
 
 def study(subject: CheckedModel) -> dict[Scope, Verdict]:
-    """Ask onnx about every graph; keep what it says, and give the scopes the types that it infers."""
+    """Return the verdicts of onnx on every graph, and give the scopes its inferred types."""
     if not can_expand(subject) or (subject.base_dir is None and _has_inner_external_data(subject)):
         return {}
     verdicts = {}
@@ -40,15 +41,15 @@ def study(subject: CheckedModel) -> dict[Scope, Verdict]:
         if scope.own.is_empty or (scope.step or 0) >= MOST_STEPS:
             continue
         verdicts[scope] = verdict = _examine(scope)
-        if verdict.died:  # the other graphs of such a file will do no better
+        if verdict.died:  # the other graphs of such a file would fail too
             break
         if verdict.inferred:
             inferred = ModelProto.FromString(verdict.inferred).graph
             for values in (inferred.value_info, inferred.output):
-                for name, known in of_values(values).items():
+                for name, tensor_type in of_values(values).items():
                     if name not in scope.types:
-                        scope.types[name] = known
-            for gradient in scope.gradients:  # those of inner values, whose types were not known before
+                        scope.types[name] = tensor_type
+            for gradient in scope.gradients:  # gradients of inner values, whose types were unknown before
                 for x, name in gradient.results:
                     if x in scope.types:
                         scope.types.setdefault(name, scope.types[x])
@@ -64,14 +65,14 @@ def _examine(scope: Scope) -> Verdict:
 
 
 def _has_inner_external_data(subject: CheckedModel) -> bool:
-    """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
+    """True if attributes have external data, which onnx.checker would search in the wrong folder."""
     top = {scope.own.place for scope in subject.scopes}
-    located = (one for one in all_tensors(subject) if one.tensor.data_location == TensorProto.EXTERNAL)
-    return any(isinstance(one.holder, Site) or one.holder not in top for one in located)
+    located = (tensor for tensor in all_tensors(subject) if tensor.tensor.data_location == TensorProto.EXTERNAL)
+    return any(isinstance(tensor.holder, Site) or tensor.holder not in top for tensor in located)
 
 
 def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
-    """What onnx objects to, in graphs where nothing else is wrong."""
+    """Yield what onnx objects to in graphs without other errors."""
     blamed = {graph[0] for finding in errors if (graph := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
         if not blamed.isdisjoint(("model", "functions", *(part.place for part in scope.parts))):
@@ -90,13 +91,13 @@ def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
         yield make_finding("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
     elif verdict.invalid:
         code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
-        yield make_finding(code, place, *_words(scope, verdict.invalid))
+        yield make_finding(code, place, *_message_and_hint(scope, verdict.invalid))
     elif verdict.contradiction:
         yield make_finding("OW113", place, _sentence(verdict.contradiction))
 
 
-def _words(scope: Scope, message: str) -> tuple[str, str | None]:
-    """The message, which of a missing shape does not say where it is missing, and a hint."""
+def _message_and_hint(scope: Scope, message: str) -> tuple[str, str | None]:
+    """Return the message, with the name of a value without shape, and a hint."""
     graph = scope.own.proto
     without = [v.name for v in (*graph.input, *graph.output) if _lacks_shape(v)] if "'shape'" in message else []
     if not without:
@@ -109,7 +110,7 @@ def _lacks_shape(value: ValueInfoProto) -> bool:
 
 
 def _sentence(message: str, most: int = 400) -> str:
-    """A message from C++ on one line, cut where it goes on to print the node."""
+    """Return a message from C++ on one line, cut before it prints the node."""
     message = " ".join(_PREFIX.sub("", message).split())
     return message if len(message) <= most else f"{message[: most - 1]}…"
 

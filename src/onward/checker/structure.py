@@ -1,4 +1,4 @@
-"""Rules about names and order: what a graph must be before it means anything (OW120 to OW128, and OW303, OW702)."""
+"""Rules about names and order, on which all others depend (OW120 to OW128, OW303, OW702)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def defined_once(scope: Scope) -> Iterator[Finding]:
 
 
 def new_names_only(scope: Scope) -> Iterator[Finding]:
-    """The combined graph is one graph: what inference declares, the algorithm must not declare again."""
+    """Report names that an algorithm declares again: the combined graph is one graph."""
     if scope.outer is None:
         return
     for name in scope.own.names():
@@ -85,11 +85,11 @@ def _undefined_name(scope: Scope, node: NodeView, name: str) -> Finding:
 
 
 def order(scope: Scope) -> Iterator[Finding]:
-    """Nodes must come after those that they read from; say apart what can be sorted and what cannot."""
+    """Report nodes before those that they read; distinguish cycles from a wrong order."""
     late = [(node, name) for node in scope.own.nodes for name in node.reads if _comes_later(scope, node, name)]
     if not late:
         return
-    if circle := _circle(scope.own):
+    if circle := _cycle(scope.own):
         steps = " -> ".join(quote(node.outputs[0] if node.outputs else node.op, 40) for node in circle[:6])
         yield make_finding(
             "OW124", circle[0].place, f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}"
@@ -107,15 +107,15 @@ def order(scope: Scope) -> Iterator[Finding]:
 
 def _comes_later(scope: Scope, node: NodeView, name: str) -> bool:
     producer = scope.own.producers.get(name)
-    return producer is not None and producer[0].index >= node.index and not _is_given(scope, name)
+    return producer is not None and producer[0].index >= node.index and not _is_source(scope, name)
 
 
-def _is_given(scope: Scope, name: str) -> bool:
-    return any(name in part.inputs or part.is_initializer(name) for part in scope.parts)
+def _is_source(scope: Scope, name: str) -> bool:
+    return any(name in graph.inputs or graph.is_initializer(name) for graph in scope.parts)
 
 
-def _circle(graph: GraphIndex) -> list[NodeView]:
-    """Nodes that read from each other in a circle, or nothing."""
+def _cycle(graph: GraphIndex) -> list[NodeView]:
+    """Return nodes that read each other in a cycle; empty if there is none."""
     producers = graph.producers
     sources = {
         node.index: {producers[name][0].index for name in node.reads if name in producers} for node in graph.nodes

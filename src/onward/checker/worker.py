@@ -1,8 +1,9 @@
-"""onnx.checker and shape inference for one model after another, in a process that may die of it.
+"""Worker process that runs onnx.checker and shape inference, which may crash it.
 
-`sandbox.py` starts this file as a program. Requests and answers are frames: the length in eight bytes, then the bytes.
-A request is the folder of the model (may be empty) and the model; an answer is a report in JSON and the inferred model.
-The first frame, an empty one, says that the worker is there.
+`sandbox.py` starts this file as a program. Requests and answers are frames: the length in eight
+bytes, then the bytes. A request is the folder of the model (may be empty) and the model. An answer
+is a report in JSON and the inferred model. The first frame is empty and says that the worker is
+ready.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Report = dict[str, str | None]
 
 
 def examine(model: bytes) -> tuple[Report, bytes]:
-    """What onnx.checker objects to, what shape inference objects to, and the model with inferred types."""
-    # Inference stops at the first contradiction when it is strict, and steps over it when it is not: verdicts come from
-    # the first kind, which full_check runs, types from the second. Without data_prop: it keeps a list of what is known
-    # about each element of a vector, and parameters can be vectors of a billion.
+    """Return the objections of onnx.checker and shape inference, and the model with inferred types."""
+    # Strict inference, which full_check runs, stops at the first contradiction and gives the verdict; the other kind
+    # continues and gives the types. Without data_prop: it lists every known element of a vector, and parameters can be
+    # vectors with a billion elements.
     _, inferred = _attempt(lambda: onnx.shape_inference.infer_shapes(model).SerializeToString())
     invalid, _ = _attempt(lambda: onnx.checker.check_model(model))
     contradiction = None
@@ -37,12 +38,12 @@ def examine(model: bytes) -> tuple[Report, bytes]:
 def _attempt(action: Callable[[], bytes | None]) -> tuple[str | None, bytes | None]:
     try:
         return None, action()
-    except Exception as error:  # whatever it is, it is what onnx has to say about the model
+    except Exception as error:  # any exception is the verdict of onnx
         return str(error) or type(error).__name__, None
 
 
 def read_frame(stream: IO[bytes]) -> bytes:
-    """The next frame; EOFError when the other side is gone."""
+    """Return the next frame; raise EOFError if the other side has ended."""
     size = stream.read(8)
     if len(size) < 8:
         raise EOFError
@@ -59,7 +60,7 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def _limit_memory(used: int, model: bytes) -> None:
-    """A model must not take the machine with it: a few bytes can make shape inference fill all memory."""
+    """Limit the memory: a few bytes of a model can make shape inference fill all of it."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -70,7 +71,7 @@ def _limit_memory(used: int, model: bytes) -> None:
 
 
 def _memory_in_use() -> int:
-    """The address space that the process has before it sees a model; a generous guess where it cannot be read."""
+    """Return the address space of the process before it reads a model; a high guess if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
@@ -80,7 +81,7 @@ def _memory_in_use() -> int:
 
 def main() -> None:
     requests = sys.stdin.buffer
-    # onnx prints to standard output now and then; answers go through a descriptor that it does not know.
+    # onnx sometimes prints to standard output; answers use another descriptor.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     used = _memory_in_use()
