@@ -164,7 +164,7 @@ def test_tensors_that_are_larger_than_their_files(tmp_path: Path) -> None:
     import torch.distributed.checkpoint
 
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, tmp_path / "x.pt")
-    with pytest.raises(onward.Error, match="repeats few numbers"):
+    with pytest.raises(onward.Error, match="repeats its data"):
         onward.open_checkpoint(tmp_path / "x.pt")
     torch.save({"w": torch.ones(1).expand(1000)}, tmp_path / "x.pt")
     assert onward.open_checkpoint(tmp_path / "x.pt").tensors["w"].array().sum() == 1000

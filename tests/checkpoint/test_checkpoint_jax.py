@@ -177,7 +177,7 @@ def test_folders_of_a_manager(tmp_path: Path) -> None:
             training.run(1)
     newest = onward.open_checkpoint(tmp_path / "run")
     assert (newest.path.name, newest.step, onward.open_checkpoint(tmp_path / "run" / "1").step) == ("2", 2, 1)
-    assert "there are also 1" in newest.remarks[0]
+    assert "others are 1" in newest.remarks[0]
     assert newest.trees["data"] == {"epoch": 2} and len(newest.randomness) == 1
     assert list(newest.tensors) == ["encoder/bias", "encoder/kernel", "heads/0/kernel"]
     onward.to_checkpoint(newest, tmp_path / "again", format="orbax")
@@ -429,7 +429,7 @@ def test_a_run_of_keras_goes_on_in_optax(tmp_path: Path) -> None:
     x, y = rng.normal(size=(6, 3)).astype(np.float32), rng.normal(size=(6, 2)).astype(np.float32)
     for _ in range(5):
         model.train_on_batch(x, y)
-    with pytest.warns(UserWarning, match="comes nearest"):
+    with pytest.warns(UserWarning, match="is nearest"):
         onward.to_checkpoint(onward.from_keras(model, probe=False), tmp_path / "run", format="orbax")
     expected = [float(model.train_on_batch(x, y)) for _ in range(5)]
 
@@ -558,9 +558,9 @@ def _inside_a_leaf(folder: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a way out": (_zarr_elsewhere, "leads out of itself"),
-    "more than there is": (_huge, "of which few are there"),
+    "more than there is": (_huge, "far more than its files"),
     "a leaf with parts": (_inside_a_leaf, "inside of a leaf"),
-    "no array": (lambda folder: shutil.rmtree(folder / "params.w"), "no whole array"),
+    "no array": (lambda folder: shutil.rmtree(folder / "params.w"), "no complete array"),
     "no table": (lambda folder: _write(folder / "_METADATA", "{}"), "not the table of a tree"),
 }
 
@@ -579,11 +579,11 @@ def test_folders_that_are_damaged(tmp_path: Path, case: str) -> None:
 MESSAGES = {
     "cut off": b"\x81\xa6params\xdf\xff\xff\xff\xff",
     "nested too deeply": b"\x81\xa1a" * 300 + b"\xc0",
-    "more or fewer elements": b"\x81\xa1a\xc7\x11\x01\x93\x91\xce\x7f\xff\xff\xff\xa7float32\xc4\x00",
-    "no shape or type": b"\x81\xa1a\xc7\x0c\x01\x93\x91\x01\xa6object\xc4\x00",
+    "another size than its shape": b"\x81\xa1a\xc7\x11\x01\x93\x91\xce\x7f\xff\xff\xff\xa7float32\xc4\x00",
+    "an invalid shape or type": b"\x81\xa1a\xc7\x0c\x01\x93\x91\x01\xa6object\xc4\x00",
     "is not Flax's": b"\x81\xa1a\xd4\x05\x00",
-    "there twice": b"\x82\xa1a\x01\xa1a\x02",
-    "more follows": b"\x81\xa1a\x01\x00",
+    "occurs twice": b"\x82\xa1a\x01\xa1a\x02",
+    "data follows after the tree": b"\x81\xa1a\x01\x00",
 }
 
 

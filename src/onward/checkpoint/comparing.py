@@ -1,5 +1,4 @@
-"""Differences between two checkpoints or training models: names, shapes, values, training
-settings."""
+"""Differences between two checkpoints or training models."""
 
 from __future__ import annotations
 

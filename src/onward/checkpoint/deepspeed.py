@@ -104,8 +104,7 @@ def join_pieces(pieces: Sequence[StoredTensor], shape: tuple[int, ...]) -> Tenso
 def partitioned_groups(
     shapes: Sequence[Shapes], parts: Sequence[Mapping[str, Any]], paddings: Sequence[Sequence[int]] | None
 ) -> Slots:
-    """Return the slots of each parameter in stages 1 and 2. `parts` are of the processes;
-    `paddings` follow parameters."""
+    """Return slots by parameter in stages 1 and 2 from the parts of processes."""
     slots: Slots = {}
     for number, group in enumerate(shapes):
         partitions = _partitions(
@@ -140,8 +139,7 @@ def partitioned_parameters(shapes: Sequence[Shapes], parts: Sequence[Mapping[str
 
 
 def across(lines: Sequence[Line], at: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a parameter of which each process has an equal share at `at`; the last share is
-    padded."""
+    """Return a parameter of which each process has an equal share at `at`; the last is padded."""
     share, left = _share(shape, len(lines)), math.prod(shape)
     pieces: list[StoredTensor] = []
     for line in lines:
@@ -177,8 +175,7 @@ def _partitions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
-    """Return the state of stage 0: PyTorch's own, by number, with float32 copies of narrower
-    weights."""
+    """Return the state of stage 0: PyTorch's, by number, with float32 copies of weights."""
     stored = mapping(model.get("optimizer"))
     state = stored if is_optimizer_state(stored) else mapping(stored.get("optimizer_state_dict"))
     masters = stored.get("fp32_groups")
@@ -189,8 +186,7 @@ def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
 
 
 def numbered_slots(state: Mapping[str, Any], masters: Iterable[Iterable[Any]] | None) -> Slots:
-    """Return slots of PyTorch's own state by number, with float32 copies, which have the same
-    order."""
+    """Return slots of PyTorch's own state by number, with float32 copies in the same order."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     slots = {number: with_count(mapping(mapping(state.get("state")).get(number))) for number in numbers}
     if masters is not None:
@@ -229,8 +225,7 @@ def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any
 
 
 def _whole(tree: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor, which stage 3 stores flat. One that was cut for tensor parallelism is
-    whole."""
+    """Return a tensor, which stage 3 stores flat unless tensor parallelism cut it."""
     tensor = tree["param"] if isinstance(tree, Mapping) else tree
     if not isinstance(tensor, StoredTensor):
         raise ValueError("a file of a parameter has no tensor")
@@ -328,8 +323,7 @@ def _common(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: in
 
 
 def _model(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
-    """Return the state of a model: that which DeepSpeed wrote, with what users stored, or a new
-    one."""
+    """Return the state of a model: the one that DeepSpeed wrote, updated, or a new one."""
     stored = next((mapping(tree) for name, tree in checkpoint.trees.items() if name.endswith("model_states.pt")), {})
     trained = [str(name) for group in groups for name in group.parameters]
     skipped = checkpoint.progress.get("skipped_steps", 0)
@@ -363,8 +357,7 @@ def _shapes(checkpoint: Checkpoint, names: Any) -> Attributed:
 
 
 def _scheduler(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
-    """Return the state of a scheduler: the counter of DeepSpeed's, and the attributes of
-    PyTorch's."""
+    """Return the state of a scheduler: DeepSpeed's counter and PyTorch's attributes."""
     schedule = next(iter(checkpoint.schedules), SchedulerState({}, ()))
     position = step if schedule.position is None else schedule.position
     bases = [group.spec.options.get("lr", 0.0) if group.optimizer else 0.0 for group in groups]

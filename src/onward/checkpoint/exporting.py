@@ -192,7 +192,7 @@ def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
 
 
 def _state_tensors(model: Model, matched: Match, *roles: str) -> Iterator[tuple[str, str | None, Tensor]]:
-    """Return parameters by the names of the checkpoint, slots and tensors of the state with these roles."""
+    """Return parameter, slot and tensor of the state with these roles."""
     for state in states(model):
         if state.role in roles and state.parameter and state.value.const_value is not None:
             name = matched.theirs.get(state.parameter, state.parameter)
@@ -231,8 +231,7 @@ def _continue_optimizer(
 
 
 def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[SchedulerState, ...]:
-    """Return the schedule at its present position; those of the checkpoint keep what else they
-    hold."""
+    """Return the schedule at its present position, with the stored state of earlier ones."""
     if not run.schedule and not before:
         return ()
     units = {int(spec.options.get("every", 1)) for spec in run.schedule}
@@ -277,8 +276,7 @@ Pairs = Iterable[tuple[str, Tensor, Tensor | None]]
 
 
 def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[str, ...]:
-    """Raise an UnsupportedError for a tensor, slot or step that is lost; return other lost
-    parts."""
+    """Raise an UnsupportedError for a lost tensor, slot or step; return other lost parts."""
     try:
         reread = format.read(path)
     except Error as error:
@@ -330,8 +328,7 @@ def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str,
 
 
 def _slot_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Return pairs of optimizer state. A format without names has numbers, in the order of the
-    groups."""
+    """Return pairs of optimizer state, by name or by number in the order of the groups."""
     for at, optimizer in enumerate(checkpoint.optimizers):
         other = again.optimizers[at] if at < len(again.optimizers) else None
         numbers = {name: n for n, name in enumerate(name for group in optimizer.groups for name in group.parameters)}

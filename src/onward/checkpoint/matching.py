@@ -147,8 +147,7 @@ def _unwrap_name(name: str) -> str:
 
 
 def _prefixes(theirs: set[str], ours: set[str], weights: set[str]) -> tuple[str, str]:
-    """Return the change of a prefix that matches most weights of the graph; ("", "") if that
-    does as well."""
+    """Return the change of a prefix that matches most weights; ("", "") if none is better."""
 
     def matched_weights(change: tuple[str, str]) -> int:
         old, new = change
@@ -327,8 +326,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose optimizers have names, if its tensors are in the order of the
-    module."""
+    """Return a checkpoint with names in its optimizers, by the order of its tensors."""
     if checkpoint.has_names:
         return checkpoint
     if not checkpoint.keeps_order:

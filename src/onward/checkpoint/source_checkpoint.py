@@ -186,8 +186,7 @@ class TooLarge(Exception):
 
 
 def encode(tree: Any, name_of: NameOf) -> Any:
-    """Return a tree as JSON. `name_of` returns the name of a tensor; one without a name is
-    written out."""
+    """Return a tree as JSON. Tensors without a `name_of` are written out."""
     return _Encoder(name_of).encode(tree)
 
 

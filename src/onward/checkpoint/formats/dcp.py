@@ -1,5 +1,4 @@
-"""Distributed checkpoints of PyTorch, which FSDP writes: a table of pieces, and files with the
-pieces."""
+"""Distributed checkpoints of PyTorch (FSDP): a table of pieces, and files with the pieces."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _with_state(tree: Any) -> Any:
-    """Return an optimizer state with an empty `state` if it is missing: a table of pieces lists
-    no empty dict."""
+    """Add a missing `state` to an optimizer: tables of pieces list no empty dicts."""
     is_bare = isinstance(tree, dict) and "param_groups" in tree and "state" not in tree
     return {"state": {}, **tree} if is_bare else tree
 
@@ -110,14 +108,12 @@ def _with_lists(tree: Any) -> Any:
 
 _FILE = "__0_0.distcp"
 _MOST_OTHERS = 20_000
-"""Most values that are not tensors: each takes 0.5 ms, as a file of `torch.save`; 100 KB can
-name 200,000."""
+"""Largest number of other values: each takes 0.5 ms, and 100 KB can name 200,000."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the original tree with current numbers, or `model`, `optim`, `scheduler` and
-    counters."""
+    """Write the original tree with current numbers, or a new one."""
     if checkpoint.format == FORMAT.name and METADATA in checkpoint.trees:
         tree = up_to_date(checkpoint.trees, checkpoint)[METADATA]
     else:
@@ -175,8 +171,7 @@ def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) ->
 
 
 def _leaves(tree: Any, key_path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Return the values of a tree with their key paths. As in PyTorch, a list of plain values is
-    one value."""
+    """Return values with their key paths. As in PyTorch, a list of plain values is one value."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from _leaves(value, (*key_path, key))

@@ -1,5 +1,4 @@
-"""Checkpoints of DeepSpeed: each stage of ZeRO, and universal checkpoints, assembled from the
-files of all processes."""
+"""Checkpoints of DeepSpeed: all stages of ZeRO, and universal checkpoints."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def matches(path: Path) -> bool:
 
 
 def _newest_folder(folder: Path) -> Path | None:
-    """Return the folder of the newest checkpoint: the one that a file names, or the folder
-    itself."""
+    """Return the folder that a file names as the newest checkpoint, or the folder itself."""
     if not folder.is_dir():
         return None
     if _has_model(folder):
@@ -150,8 +148,7 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
 
 
 def _batches_for_update(config: Mapping[str, Any], processes: Any) -> int | None:
-    """Return the gradient accumulation steps, which DeepSpeed derives from batch sizes by
-    default."""
+    """Return the gradient accumulation steps (default: derived from batch sizes)."""
     if (steps := config.get("gradient_accumulation_steps")) is not None:
         return steps if type(steps) is int and steps > 0 else None
     sizes = (config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu"), processes)
@@ -164,8 +161,7 @@ def _batches_for_update(config: Mapping[str, Any], processes: Any) -> int | None
 
 
 def _without_partitions(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of the first process without tensors, which the model and the optimizer
-    hold."""
+    """Return the files of the first process without tensors."""
     remaining: dict[str, Any] = {}
     for name, tree in trees.items():
         match = _MODEL.fullmatch(name) or _PART.fullmatch(name)
@@ -267,8 +263,7 @@ def _optimizer(
 
 
 def _family(class_name: str, config: Mapping[str, Any]) -> str | None:
-    """Return the optimizer, if its name tells. DeepSpeed's Adam decouples weight decay by
-    default."""
+    """Return the optimizer, if its name tells. `adam` decouples weight decay by default."""
     if class_name not in ("adam", "adamw"):
         return None
     options = mapping(_of_optimizer(config).get("params"))

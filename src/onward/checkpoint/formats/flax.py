@@ -29,8 +29,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _state(tree: Any, checkpoint: Checkpoint) -> Any:
-    """Return the item of an Orbax checkpoint that a training restores: a file of Flax has one
-    tree."""
+    """Return the training item of an Orbax checkpoint: a file of Flax has one tree."""
     if checkpoint.format != "orbax" or len(checkpoint.trees) < 3:
         return tree
     meaning = meaning_of(tree)

@@ -1,5 +1,4 @@
-"""Keras: `.keras` files, `.weights.h5`, and the folders of its BackupAndRestore. Read and
-written without Keras."""
+"""Keras, without Keras: `.keras` files, `.weights.h5`, and folders of BackupAndRestore."""
 
 from __future__ import annotations
 

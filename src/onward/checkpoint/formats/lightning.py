@@ -125,8 +125,7 @@ def counts_of(tree: Mapping[str, Any]) -> Counts | None:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the original file with current numbers, or a new one. Without `loops`, Lightning
-    counts from 0."""
+    """Write the original file with current numbers, or a new one with the loops' counters."""
     if checkpoint.format == FORMAT.name and checkpoint.trees:
         (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
         before = read_progress(tree)

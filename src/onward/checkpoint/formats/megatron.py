@@ -1,5 +1,4 @@
-"""Checkpoints of Megatron: `torch_dist`, which is a distributed one of PyTorch with other names,
-and older ones."""
+"""Checkpoints of Megatron: `torch_dist`, a distributed one of PyTorch, and older ones."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def matches(path: Path) -> bool:
 
 
 def _newest(folder: Path) -> Path | None:
-    """Return the folder of the newest checkpoint: the one that a file names, or the folder
-    itself."""
+    """Return the folder that a file names as the newest checkpoint, or the folder itself."""
     if _is_checkpoint(folder):
         return folder
     if not (folder / _LATEST).is_file():
@@ -177,8 +175,7 @@ def _checkpoint(
 
 
 def _batches_for_update(arguments: Mapping[str, Any]) -> int | None:
-    """Return the micro-batches of each process in an update, if the arguments have all three
-    sizes."""
+    """Return the micro-batches of each process in an update, if all sizes are stored."""
     sizes: list[Any] = [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
     if arguments.get("rampup_batch_size") or not all(type(size) is int and size > 0 for size in sizes):
         return None
@@ -188,8 +185,7 @@ def _batches_for_update(arguments: Mapping[str, Any]) -> int | None:
 
 
 def _inner_states(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of optimizers: of one, of one with float32 copies, or of several in a
-    chain."""
+    """Return states of optimizers: a plain one, one with float32 copies, or a chain."""
     stored = mapping(common.get("optimizer"))
     chained = [mapping(stored[key]) for key in stored if isinstance(key, int)] or [stored]
     states = [mapping(optimizer.get("optimizer", optimizer)) for optimizer in chained]
@@ -248,8 +244,7 @@ def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
 def _members(
     groups: Sequence[Mapping[str, Any]], slots: Mapping[str | int, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[list[list[str | int]] | None, tuple[str, ...]]:
-    """Return the parameters of each group. Distributed checkpoints omit them: Megatron's default
-    rule counts."""
+    """Return the parameters of each group, by Megatron's default rule if they are not stored."""
     if all(isinstance(group.get("params"), list) for group in groups):
         return [list(group["params"]) for group in groups], ()
     if len(groups) == 1:
@@ -270,8 +265,7 @@ def _is_plain(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a `torch_dist` checkpoint, which Megatron loads for any parallel sizes, with the
-    same names."""
+    """Write a `torch_dist` checkpoint, which Megatron loads for any parallel sizes."""
     if len(checkpoint.optimizers) > 1:
         raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
     for optimizer in checkpoint.optimizers:

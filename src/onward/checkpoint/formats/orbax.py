@@ -98,8 +98,7 @@ _DONE = "commit_success.txt"
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a folder for the step with its items, as a manager does; or a single tree if one was
-    read."""
+    """Write a folder for the step, as a manager does; or a single tree if one was read."""
     tree = tree_of(checkpoint, None)
     items = [name for name in checkpoint.trees if name != INFORMATION] if checkpoint.format == FORMAT.name else []
     if items == [_ALONE]:
@@ -150,8 +149,7 @@ FORMAT = Format(
 
 
 def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the optimizers, schedules, clipping and accumulation of a checkpoint; empty if
-    unknown."""
+    """Return the options of a recipe in a checkpoint; empty if unknown."""
     groups = checkpoint.stored_groups
     if not groups or any(group.optimizer is None for group in groups):
         return {}

@@ -1,5 +1,4 @@
-"""Folders of onnxruntime-training, which ended with version 1.19: training graphs and a
-`checkpoint`."""
+"""Folders of onnxruntime-training 1.19: training graphs and a `checkpoint`."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def _meaning_of(spec: Spec) -> Any:
-    """Return what an optimizer computes, with numbers in float32 as in ONNX attributes, without
-    its rate."""
+    """Return what an optimizer computes without its rate, in float32 as in ONNX attributes."""
     configured = configure(spec.without("lr"))
     return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options
 

@@ -17,8 +17,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the original file with current numbers, or a dict with `model`, `optimizer`,
-    `scheduler` and `step`."""
+    """Write the original file with current numbers, or a new dict."""
     if checkpoint.format == FORMAT.name and checkpoint.trees:
         (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
     else:

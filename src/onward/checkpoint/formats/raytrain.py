@@ -41,8 +41,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _inside(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder: the folder itself, a file or folder in it, or files of
-    PyTorch."""
+    """Return the checkpoint that a folder is or contains."""
     if (folder_format := _format_of(folder)) is not None:
         return folder_format.read(folder)
     formats = {path: format for path in sorted(folder.iterdir()) if (format := _format_of(path)) is not None}
@@ -68,8 +67,7 @@ def _format_of(path: Path) -> Format | None:
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write a list with one checkpoint in its format, or as `checkpoint.pt` if that format
-    cannot be written."""
+    """Write a list with one checkpoint, in its own format or as `checkpoint.pt`."""
     target = folder / f"checkpoint_{checkpoint.step or 0:06d}"
     target.mkdir(parents=True)
     if checkpoint.format == FORMAT.name:

@@ -1,5 +1,4 @@
-"""Checkpoints of TensorFlow: an index and data files, alone, in the folder of a manager, or in a
-SavedModel."""
+"""Checkpoints of TensorFlow: alone, in the folder of a manager, or in a SavedModel."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import numpy as np
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
-from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
+from onward.checkpoint.tf.tracked import SHARED, OptimizerKeys, meaning_of
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState
@@ -89,7 +88,7 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _optimizer(keys: Keys, tree: Tree) -> OptimizerState:
+def _optimizer(keys: OptimizerKeys, tree: Tree) -> OptimizerState:
     product = keys.numbers.get("u_product")
     shared = {SHARED: convert_dtype(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
@@ -149,7 +148,7 @@ def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     return renewed
 
 
-def _renew_numbers(renewed: dict[str, Any], keys: Keys, optimizer: OptimizerState, step: int | None) -> None:
+def _renew_numbers(renewed: dict[str, Any], keys: OptimizerKeys, optimizer: OptimizerState, step: int | None) -> None:
     if step is not None and "iterations" in keys.numbers:
         _put(renewed, keys.numbers["iterations"], step)
     products = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]

@@ -1,4 +1,4 @@
-"""The flatbuffer that onnxruntime-training saves as `checkpoint`, both ways: tables as they are, tensors as places."""
+"""The flatbuffer `checkpoint` of onnxruntime-training, both ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)
 _MOST_INSIDE = 1800 << 20
-"""Bytes of tensors in the flatbuffer itself, which cannot be larger than 2 GiB; more goes to a file beside it."""
+"""Bytes of tensors in the flatbuffer, which is limited to 2 GiB; more go to a second file."""
 
 
 def is_ort_checkpoint(path: Path) -> bool:
@@ -36,12 +36,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def data_file(path: Path) -> Path:
-    """Where the tensors of a large checkpoint are."""
+    """Return the path of the second file, with the tensors of a large checkpoint."""
     return path.with_name(f"{path.name}.data")
 
 
 def read_ort(path: Path) -> dict[str, Any]:
-    """The tree of a checkpoint, by the names of its schema; nothing is optional in it."""
+    """Return the tree of a checkpoint, by the names of its schema. All entries are present."""
     with blame_file(f"`{path}` is not a whole checkpoint of onnxruntime-training"):
         regular(path)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -52,15 +52,15 @@ class _Reader:
     def __init__(self, path: Path, buffer: Buffer):
         self._path = path
         self._buffer = buffer
-        self._places: list[StoredTensor] = []
+        self._tensors_read: list[StoredTensor] = []
         self._outside = 0
-        """Bytes of the file beside it."""
+        """Size in bytes of the second file."""
 
     def tree(self) -> dict[str, Any]:
         root = self._buffer.root()
         version = root.number(0, "i", 0)
         if version not in VERSIONS:
-            raise ValueError(f"version {version} of the format is not known")
+            raise ValueError(f"version {version} of the format is unknown")
         module = root.table(1)
         if module is not None and module.number(3, "?", False):
             self._outside = regular(data_file(self._path)).st_size
@@ -97,61 +97,63 @@ class _Reader:
         if any(size < 0 for size in shape):
             raise ValueError(f"a tensor has the shape {list(shape)}")
         size = math.prod(shape) * dtype.itemsize
-        outside, inside = table.number(6, "q", -1), table.vector(4, 1)
-        if nominal and inside is None and outside < 0:
+        offset, content = table.number(6, "q", -1), table.vector(4, 1)
+        if nominal and content is None and offset < 0:
             return StoredTensor(self._path, 0, dtype, (0,) * len(shape), contiguous_strides((0,) * len(shape)))
-        if outside >= 0:
-            path, begin, held = data_file(self._path), outside, min(size, self._outside - outside)
+        if offset >= 0:
+            path, begin, available = data_file(self._path), offset, min(size, self._outside - offset)
         else:
-            path, (begin, held) = self._path, inside or (0, 0)
-        if held != size:
-            raise ValueError(f"a tensor of {dtype}{list(shape)} has {max(held, 0)} bytes")
+            path, (begin, available) = self._path, content or (0, 0)
+        if available != size:
+            raise ValueError(f"a tensor of {dtype}{list(shape)} has {max(available, 0)} bytes")
         tensor = StoredTensor(path, begin, dtype, shape, contiguous_strides(shape))
-        self._places.append(tensor)
+        self._tensors_read.append(tensor)
         return tensor
 
     def _refuse_overlaps(self) -> None:
         ends: dict[Path, int] = {}
-        for tensor in sorted(self._places, key=lambda each: each.offset):
+        for tensor in sorted(self._tensors_read, key=lambda item: item.offset):
             if tensor.nbytes and tensor.offset < ends.get(tensor.path, 0):
                 raise ValueError("tensors overlap in it")
             ends[tensor.path] = max(tensor.end, ends.get(tensor.path, 0))
 
 
-def _type(number: int) -> np.dtype:
+def _type(data_type: int) -> np.dtype:
     try:
-        return ir.DataType(number).numpy()
+        return ir.DataType(data_type).numpy()
     except (ValueError, TypeError):
-        raise ValueError(f"{number} is no type of numbers") from None
+        raise ValueError(f"{data_type} is not a numeric dtype") from None
 
 
 def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise ValueError(f"`{name[:80]}` is in it twice")
-        found[name] = value
-    return found
+        if name in named:
+            raise ValueError(f"`{name[:80]}` occurs twice")
+        named[name] = value
+    return named
 
 
-def _properties(bag: Table) -> dict[str, int | float | str]:
+def _properties(properties: Table) -> dict[str, int | float | str]:
     readers: tuple[Callable[[Table], Any], ...] = (
         lambda table: table.number(1, "q", 0),
         lambda table: table.number(1, "f", 0.0),
         lambda table: table.text(1),
     )
-    return _by_name((each.text(0), read(each)) for field, read in enumerate(readers) for each in bag.tables(field))
+    return _by_name(
+        (entry.text(0), read(entry)) for field, read in enumerate(readers) for entry in properties.tables(field)
+    )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_ort(tree: Mapping[str, Any], path: Path, most_inside: int = _MOST_INSIDE) -> None:
-    """Write a tree of the form that `read_ort` gives; `most_inside` bytes of tensors go into the file itself."""
+    """Write a tree of `read_ort`, with at most `most_inside` bytes of tensors in `path`."""
     module, groups = tree["module_state"], tree["optimizer_groups"]
     states = [momentums for group in groups.values() for momentums in group["optimizer_states"].values()]
     parts = [module["requires_grad_params"], module["frozen_params"], *states]
-    large = sum(tensor.nbytes for part in parts for tensor in part.values()) > most_inside
+    large = sum(tensor.nbytes for tensors in parts for tensor in tensors.values()) > most_inside
     beside: list[Tensor] = []
     fields = _Fields(beside if large else None)
     writer = Writer(
@@ -181,7 +183,7 @@ _ALIGNMENT = 64
 
 
 class _Fields:
-    """Tables of the schema as they are written. Tensors that go to a file of their own are listed in `beside`."""
+    """Tables of the schema to write. Tensors for the second file are listed in `beside`."""
 
     def __init__(self, beside: list[Tensor] | None):
         self._beside = beside
@@ -197,13 +199,13 @@ class _Fields:
         return {0: name, 1: Number("q", group["step"]), 2: Number("f", group["initial_learning_rate"]), 3: states}
 
     def _tensor(self, name: str, tensor: Tensor) -> Fields:
-        known = {0: name, 2: Numbers("q", tensor.shape), 3: Number("i", int(_data_type(tensor.dtype)))}
+        fields = {0: name, 2: Numbers("q", tensor.shape), 3: Number("i", int(_data_type(tensor.dtype)))}
         if self._beside is None:
-            return {**known, 4: tensor}
+            return {**fields, 4: tensor}
         begin = self._end + -self._end % _ALIGNMENT
         self._end = begin + tensor.nbytes
         self._beside.append(tensor)
-        return {**known, 6: Number("q", begin)}
+        return {**fields, 6: Number("q", begin)}
 
 
 def _data_type(dtype: np.dtype) -> ir.DataType:
@@ -220,6 +222,6 @@ def _bag(properties: Mapping[str, Any]) -> Fields | None:
         (str, lambda value: value),
     )
     return {
-        field: [{0: name, 1: made(value)} for name, value in properties.items() if type(value) is kind]
-        for field, (kind, made) in enumerate(kinds)
+        field: [{0: name, 1: field_of(value)} for name, value in properties.items() if type(value) is value_type]
+        for field, (value_type, field_of) in enumerate(kinds)
     }

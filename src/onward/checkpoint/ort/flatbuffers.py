@@ -1,8 +1,9 @@
-"""Flatbuffers, both ways, as much of them as checkpoints need: tables of numbers, texts, vectors, and bytes.
+"""Flatbuffers, both ways, as far as checkpoints need them: tables of numbers, strings, vectors and
+bytes.
 
-Reading trusts no offset: each is checked against the file, and all that is read together may not be more than the
-file holds, so that a table that stands in a thousand places is not read a thousand times. Writing goes forward: first
-all tables, then what tensors hold, one after the other.
+The reader checks each offset against the file. All that it reads may not exceed the size of the
+file, so that a table with a thousand references is not read a thousand times. The writer goes
+forward: first all tables, then the data of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onward.run_state.tensors import Tensor
 
 
 class Buffer:
-    """The bytes of a file, and how much of them may still be read. What is wrong is said by a ValueError."""
+    """Bytes of a file, with a limit on how many are read. Errors are a ValueError."""
 
     def __init__(self, data: Any):
         self._data = data
@@ -32,46 +33,46 @@ class Buffer:
         return struct.unpack_from(f"<{format}", self._data, at)[0]
 
     def follow(self, at: int) -> int:
-        """Where what is named at a place begins."""
+        """Return the target of the offset that is stored at `at`."""
         return at + int(self.number("I", at))
 
     def vector(self, at: int, width: int) -> tuple[int, int]:
-        """Where the elements of a vector begin, and how many there are."""
+        """Return the start of the elements of a vector, and their number."""
         length = int(self.number("I", at))
         self._reach(at + 4, length * width)
         return at + 4, length
 
     def take(self, at: int, size: int) -> bytes:
-        """Bytes, which are counted."""
+        """Return bytes, which count against the limit."""
         self._left -= size
         if self._left < 0:
-            raise ValueError("its parts are more than the whole")
+            raise ValueError("its parts are larger than the file")
         return bytes(self._data[at : at + size])
 
     def _reach(self, at: int, size: int) -> None:
         if not 0 <= at <= self.size - size:
-            raise ValueError("an offset leads out of it")
+            raise ValueError("an offset lies outside of the file")
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of a buffer. Fields are known by their numbers; one that is not there has its usual value."""
+    """Table of a buffer. Fields are numbered; a missing one has its default."""
 
     buffer: Buffer
     at: int
 
-    def number(self, field: int, format: str, usual: Any) -> Any:
-        at = self._place(field)
-        return usual if at is None else self.buffer.number(format, at)
+    def number(self, field: int, format: str, default: Any) -> Any:
+        at = self._position(field)
+        return default if at is None else self.buffer.number(format, at)
 
     def text(self, field: int) -> str:
-        at = self._place(field)
+        at = self._position(field)
         if at is None:
             return ""
         return self.buffer.take(*self.buffer.vector(self.buffer.follow(at), 1)).decode("utf-8")
 
     def table(self, field: int) -> Table | None:
-        at = self._place(field)
+        at = self._position(field)
         return None if at is None else Table(self.buffer, self.buffer.follow(at))
 
     def tables(self, field: int) -> Iterator[Table]:
@@ -85,11 +86,11 @@ class Table:
         return struct.unpack(f"<{length}{format}", self.buffer.take(begin, length * struct.calcsize(format)))
 
     def vector(self, field: int, width: int) -> tuple[int, int] | None:
-        """Where the elements of a vector lie, and how many; None if there is no such vector."""
-        at = self._place(field)
+        """Return the start and the number of the elements of a vector; None if it is missing."""
+        at = self._position(field)
         return None if at is None else self.buffer.vector(self.buffer.follow(at), width)
 
-    def _place(self, field: int) -> int | None:
+    def _position(self, field: int) -> int | None:
         layout = self.at - int(self.buffer.number("i", self.at))
         if 4 + 2 * field >= self.buffer.number("H", layout):
             return None
@@ -100,7 +101,7 @@ class Table:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 Fields = Mapping[int, Any]
-"""A table: by the numbers of its fields a `Number`, text, a table, a list of tables, `Numbers`, or a tensor's bytes."""
+"""Table to write: field -> `Number`, string, table, list of tables, `Numbers`, or a tensor."""
 
 _ALIGNMENT = 64
 
@@ -121,11 +122,11 @@ def _pack(number: Number) -> bytes:
     try:
         return struct.pack(f"<{number.format}", number.value)
     except (struct.error, OverflowError):
-        raise UnsupportedError(f"the file has no room for a number as large as {number.value:.3g}") from None
+        raise UnsupportedError(f"{number.value:.3g} is too large for the file format") from None
 
 
 class Writer:
-    """A file in the making: tables are laid out at once, tensors when it is written."""
+    """Writer of a file: tables are laid out at once, tensors when it is written."""
 
     def __init__(self, root: Fields, identifier: bytes):
         self._tables = bytearray(4) + identifier
@@ -133,15 +134,15 @@ class Writer:
         self._point(0, self._table(root))
 
     def write_to(self, file: BinaryIO) -> None:
-        end, places = len(self._tables), []
+        end, tensors = len(self._tables), []
         for field, tensor in self._tensors:
             begin = end + 4 + -(end + 4) % _ALIGNMENT
-            places.append((begin, tensor))
+            tensors.append((begin, tensor))
             self._point(field, begin - 4)
             end = begin + tensor.nbytes
         file.write(self._tables)
         at = len(self._tables)
-        for begin, tensor in places:
+        for begin, tensor in tensors:
             file.write(bytes(begin - 4 - at) + struct.pack("<I", tensor.nbytes))
             tensor.write_to(file)
             at = begin + tensor.nbytes
@@ -150,23 +151,23 @@ class Writer:
         struct.pack_into("<I", self._tables, field, target - field)
 
     def _align(self, size: int, ahead: int = 0) -> None:
-        """Such that what comes after `ahead` bytes begins at a multiple of `size`."""
+        """Pad so that the bytes after the next `ahead` begin at a multiple of `size`."""
         self._tables += bytes(-(len(self._tables) + ahead) % size)
 
     def _table(self, fields: Fields) -> int:
-        """Write a table, and what belongs to it behind it."""
-        given = {field: value for field, value in fields.items() if value is not None}
-        formats = {field: value.format if isinstance(value, Number) else "I" for field, value in given.items()}
+        """Write a table and its contents behind it."""
+        present = {field: value for field, value in fields.items() if value is not None}
+        formats = {field: value.format if isinstance(value, Number) else "I" for field, value in present.items()}
         offsets, size = {}, 4
-        for field in sorted(given, key=lambda field: -struct.calcsize(formats[field])):
+        for field in sorted(present, key=lambda field: -struct.calcsize(formats[field])):
             offsets[field] = size
             size += struct.calcsize(formats[field])
-        entries = [offsets.get(field, 0) for field in range(max(given, default=-1) + 1)]
+        entries = [offsets.get(field, 0) for field in range(max(present, default=-1) + 1)]
         layout = struct.pack(f"<{2 + len(entries)}H", 4 + 2 * len(entries), size, *entries)
         self._align(8, ahead=len(layout) + 4)
         start = len(self._tables) + len(layout)
         self._tables += layout + struct.pack("<i", len(layout)) + bytes(size - 4)
-        for field, value in given.items():
+        for field, value in present.items():
             at = start + offsets[field]
             if isinstance(value, Number):
                 self._tables[at : at + struct.calcsize(value.format)] = _pack(value)

@@ -1,7 +1,7 @@
-"""What onnxruntime-training makes of a model, read back: the model, its loss, and the optimizer.
+"""Artifacts of onnxruntime-training, read back: the model, its loss, and the optimizer.
 
-The model is that for evaluation, which ends in the loss. Where only the one for training is left, its forward part is
-cut out: what computes gradients reads it, and is not read by it.
+The model is the evaluation graph, which ends in the loss. If only the training graph is left, its
+forward part is extracted.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ EVALUATION, TRAINING, OPTIMIZER = "eval_model", "training_model", "optimizer_mod
 _DOMAIN = "com.microsoft"
 
 
-def artifact(checkpoint: Path, kind: str) -> Path | None:
-    """The graph of a kind beside a checkpoint: with the same prefix in its name, or the only one."""
-    found = sorted(checkpoint.parent.glob(f"*{kind}.onnx"))
-    alike = [path for path in found if checkpoint.name.startswith(path.name.removesuffix(f"{kind}.onnx"))]
+def artifact(checkpoint: Path, suffix: str) -> Path | None:
+    """Return the graph of a kind with the prefix of the checkpoint, or the only one."""
+    paths = sorted(checkpoint.parent.glob(f"*{suffix}.onnx"))
+    alike = [path for path in paths if checkpoint.name.startswith(path.name.removesuffix(f"{suffix}.onnx"))]
     longest = max(alike, key=lambda path: len(path.name), default=None)
-    return longest or (found[0] if len(found) == 1 else None)
+    return longest or (paths[0] if len(paths) == 1 else None)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """What an optimizer graph says."""
+    """Optimizer of an optimizer graph."""
 
     family: str
     settings: Mapping[str, Any]
     spec: Spec | None
-    """But for the rate; None where a recipe has no words for it."""
+    """Without the rate; None if no recipe has it."""
     clip: Mapping[str, Any] | None
     slots: tuple[str, ...]
-    """The words of a recipe for `momentum0` and so on."""
+    """Names in a recipe of `momentum0` and so on."""
 
 
 def optimizer_of(path: Path) -> Rule | None:
-    """The optimizer of a graph; None where it is of no known kind."""
+    """Return the optimizer of a graph; None if it is unknown."""
     clip: Mapping[str, Any] | None = None
     rule: Rule | None = None
     for node in load(path).graph:
@@ -68,8 +68,8 @@ def optimizer_of(path: Path) -> Rule | None:
 
 
 def _adamw(attributes: Mapping[str, Any]) -> Rule:
-    usual = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 1e-2, "adam_mode": 0, "correct_bias": 1}
-    settings = {**usual, **attributes}
+    defaults = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 1e-2, "adam_mode": 0, "correct_bias": 1}
+    settings = {**defaults, **attributes}
     numbers = {"beta1": settings["alpha"], "beta2": settings["beta"], "eps": settings["epsilon"]}
     decay = settings["weight_decay"]
     if not settings["correct_bias"]:
@@ -84,7 +84,7 @@ def _adamw(attributes: Mapping[str, Any]) -> Rule:
 
 
 def _sgd(attributes: Mapping[str, Any]) -> Rule:
-    """Which keeps a momentum and does not use it."""
+    """Return SGD, which stores a momentum without use."""
     return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())
 
 
@@ -95,17 +95,17 @@ _OPTIMIZERS = {(_DOMAIN, "AdamWOptimizer"): _adamw, (_DOMAIN, "SGDOptimizerV2"):
 
 
 def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Mapping[str, StoredTensor]) -> Captured:
-    """The model whose parameters these are, with what they hold, and its loss."""
+    """Return the model with the parameters of a checkpoint, and its loss."""
     evaluation, training = artifact(checkpoint, EVALUATION), artifact(checkpoint, TRAINING)
     path = evaluation or training
     if path is None:
         raise UnsupportedError(
-            f"there is no `{EVALUATION}.onnx` and no `{TRAINING}.onnx` beside `{checkpoint}`",
-            hint="put it there, or give the model with `--like`",
+            f"`{checkpoint}` has no `{EVALUATION}.onnx` or `{TRAINING}.onnx` beside it",
+            hint="copy one there, or give the model: `--like model.onnx`",
         )
     model = load(path)
     if not model.outputs:
-        raise InvalidModelError(f"`{path}` has no output, where its loss would be")
+        raise InvalidModelError(f"`{path}` has no output, which would be its loss")
     _hold(model, {**trainable, **frozen}, path)
     outputs = [value.name or "" for value in model.outputs if not (value.name or "").endswith(".accumulation.out")]
     if evaluation is None:
@@ -117,17 +117,17 @@ def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Ma
     loss, prediction = loss_of(model)
     if prediction is None:
         return Captured(model, loss)
-    kept = list(dict.fromkeys([prediction, *outputs[1:]]))
-    return Captured(extract(model, _inputs_of(model, kept), kept), {prediction: loss})
+    needed = list(dict.fromkeys([prediction, *outputs[1:]]))
+    return Captured(extract(model, _inputs_of(model, needed), needed), {prediction: loss})
 
 
 def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None:
-    """Make parameters of the inputs that the checkpoint has numbers for."""
+    """Turn the inputs that the checkpoint has tensors for into parameters."""
     inputs = {value.name: value for value in model.graph.inputs}
     if missing := [name for name in tensors if name not in inputs]:
         raise InvalidModelError(
             f"`{path}` has no input {list_names(missing, 6)}, which the checkpoint holds",
-            hint="give the folder with the graphs that belong to the checkpoint",
+            hint="open the folder with the graphs of this checkpoint",
         )
     for name, tensor in tensors.items():
         value = inputs[name]
@@ -145,19 +145,19 @@ def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None
 
 
 def _inputs_of(model: Model, outputs: list[str]) -> list[str]:
-    """The inputs that outputs depend on."""
+    """Return the inputs that outputs depend on."""
     _, needed = ancestors(value for value in values(model.graph) if value.name in outputs)
     return [value.name or "" for value in model.inputs if value in needed or value.name in outputs]
 
 
 def _for_evaluation(node: ir.Node) -> None:
-    """Make an operator as it is in training what it is otherwise, which `prepare` knows how to train."""
-    known = _IN_TRAINING.get((node.domain, node.op_type))
-    if known is None:
+    """Replace an operator of the training mode by its inference form, which `prepare` can train."""
+    form = _IN_TRAINING.get((node.domain, node.op_type))
+    if form is None:
         return
-    op_type, outputs, inputs = known
+    op_type, outputs, inputs = form
     if any(value.uses() or value.is_graph_output() for value in node.outputs[outputs:]):
-        raise UnsupportedError(f"the forward part of the training graph reads what only `{node.op_type}` computes")
+        raise UnsupportedError(f"the forward part reads an output that only `{node.op_type}` computes")
     if node.op_type == "SoftmaxCrossEntropyLossInternal" and len(node.inputs) > 3:
         node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", _number(node.inputs[3]))
     node.domain, node.op_type = "", op_type
@@ -168,7 +168,7 @@ def _for_evaluation(node: ir.Node) -> None:
 
 
 def _as_trained(model: Model, training: Model, trainable: Collection[str]) -> None:
-    """See to it that operators with a mode of their own for training are in it where they were, and nowhere else."""
+    """Keep only operators with a training mode that were trained in it."""
     makers = {value.name: node for node in training.graph for value in node.outputs}
     for node in list(model.graph):
         maker = makers.get(node.outputs[0].name) if node.op_type in SWITCHED and not node.domain else None
@@ -181,9 +181,11 @@ def _as_trained(model: Model, training: Model, trainable: Collection[str]) -> No
             scale = node.inputs[1]
             learns = scale is not None and scale.name in trainable
             if learns != _is_in_training(maker):
-                how = "the past, with a scale that learns" if learns else "each batch, with a scale that is frozen"
+                statistics = (
+                    "the past, with a scale that learns" if learns else "each batch, with a scale that is frozen"
+                )
                 raise UnsupportedError(
-                    f"the normalisation of `{node.outputs[0].name}` is trained by the statistics of {how}",
+                    f"the normalisation of `{node.outputs[0].name}` is trained by the statistics of {statistics}",
                     hint="a training model has either both or none",
                 )
 
@@ -199,7 +201,7 @@ def _is_in_training(node: ir.Node) -> bool:
 def _number(value: ir.Value | None) -> int:
     constant = constant_tensor(value)
     if constant is None or constant.size != 1:
-        raise UnsupportedError("the label that is ignored by the loss is computed; it must be a number")
+        raise UnsupportedError("the label that the loss ignores is computed; it must be a number")
     return int(constant.numpy().item())
 
 
@@ -211,7 +213,7 @@ _IN_TRAINING = {
     (_DOMAIN, "ConcatTraining"): ("Concat", 1, 1 << 20),
     (_DOMAIN, "SoftmaxCrossEntropyLossInternal"): ("SoftmaxCrossEntropyLoss", 1, 3),
 }
-"""What they are otherwise, and how many outputs and inputs they have then."""
+"""Operators for training -> operator for inference, its numbers of outputs and inputs."""
 _KEPT = ("epsilon", "momentum", "seed", "axis", "reduction", "ignore_index")
 
 
@@ -232,18 +234,18 @@ _LOSSES: dict[str, Any] = {
         ),
     ),
 }
-"""As `onnxblock` builds them, before they are reduced."""
+"""Expressions of `onnxblock`, before reduction."""
 _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
 
 
 def loss_of(model: Model) -> tuple[Any, str | None]:
-    """The loss in words of a recipe, and the value that it is about; `value:...` and None where it has no name."""
+    """Return the loss as a recipe has it and its value; `value:...` and None if it has no name."""
     value = model.outputs[0]
-    found = _cross_entropy(value) or _elementwise(value)
+    match = _cross_entropy(value) or _elementwise(value)
     unnamed = f"value:{value.name}", None
-    if found is None:
+    if match is None:
         return unnamed
-    spec, bound = found
+    spec, bound = match
     prediction, target = bound[_P], bound[_T]
     if not target.is_graph_input() or prediction.producer() is None:
         return unnamed
@@ -259,7 +261,7 @@ def _cross_entropy(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
     if node is None or node.op_type != "SoftmaxCrossEntropyLoss" or node.domain or len(node.inputs) != 2:
         return None
     scores, labels = node.inputs
-    if scores is None or labels is None or any(each.uses() for each in node.outputs[1:]):
+    if scores is None or labels is None or any(output.uses() for output in node.outputs[1:]):
         return None
     names = ("reduction", "ignore_index")
     options = {name: node.attributes[name].value for name in names if name in node.attributes}
@@ -297,5 +299,8 @@ def _matches(value: ir.Value | None, pattern: Any, bound: dict[str, ir.Value]) -
         and not node.domain
         and node.op_type == pattern[0]
         and len(node.inputs) == len(pattern) - 1
-        and all(_matches(each, part, bound) for each, part in zip(node.inputs, pattern[1:], strict=True))
+        and all(
+            _matches(operand, operand_pattern, bound)
+            for operand, operand_pattern in zip(node.inputs, pattern[1:], strict=True)
+        )
     )

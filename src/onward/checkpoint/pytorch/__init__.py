@@ -1,1 +1,1 @@
-"""What frameworks around PyTorch have in common: pickles as data, archives of `torch.save`, states, what they mean."""
+"""Pickles as data, archives of `torch.save`, state dicts, and checkpoints in them."""

@@ -1,4 +1,4 @@
-"""What `torch.save` writes: a zip file with a pickle, and the data of tensors beside it. Read without PyTorch."""
+"""Files of `torch.save`, without PyTorch: a zip file with a pickle and the data of tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 _LONGEST_START = 1 << 10
 _MOST_REPEATED = 16 << 20
-"""Bytes of a tensor that is larger than its data, since it repeats them."""
+"""Largest size in bytes of a tensor that repeats its data."""
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How PyTorch before 1.6 began its files."""
+"""First bytes of files of PyTorch before 1.6."""
 
 TYPES: dict[str, Any] = {
     "float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
@@ -44,7 +44,7 @@ _STORAGES = {
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file is one of `torch.save`, by what is in it; of one that is not whole, by how it begins."""
+    """True for a file of `torch.save`, also for one that is cut off."""
     start = b""
     try:
         regular(path)
@@ -59,7 +59,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def _first_member(start: bytes) -> str:
-    """The name of the first file of an archive, by how it begins; nothing if it is none."""
+    """Return the name of the first file of an archive, or an empty string."""
     if len(start) < LOCAL_HEADER.size or not start.startswith(ZIPPED):
         return ""
     _, length, _ = LOCAL_HEADER.unpack_from(start)
@@ -67,7 +67,7 @@ def _first_member(start: bytes) -> str:
 
 
 def mentions(path: Path, word: str) -> bool:
-    """Whether a word is in the pickle of a file, which is looked at without being read."""
+    """True if a word is in the pickle of a file, which is not parsed."""
     try:
         with zipfile.ZipFile(path) as archive:
             main = next((info for info in archive.infolist() if _is_main_pickle(info.filename)), None)
@@ -76,21 +76,21 @@ def mentions(path: Path, word: str) -> bool:
         return False
 
 
-def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
-    """The tree that was saved, with tensors as places in the file. Nothing in it is executed.
+def read_torch_file(path: Path, section: tuple[int, int] | None = None) -> Any:
+    """Return the saved tree, with tensors as locations in the file. Nothing is executed.
 
-    `part` says where it begins and how long it is, in a file that holds several.
+    `section` is the start and the length of the archive in a larger file.
     """
     try:
         size = regular(path).st_size
-        start, length = part or (0, size)
+        start, length = section or (0, size)
         if not 0 <= start <= start + length <= size:
-            raise ValueError("a part of it lies outside of the file")
+            raise ValueError("a part lies outside of the file")
         with open(path, "rb") as file:
             file.seek(start)
             if file.read(len(_LEGACY)) == _LEGACY:
                 raise UnsupportedError(
-                    f"`{path}` is of PyTorch before 1.6, or was saved in its old form",
+                    f"`{path}` has the format of PyTorch before 1.6",
                     hint="save it again: `torch.save(torch.load(path, weights_only=True), path)`",
                 )
             with zipfile.ZipFile(_Window(file, start, length)) as archive:
@@ -98,15 +98,15 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     except InvalidModelError:
         raise
     except BAD_ZIP as error:
-        what = reason(error).replace("File is not a zip file", "it does not end as one does")
+        cause = reason(error).replace("File is not a zip file", "it does not end as one does")
         raise InvalidModelError(
-            f"`{path}` is not a whole file of `torch.save`: {what}",
-            hint="compare its size with the original's: it may be cut off; if it was packed again, use `torch.save`",
+            f"`{path}` is not a whole file of `torch.save`: {cause}",
+            hint="compare its size with the original: it may be cut off or packed again; save it with `torch.save`",
         ) from error
 
 
 class Appending(io.RawIOBase):
-    """The end of a file that is being written, as a file of its own."""
+    """End of a file that is being written, as a file."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -130,7 +130,7 @@ class Appending(io.RawIOBase):
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Section of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -144,7 +144,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if self._at < 0:
-            raise ValueError("it leads to a place before the file")
+            raise ValueError("an offset lies before the file")
         return self._at
 
     def read(self, size: int = -1) -> bytes:
@@ -168,8 +168,8 @@ def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
     order = members.get(f"{root}byteorder")
     if order is not None and read_stored(archive, order, len(b"little")) != b"little":
         raise UnsupportedError(
-            f"`{path}` was written by a machine with the other order of bytes",
-            hint="save it on a machine like this one",
+            f"`{path}` was written by a machine with another byte order",
+            hint="save it on a machine with the byte order of this one",
         )
     storages = _Storages(path, archive, members, f"{root}data/", start)
     data = read_stored(archive, members[main], MOST_BYTES)
@@ -177,7 +177,7 @@ def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
 
 
 class _Storage(NamedTuple):
-    """The data of one or several tensors."""
+    """Data of one or several tensors."""
 
     path: Path
     start: int
@@ -186,7 +186,7 @@ class _Storage(NamedTuple):
 
 
 class _Storages:
-    """Finds the data that a pickle refers to."""
+    """Storages of an archive, by the keys in its pickle."""
 
     def __init__(
         self, path: Path, archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], folder: str, start: int
@@ -198,14 +198,14 @@ class _Storages:
         self._folder = folder
 
     def __call__(self, key: Any) -> _Storage:
-        kind, storage, name, _, size = key
-        is_known = kind == "storage" and isinstance(storage, Name) and storage.name in _STORAGES
+        tag, storage, name, _, size = key
+        is_known = tag == "storage" and isinstance(storage, Name) and storage.name in _STORAGES
         if not is_known or not isinstance(name, str) or type(size) is not int:
-            raise ValueError("it refers to something other than the data of a tensor")
+            raise ValueError("it refers to data that is not of a tensor")
         dtype = np.dtype(TYPES[_STORAGES[storage.name]])
         info = self._members.get(f"{self._folder}{name}")
         if info is None:
-            raise ValueError(f"the data of a tensor, `{name[:40]}`, is not there")
+            raise ValueError(f"the data of a tensor, `{name[:40]}`, is missing")
         start, length = stored_range(self._archive, info)
         if length < size * dtype.itemsize:
             raise ValueError(f"the data of a tensor, `{info.filename}`, is cut off")
@@ -214,67 +214,67 @@ class _Storages:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
-_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
+_NAMES = {np.dtype(dtype): name for name, dtype in TYPES.items()}
 _STORAGE_OF = {name: storage for storage, name in _STORAGES.items() if storage != "UntypedStorage"}
 _ALIGNMENT = 64
 _ZIP64_EXTRA = 20
-"""What `zipfile` puts before our own extra bytes, for members that may be large."""
+"""Bytes that `zipfile` writes before our extra field, for members that may be large."""
 
 
 def write_torch_file(path: Path, tree: Any) -> None:
-    """Write a tree as `torch.save` does. Tensors are copied one at a time; names and objects are written, not made."""
+    """Write a tree as `torch.save` does, one tensor at a time. Nothing is imported or called."""
     with open(path, "wb") as file:
         write_torch_archive(file, tree, path.stem)
 
 
 def write_torch_archive(file: BinaryIO | Appending, tree: Any, root: str = "archive") -> None:
-    """Write what `torch.save` writes into a file that is open."""
-    writing = _Writing()
-    main = write_pickle(tree, tensors=writing.reference)
+    """Write the archive of `torch.save` into an open file."""
+    references = _References()
+    main = write_pickle(tree, tensors=references.reference)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{root}/data.pkl", main)
         archive.writestr(f"{root}/.format_version", "1")
         archive.writestr(f"{root}/.storage_alignment", str(_ALIGNMENT))
         archive.writestr(f"{root}/byteorder", "little")
-        for key, tensor in enumerate(writing.stored):
+        for key, tensor in enumerate(references.stored):
             _write_aligned(archive, f"{root}/data/{key}", tensor)
         archive.writestr(f"{root}/version", "3\n")
 
 
 def type_name(dtype: np.dtype) -> str:
-    """What PyTorch calls a type of numbers."""
+    """Return PyTorch's name of a dtype."""
     if dtype not in _NAMES:
         raise UnsupportedError(f"PyTorch has no tensors of {dtype}")
     return _NAMES[dtype]
 
 
-class _Writing:
-    """The tensors of a pickle that is being written, each once."""
+class _References:
+    """Tensors of a pickle that is being written, each once."""
 
     def __init__(self) -> None:
         self.stored: list[Tensor] = []
-        self._made: dict[Any, Object] = {}
+        self._calls: dict[Any, Object] = {}
 
     def reference(self, tensor: Tensor) -> Object:
-        key = tensor if isinstance(tensor, StoredTensor) else id(tensor)  # two names of one place stay one tensor
-        if key not in self._made:
-            self._made[key] = self._call(tensor)
+        key = tensor if isinstance(tensor, StoredTensor) else id(tensor)  # equal locations are one tensor
+        if key not in self._calls:
+            self._calls[key] = self._call(tensor)
             self.stored.append(tensor)
-        return self._made[key]
+        return self._calls[key]
 
     def _call(self, tensor: Tensor) -> Object:
         name = type_name(tensor.dtype)
         storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
         size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
         data = Persistent(("storage", storage, str(len(self.stored)), "cpu", size))
-        described = (data, 0, tensor.shape, contiguous_strides(tensor.shape), False, Attributed())
+        arguments = (data, 0, tensor.shape, contiguous_strides(tensor.shape), False, Attributed())
         if name in _STORAGE_OF:
-            return Object(Name("torch._utils", "_rebuild_tensor_v2"), described)
-        return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*described, Name("torch", name)))
+            return Object(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+        return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*arguments, Name("torch", name)))
 
 
 def _write_aligned(archive: zipfile.ZipFile, name: str, tensor: Tensor) -> None:
-    """Write the data of a tensor so that they begin at a multiple of 64 bytes of the file."""
+    """Write the data of a tensor at a multiple of 64 bytes."""
     assert archive.fp is not None
     info = zipfile.ZipInfo(name)
     start = archive.fp.tell() + 30 + len(name.encode()) + _ZIP64_EXTRA + 4
@@ -288,7 +288,7 @@ def _write_aligned(archive: zipfile.ZipFile, name: str, tensor: Tensor) -> None:
 
 
 def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> StoredTensor:
-    return _place_tensor(storage, storage.dtype, offset, tuple(shape), tuple(strides))
+    return _checked_tensor(storage, storage.dtype, offset, tuple(shape), tuple(strides))
 
 
 def _tensor_of_type(
@@ -301,32 +301,32 @@ def _tensor_of_type(
     dtype: Name,
     *_: Any,
 ) -> StoredTensor:
-    """As newer types are written, whose storages have none."""
+    """Return a tensor of a newer dtype, whose storage has none."""
     if dtype.module != "torch" or dtype.name not in TYPES:
-        raise ValueError(f"`{dtype}` is no type of numbers that is known")
-    return _place_tensor(storage, np.dtype(TYPES[dtype.name]), offset, tuple(shape), tuple(strides))
+        raise ValueError(f"`{dtype}` is not a known dtype")
+    return _checked_tensor(storage, np.dtype(TYPES[dtype.name]), offset, tuple(shape), tuple(strides))
 
 
-def _place_tensor(
+def _checked_tensor(
     storage: _Storage, dtype: np.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> StoredTensor:
     numbers = (offset, *shape, *strides)
     if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError("a tensor has no shape that there could be")
-    made = StoredTensor(storage.path, storage.start + offset * dtype.itemsize, dtype, shape, strides)
-    if made.end > storage.end:
-        raise ValueError("a tensor reaches beyond its data")
-    if made.nbytes > max(storage.end - storage.start, _MOST_REPEATED):
-        raise ValueError(f"a tensor of {list(shape)} repeats few numbers more often than any of a checkpoint")
-    return made
+        raise ValueError("a tensor has an invalid shape")
+    tensor = StoredTensor(storage.path, storage.start + offset * dtype.itemsize, dtype, shape, strides)
+    if tensor.end > storage.end:
+        raise ValueError("a tensor is larger than its data")
+    if tensor.nbytes > max(storage.end - storage.start, _MOST_REPEATED):
+        raise ValueError(f"a tensor of {list(shape)} repeats its data too often")
+    return tensor
 
 
 def _parameter(data: StoredTensor, *_: Any) -> StoredTensor:
     return data
 
 
-def _of_class(make: Maker, kind: Any, arguments: tuple[Any, ...], *_: Any) -> Any:
-    """A tensor of a class of its own, or with attributes: the tensor."""
+def _of_class(make: Maker, class_name: Any, arguments: tuple[Any, ...], *_: Any) -> Any:
+    """Return a tensor of a subclass, or with attributes, as a tensor."""
     return make(*arguments)
 
 

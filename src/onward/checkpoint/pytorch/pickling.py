@@ -1,4 +1,4 @@
-"""What a pickle holds, as data, and written back. Nothing that a pickle names is imported, made or called."""
+"""The content of pickles as data, and its writer. Nothing is imported or called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.run_state.tensors import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A class or function that a pickle names: a name and no more. To call it makes an `Object` of it."""
+    """Name of a class or function in a pickle. A call returns an `Object`."""
 
     module: str
     name: str
@@ -29,7 +29,7 @@ class Name:
 
 
 class Object:
-    """What a pickle would have made of a class or function: what that is, and all that it was to be given."""
+    """Call of a class or function in a pickle, with all that the result was to be given."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class Object:
         self.arguments = arguments
         self.keywords = keywords or {}
         self.is_instance = is_instance
-        """Whether it was to be made without calling its class, as `object.__new__` does."""
+        """True if it was to be created without a call, as by `object.__new__`."""
         self.state: Any = None
-        """What its attributes were to be."""
+        """State for its attributes."""
         self.items: list[Any] = []
-        """What it was to hold, as a list does."""
+        """Items of a list."""
         self.entries: list[tuple[Any, Any]] = []
-        """What it was to hold, as a dict does; keys need not be hashable."""
+        """Entries of a dict; keys need not be hashable."""
 
-    # What the reader of pickles calls.
+    # Called by the reader of pickles.
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -69,11 +69,11 @@ class Object:
 
 
 class Attributed(dict[Any, Any]):
-    """A dict of a class of its own: the `OrderedDict` of a module's state, which notes versions in an attribute."""
+    """Dict of a subclass: the `OrderedDict` of a module's state stores versions in an attribute."""
 
     of = Name("collections", "OrderedDict")
     arguments: tuple[Any, ...] = ()
-    """What the class was called with."""
+    """Arguments of the class."""
     attributes: Any = None
 
     def __setstate__(self, state: Any) -> None:
@@ -81,8 +81,6 @@ class Attributed(dict[Any, Any]):
 
 
 class WithDefault(Attributed):
-    """A `defaultdict`."""
-
     of = Name("collections", "defaultdict")
 
     def __init__(self, *arguments: Any):
@@ -90,25 +88,25 @@ class WithDefault(Attributed):
         self.arguments = arguments
 
 
-_Pure: Any = pickle._Pickler  # the one written in C looks names up
+_Pure: Any = pickle._Pickler  # the one in C looks names up
 
 
 class Persistent:
-    """What a pickle keeps elsewhere, by its key."""
+    """Data outside a pickle, by its key."""
 
     def __init__(self, key: tuple[Any, ...]):
         self.key = key
 
 
 _BY_PICKLE = (set, frozenset, complex, Persistent)
-"""What Python's own way of writing is right for."""
+"""Types that Python's own pickler writes correctly."""
 
 Reference = Callable[[Tensor], Object]
-"""From a tensor to the call that makes it, in which a `Persistent` stands for its data."""
+"""Returns the call that makes a tensor, with a `Persistent` for its data."""
 
 
 def write_pickle(tree: Any, *, tensors: Reference | None = None) -> bytes:
-    """The pickle that holds a tree, in the protocol of PyTorch's files."""
+    """Return the pickle of a tree, in the protocol of PyTorch's files."""
     file = io.BytesIO()
     _Machine(file, tensors).dump(tree)
     return file.getvalue()
@@ -121,22 +119,22 @@ class _Machine(_Pure):  # type: ignore[misc]
         super().__init__(file, 2)
         self._tensors = tensors
         self._names: dict[Name, Name] = {}
-        self._made: list[Any] = []
-        """What was made for the pickle stays, since it knows by their addresses what it has written already."""
+        self._alive: list[Any] = []
+        """Temporary objects, kept alive because the pickler remembers what it wrote by address."""
 
     def persistent_id(self, thing: Any) -> Any:
         return thing.key if isinstance(thing, Persistent) else None
 
-    def save(self, thing: Any, save_persistent_id: bool = True) -> None:
-        if isinstance(thing, Tensor):
+    def save(self, item: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(item, Tensor):
             if self._tensors is None:
-                raise pickle.PicklingError("a tensor has no place in this pickle")
-            thing = self._tensors(thing)
-        elif isinstance(thing, Name):
-            thing = self._names.setdefault(thing, thing)
-        elif type(thing) not in self.dispatch and type(thing) not in _BY_PICKLE and thing is not codecs.encode:
-            raise pickle.PicklingError(f"a {type(thing).__name__} has no place in a checkpoint")
-        super().save(thing, save_persistent_id)
+                raise pickle.PicklingError("this pickle cannot hold a tensor")
+            item = self._tensors(item)
+        elif isinstance(item, Name):
+            item = self._names.setdefault(item, item)
+        elif type(item) not in self.dispatch and type(item) not in _BY_PICKLE and item is not codecs.encode:
+            raise pickle.PicklingError(f"a checkpoint cannot hold a {type(item).__name__}")
+        super().save(item, save_persistent_id)
 
     def _save_name(self, name: Name) -> None:
         self.write(pickle.GLOBAL + f"{name.module}\n{name.name}\n".encode())
@@ -165,23 +163,23 @@ class _Machine(_Pure):  # type: ignore[misc]
             self.save(state)
             self.write(pickle.BUILD)
 
-    def _save_type(self, kind: np.dtype) -> None:
-        made = Object(Name("numpy", "dtype"), (kind.str[1:], False, True))
-        made.state = (3, kind.str[0], None, None, None, -1, -1, 0)
-        self._save_made(made)
+    def _save_type(self, dtype: np.dtype) -> None:
+        call = Object(Name("numpy", "dtype"), (dtype.str[1:], False, True))
+        call.state = (3, dtype.str[0], None, None, None, -1, -1, 0)
+        self._save_call(call)
 
     def _save_array(self, array: np.ndarray) -> None:
-        made = Object(Name("numpy._core.multiarray", "_reconstruct"), (Name("numpy", "ndarray"), (0,), b"b"))
-        made.state = (1, array.shape, array.dtype, False, np.ascontiguousarray(array).tobytes())
-        self._save_made(made)
+        call = Object(Name("numpy._core.multiarray", "_reconstruct"), (Name("numpy", "ndarray"), (0,), b"b"))
+        call.state = (1, array.shape, array.dtype, False, np.ascontiguousarray(array).tobytes())
+        self._save_call(call)
 
     def _save_scalar(self, number: np.generic) -> None:
-        made = Object(Name("numpy._core.multiarray", "scalar"), (number.dtype, number.tobytes()))
-        self._save_made(made)
+        call = Object(Name("numpy._core.multiarray", "scalar"), (number.dtype, number.tobytes()))
+        self._save_call(call)
 
-    def _save_made(self, made: Object) -> None:
-        self._made.append(made)
-        self._save_object(made)
+    def _save_call(self, call: Object) -> None:
+        self._alive.append(call)
+        self._save_object(call)
 
     dispatch[Name] = _save_name
     dispatch[Object] = _save_object

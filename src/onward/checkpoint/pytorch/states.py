@@ -1,5 +1,6 @@
-"""States of modules, optimizers and schedulers of PyTorch as they are saved, both ways. State names no class:
-what it keeps tells which it can be.
+"""State dicts of modules, optimizers and schedulers of PyTorch, both ways.
+
+State does not name a class: its slots tell which classes it can be of.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Settings = Mapping[str, Any]
 
 
 def is_optimizer_state(tree: Any) -> bool:
-    """True if a tree is the state of an optimizer of PyTorch."""
+    """True for the state of an optimizer of PyTorch."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("state"), Mapping):
         return False
     groups = tree.get("param_groups")
@@ -37,26 +38,26 @@ def is_optimizer_state(tree: Any) -> bool:
         return False
     # Optimizers list parameters by number, in distributed checkpoints by name.
     listed = [group.get("params") for group in groups]
-    return all(isinstance(each, list) and all(isinstance(x, int | str) for x in each) for each in listed)
+    return all(isinstance(params, list) and all(isinstance(x, int | str) for x in params) for params in listed)
 
 
 def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> OptimizerState:
-    """The optimizer that saved this; `family` is which it is, where something else says so."""
+    """Return the optimizer of a state. `family` is its name, if it is known otherwise."""
     groups: list[ParameterGroup] = []
     names: dict[Any, Any] = {}
     for group in tree["param_groups"]:
         numbers = group["params"]
-        known = group.get("param_names")
-        named = known if isinstance(known, list) and len(known) == len(numbers) else numbers
+        names_in_group = group.get("param_names")
+        named = names_in_group if isinstance(names_in_group, list) and len(names_in_group) == len(numbers) else numbers
         names |= dict(zip(numbers, named, strict=True))
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(ParameterGroup(None, tuple(named), settings))
     slots = {
-        names.get(key, key): {slot: value for slot, value in kept.items() if value is not None}
-        for key, kept in tree["state"].items()
-        if isinstance(kept, Mapping)
+        names.get(key, key): {slot: value for slot, value in values.items() if value is not None}
+        for key, values in tree["state"].items()
+        if isinstance(values, Mapping)
     }
-    states = {frozenset(map(str, kept)) - {COUNT, MASTER} for kept in slots.values()}
+    states = {frozenset(map(str, values)) - {COUNT, MASTER} for values in slots.values()}
     families = (family,) if family else families_of(states, groups[0].settings if groups else {})
     if len(families) == 1:
         groups = [dataclasses.replace(group, optimizer=spec_of(families[0], group.settings)) for group in groups]
@@ -64,25 +65,24 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
 
 
 def spec_of(family: str, settings: Settings) -> Spec | None:
-    """Return the words of a recipe for a group of PyTorch; None if there are none."""
+    """Return the options of a recipe for a group of PyTorch; None if there are none."""
     return saved_words(family, settings, base_rate(settings), number_of)
 
 
 def base_rate(settings: Settings) -> float:
-    """The rate that a schedule multiplies: before it, or at the top of one cycle."""
+    """Return the rate that a schedule multiplies: the initial one, or the top of one cycle."""
     rate = settings.get("max_lr", settings.get("initial_lr", settings.get("lr", 0.0)))
     return float(rate if isinstance(rate, int) else number_of(rate))
 
 
 def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
-    """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
+    """Return the settings of PyTorch's class for an optimizer of a recipe at a rate."""
     configured = configure(spec)
     row = row_for((row for row in TORCH_ROWS if row.is_native), configured)
     if row is None:
         raise UnsupportedError(
-            f"PyTorch has no optimizer of its own that computes what `{spec}` does",
-            hint="write the run with a program of its own: `onward convert training.onnx --to torch --program`, or use "
-            "`variant=torch` from the beginning",
+            f"PyTorch has no optimizer of its own equal to `{spec}`",
+            hint="write a program: `onward convert training.onnx --to torch --program`, or train with `variant=torch`",
         )
     return {**{flag: FLAGS[flag] for flag in row.flags}, **row.settings_for(configured), "lr": rate}
 
@@ -95,7 +95,7 @@ def is_schedule_state(tree: Any) -> bool:
 
 
 def schedule_of(state: Attributes, group: Attributes | None = None) -> SchedulerState:
-    """What the state of a scheduler says; the rates of one cycle are in a group of its optimizer."""
+    """Return the schedule of a state; the rates of one cycle are in a group of its optimizer."""
     pieces = read_saved(_plain(state), group or {})
     words = None if pieces is None else tuple(in_words(pieces))
     position = state.get("last_epoch")
@@ -110,15 +110,15 @@ def _plain(state: Attributes) -> Attributes:
     if isinstance(counts := state.get("milestones"), Object):
         state["milestones"] = counts.arguments[0]
     if isinstance(inner := state.get("_schedulers"), list):
-        state["_schedulers"] = [_plain(each) if isinstance(each, Mapping) else each for each in inner]
+        state["_schedulers"] = [_plain(item) if isinstance(item, Mapping) else item for item in inner]
     return state
 
 
 def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[float], position: int) -> dict[str, Any]:
-    """The state of a scheduler of PyTorch at a position: its own class where there is one, else that of LambdaLR.
+    """Return the state of a scheduler at a position: of its own class, else of LambdaLR.
 
-    `bases` are the rates of the groups before the schedule, `rates` those at the position. What LambdaLR multiplies
-    with is never stored: whoever loads the state has the function.
+    `bases` are the rates of the groups before the schedule, `rates` those at the position. The
+    factors of LambdaLR are not stored: the program that loads the state has the function.
     """
     common = {
         "base_lrs": list(bases),
@@ -129,10 +129,10 @@ def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[floa
         "_last_lr": list(rates),
     }
     single = [(spec, FOREVER) for spec in words if len(words) == 1 and "until" not in spec.options]
-    found = class_of(complete(single)[0]) if single else None
-    if found is None:
+    scheduler = class_of(complete(single)[0]) if single else None
+    if scheduler is None:
         return {**common, "lr_lambdas": [None] * len(bases)}
-    state = found[1]
+    state = scheduler[1]
     if "milestones" in state:
         counts = {step: state["milestones"].count(step) for step in state["milestones"]}
         state["milestones"] = Object(Name("collections", "Counter"), (counts,))
@@ -142,25 +142,25 @@ def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[floa
 
 
 def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any]:
-    """The state of a scheduler that is there, at another position; `rates` are those of the groups then."""
+    """Return the state of a scheduler at another position with the rates of the groups there."""
     if state.get("last_epoch") == position:
         return dict(state)
-    moved = dict(state)
+    advanced = dict(state)
     if len(rates) == len(state.get("_last_lr", rates)):
-        moved["_last_lr"] = list(rates)
+        advanced["_last_lr"] = list(rates)
     if isinstance(inner := state.get("_schedulers"), list):
-        moved["_schedulers"] = [_inner(state, at, rates, position) for at in range(len(inner))]
+        advanced["_schedulers"] = [_inner(state, at, rates, position) for at in range(len(inner))]
     if "last_epoch" in state:
-        moved["last_epoch"] = position
+        advanced["last_epoch"] = position
     if "_step_count" in state:
-        moved["_step_count"] = position + 1
+        advanced["_step_count"] = position + 1
     if "T_cur" in state:
-        moved |= restart_position(state["T_0"], state["T_mult"], position)
-    return moved
+        advanced |= restart_position(state["T_0"], state["T_mult"], position)
+    return advanced
 
 
 def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: int) -> Any:
-    """A scheduler inside another: each has its turn where there are milestones, else all move together."""
+    """Return an inner scheduler at a position: each in turn with milestones, else together."""
     milestones = state.get("_milestones")
     inner = state["_schedulers"][at]
     if milestones is None:
@@ -177,13 +177,13 @@ _COUNTERLESS = {name for row in TORCH_ROWS if not row.counts for name in row.opt
 
 
 def module_state(checkpoint: Checkpoint) -> Attributed:
-    """`module.state_dict()`."""
+    """Return `module.state_dict()`."""
     aliases = {alias: checkpoint.tensors[name] for alias, name in checkpoint.tied.items() if name in checkpoint.tensors}
     return Attributed({**checkpoint.tensors, **aliases})
 
 
 def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict[str, Any]:
-    """`optimizer.state_dict()`: by numbers in the order of the groups, or by name, as distributed checkpoints are."""
+    """Return `optimizer.state_dict()`: by number in the order of the groups, or by name."""
     refuse_unknown_class(optimizer)
     numbers: dict[Any, Any] = {}
     for group in optimizer.groups:
@@ -197,16 +197,16 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
             continue
         if MASTER in slots:
             raise UnsupportedError(
-                "the optimizer works on float32 copies of weights, of which PyTorch's own optimizers have none",
-                hint="write it for `deepspeed` or `megatron`, or import it with a model in float32",
+                "the optimizer has float32 copies of weights, which PyTorch's optimizers do not support",
+                hint="write `--to deepspeed` or `--to megatron`, or import it with a model in float32",
             )
-        kept = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
+        tensors = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
         step = slots.get(COUNT)
         if step is not None and spec is None:
-            kept = {COUNT: as_tensor(step), **kept}
+            tensors = {COUNT: as_tensor(step), **tensors}
         elif step is not None and spec is not None and spec.name not in _COUNTERLESS:
-            kept = {COUNT: ArrayTensor(np.asarray(count_of(step), np.float32)), **kept}
-        state[numbers[name]] = kept
+            tensors = {COUNT: ArrayTensor(np.asarray(count_of(step), np.float32)), **tensors}
+        state[numbers[name]] = tensors
     ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
     groups = []
     for group in optimizer.groups:
@@ -216,9 +216,9 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
 
 
 def refuse_unknown_class(optimizer: OptimizerState) -> None:
-    """Raise an UnsupportedError for state of another framework that does not name its optimizer.
+    """Raise an UnsupportedError for another framework's state without an optimizer name.
 
-    `Adam.step()` of PyTorch needs settings and a step for each parameter, which such state does not have.
+    PyTorch's `Adam.step()` needs settings and a step for each parameter, which it does not have.
     """
     if optimizer.variant != "torch" and any(group.optimizer is None for group in optimizer.groups):
         raise UnsupportedError(
@@ -231,11 +231,11 @@ def refuse_unknown_class(optimizer: OptimizerState) -> None:
 _OF_PYTORCH = frozenset(
     {"maximize", "foreach", "betas", "dampening", "centered", "rho", "lr_decay", "etas", "lambd", "bias_correction"}
 )
-"""Names of settings, of which each of PyTorch's optimizers has one, and those of other frameworks have none."""
+"""Settings of which each optimizer of PyTorch has one, and those of other frameworks none."""
 
 
 def settings_now(group: ParameterGroup) -> dict[str, Any]:
-    """The settings of a group: those that were stored, with numbers as they are now."""
+    """Return the stored settings of a group with current numbers."""
     if group.optimizer is None:
         return dict(group.settings)
     rate = group.rate if group.rate is not None else group.settings.get("lr", group.spec.options["lr"])
@@ -251,27 +251,27 @@ def settings_now(group: ParameterGroup) -> dict[str, Any]:
         if key in group.settings and key not in FLAGS and value != group.settings[key]
     }
     base = float(group.spec.options["lr"])
-    is_stored = base == group.settings.get("lr")  # which stays where the checkpoint has no schedule
+    is_stored = base == group.settings.get("lr")  # constant without a schedule
     if "initial_lr" in group.settings and "max_lr" not in group.settings and not is_stored:
         changed["initial_lr"] = base
     return {**group.settings, **changed}
 
 
-def without_copies(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
-    """Slots without a copy of the weight that is as wide as it."""
-    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
-    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
+def without_copies(slots: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
+    """Return slots without a float32 copy of a float32 weight."""
+    is_copy = weight is not None and MASTER in slots and slots[MASTER].dtype == weight.dtype
+    return {slot: value for slot, value in slots.items() if slot != MASTER or not is_copy}
 
 
 def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """The trees that a checkpoint keeps, with optimizers, schedules and counters as they are now."""
+    """Return the trees of a checkpoint with current optimizers, schedules and counters."""
     optimizers = iter(checkpoint.optimizers)
     schedules = iter(checkpoint.schedules)
     return {name: _renew_tree(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
 
 
 def advance_counter(name: Any, value: Any, by: int) -> Any:
-    """The counter of batches of a BatchNorm after more of them; everything else as it is."""
+    """Return the batch counter of a BatchNorm after `by` more batches; other values unchanged."""
     if not by or not isinstance(value, Tensor) or not str(name).endswith("num_batches_tracked"):
         return value
     return ArrayTensor(np.asarray(value.array() + by))
@@ -280,15 +280,15 @@ def advance_counter(name: Any, value: Any, by: int) -> Any:
 def _renew_tree(
     tree: Any, optimizers: Iterator[OptimizerState], schedules: Iterator[Any], now: Checkpoint, depth: int
 ) -> Any:
-    """The walk is that of `contents_of`, so that the parts come in the same order."""
+    """Update a tree in the order in which `contents_of` lists its parts."""
     if is_optimizer_state(tree):
-        made = optimizer_state(next(optimizers))
+        new_state = optimizer_state(next(optimizers))
         groups = [
             {key: before[key] if key in ("params", "param_names") else group[key] for key in before}
-            for group, before in zip(made["param_groups"], tree["param_groups"], strict=True)
+            for group, before in zip(new_state["param_groups"], tree["param_groups"], strict=True)
         ]
         numbers = [number for group in tree["param_groups"] for number in group["params"]]
-        state = {numbers[at] if at < len(numbers) else at: kept for at, kept in made["state"].items()}
+        state = {numbers[at] if at < len(numbers) else at: slots for at, slots in new_state["state"].items()}
         return type(tree)({**tree, "state": state, "param_groups": groups})
     if is_schedule_state(tree):
         return dict(next(schedules).state)

@@ -1,4 +1,4 @@
-"""Checkpoints from the trees and folders of PyTorch's files, which nearly all of its frameworks write."""
+"""Checkpoints in trees and folders of PyTorch's files, which most of its frameworks write."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from onward.run_state.state import OptimizerState, RandomState
 from onward.run_state.tensors import Tensor, count_of, is_number
 
 _MOST_NODES = 5_000_000
-"""Of a tree. A small pickle can describe one without end, by naming the same part again and again."""
+"""Largest number of nodes: a small pickle can describe an endless tree by repetition."""
 
 _HARMLESS = ("torch", "collections", "numpy", "builtins", "__builtin__")
-"""Modules of names that are types and classes of data in every checkpoint."""
+"""Modules of the data types that all checkpoints name."""
 
 
 _HARMFUL = ("eval", "exec", "getattr", "setattr", "open", "compile", "__import__", "apply", "execfile", "input")
 
 
 def nodes(tree: Any) -> Iterator[Any]:
-    """All that a tree holds, each thing once."""
+    """Return all nodes of a tree, each once."""
     seen: set[int] = set()
     pending = [tree]
     while pending:
-        here = pending.pop()
-        if id(here) in seen:
+        node = pending.pop()
+        if id(node) in seen:
             continue
         if len(seen) > _MOST_NODES:
-            raise InvalidModelError("the checkpoint holds more objects than any does")
-        if isinstance(here, dict | list | tuple | set | frozenset | Object):
-            seen.add(id(here))
-        yield here
-        pending.extend(_parts(here))
+            raise InvalidModelError("the checkpoint holds too many objects")
+        if isinstance(node, dict | list | tuple | set | frozenset | Object):
+            seen.add(id(node))
+        yield node
+        pending.extend(_parts(node))
 
 
 def _parts(tree: Any) -> list[Any]:
@@ -62,13 +62,13 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def executed_names(tree: Any) -> tuple[str, ...]:
-    """What a loader that trusts the file would import and call, but for what all files are made of."""
+    """Return the names that a trusting loader would import and call, without harmless ones."""
     names = {str(node) for node in nodes(tree) if isinstance(node, Name) and not is_harmless(node)}
     return tuple(sorted(names))
 
 
 def is_harmless(name: Name) -> bool:
-    """Whether it is of what all checkpoints are made of."""
+    """True for a data type that all checkpoints name."""
     if name.module.startswith(("torch.", "numpy.")):
         return False
     return name.module in _HARMLESS and name.name not in _HARMFUL
@@ -76,7 +76,7 @@ def is_harmless(name: Name) -> bool:
 
 @dataclasses.dataclass
 class Contents:
-    """The parts of a tree that are of a known kind."""
+    """Parts of a tree, by their kind."""
 
     modules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
@@ -88,51 +88,51 @@ class Contents:
 
 
 def contents_of(*trees: Any) -> Contents:
-    """What is in trees of dicts and lists: the outermost parts that are something."""
-    found = Contents()
+    """Return the outermost known parts in trees of dicts and lists."""
+    contents = Contents()
     pending = [(tree, _DEEPEST) for tree in reversed(trees)]
     while pending:
         tree, depth = pending.pop()
         if is_optimizer_state(tree):
-            found.optimizers.append(tree)
+            contents.optimizers.append(tree)
         elif is_schedule_state(tree):
-            found.schedules.append(tree)
-        elif (kind := _random_kind(tree)) is not None:
-            found.randomness.append(RandomState(kind, tree))
+            contents.schedules.append(tree)
+        elif (generator := _generator_of(tree)) is not None:
+            contents.randomness.append(RandomState(generator, tree))
         elif isinstance(tree, Mapping) and tree.keys() >= _SCALER:
-            found.scalers.append(tree)
+            contents.scalers.append(tree)
         elif isinstance(tree, Mapping) and tree.keys() >= _LOADER:
-            found.data.append(tree)
+            contents.data.append(tree)
         elif _is_module_state(tree):
-            (found.averages if AVERAGED in tree else found.modules).append(tree)
+            (contents.averages if AVERAGED in tree else contents.modules).append(tree)
         elif depth and isinstance(tree, Mapping | list):
-            inside = list(tree.values() if isinstance(tree, Mapping) else tree)
-            pending += [(part, depth - 1) for part in reversed(inside)]
-    return found
+            children = list(tree.values() if isinstance(tree, Mapping) else tree)
+            pending += [(child, depth - 1) for child in reversed(children)]
+    return contents
 
 
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval"}
-"""What the state of a `GradScaler` has."""
+"""Keys of the state of a `GradScaler`."""
 _LOADER = {"_num_yielded", "_sampler_iter_yielded"}
-"""What the state of a `StatefulDataLoader` has."""
+"""Keys of the state of a `StatefulDataLoader`."""
 AVERAGED = "n_averaged"
-"""What the state of an `AveragedModel` has beside that of its module."""
+"""Key of the state of an `AveragedModel`, beside its module."""
 _DEEPEST = 3
-"""How far below the top what users save is looked for."""
+"""Largest depth of a part below the top."""
 
 
 def _is_module_state(tree: Any) -> bool:
-    """Whether a tree is tensors by name."""
+    """True for tensors by name."""
     return (
         isinstance(tree, Mapping)
-        and any(isinstance(value, Tensor) and _random_kind(value) is None for value in tree.values())
+        and any(isinstance(value, Tensor) and _generator_of(value) is None for value in tree.values())
         and all(isinstance(key, str) for key in tree)
         and all(isinstance(value, Tensor | Object | int | float | bytes) for value in tree.values())
     )
 
 
-def _random_kind(tree: Any) -> str | None:
-    """Which generator of random numbers a tree is the state of."""
+def _generator_of(tree: Any) -> str | None:
+    """Return the random number generator that a tree is the state of."""
     if isinstance(tree, Tensor) and tree.dtype == np.uint8 and len(tree.shape) == 1:
         return {5056: "torch, CPU", 16: "torch, CUDA"}.get(tree.shape[0])
     if isinstance(tree, tuple) and len(tree) == 3 and isinstance(tree[1], tuple) and len(tree[1]) == 625:
@@ -143,46 +143,48 @@ def _random_kind(tree: Any) -> str | None:
 
 
 UPDATES = ("global_step", "global_steps", "step", "iteration")
-"""What frameworks call the number of updates."""
+"""Names of the number of updates in frameworks."""
 _COUNTERS = (*UPDATES, "epoch", "max_steps", "num_train_epochs")
 
 
 def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
-    """What is in trees. `facts` are fields of the checkpoint that are known already."""
-    found = contents_of(*trees.values())
+    """Return the checkpoint in trees. `facts` are fields that are known already."""
+    contents = contents_of(*trees.values())
     remarks = tuple(facts.pop("remarks", ()))
     tensors = facts.pop("tensors", None)
     if tensors is None:
-        tensors = found.modules[0] if found.modules else {}
-        if len(found.modules) > 1:
-            remarks = (*remarks, f"{len(found.modules)} modules are in it; this is the first")
-    optimizers = tuple(map(optimizer_of, found.optimizers))
-    group = next((group.settings for each in optimizers for group in each.groups), {})
-    known = {
+        tensors = contents.modules[0] if contents.modules else {}
+        if len(contents.modules) > 1:
+            remarks = (*remarks, f"{len(contents.modules)} modules are in it; this is the first")
+    optimizers = tuple(map(optimizer_of, contents.optimizers))
+    group = next((group.settings for optimizer in optimizers for group in optimizer.groups), {})
+    fields = {
         "optimizers": optimizers,
-        "schedules": tuple(schedule_of(state, group) for state in found.schedules),
-        "randomness": tuple(found.randomness),
-        "scaler": found.scalers[0] if found.scalers else {},
-        "data": found.data[0] if found.data else {},
+        "schedules": tuple(schedule_of(state, group) for state in contents.schedules),
+        "randomness": tuple(contents.randomness),
+        "scaler": contents.scalers[0] if contents.scalers else {},
+        "data": contents.data[0] if contents.data else {},
         "averages": {
             name.removeprefix("module."): tensor  # an `AveragedModel` holds its module
-            for name, tensor in (found.averages[0] if found.averages else {}).items()
+            for name, tensor in (contents.averages[0] if contents.averages else {}).items()
             if isinstance(tensor, Tensor) and name.startswith("module.")
         },
-        "average_updates": averages_made(found.averages[0]) if found.averages else None,
+        "average_updates": averages_made(contents.averages[0]) if contents.averages else None,
         "trees": trees,
         "executes": executed_names(trees),
         **facts,
     }
-    step = known.pop("step", None)
+    step = fields.pop("step", None)
     if step is None:
-        step = step_of(known.get("progress", {}), known["optimizers"])
-    kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return Checkpoint(path=path, format=format, title=title, tensors=kept, step=step, remarks=remarks, **known)
+        step = step_of(fields.get("progress", {}), fields["optimizers"])
+    named_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return Checkpoint(
+        path=path, format=format, title=title, tensors=named_tensors, step=step, remarks=remarks, **fields
+    )
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:
-    """Return how many updates of averages an `AveragedModel` has counted."""
+    """Return the number of updates of averages that an `AveragedModel` counted."""
     count = state.get(AVERAGED)
     return count_of(count) if is_number(count) else None
 
@@ -204,7 +206,7 @@ def progress_of(tree: Any) -> dict[str, Any]:
 
 
 def mapping(tree: Any) -> Mapping[str, Any]:
-    """A tree that is a mapping; nothing if it is none."""
+    """Return a tree if it is a mapping, else an empty one."""
     return tree if isinstance(tree, Mapping) else {}
 
 
@@ -212,20 +214,20 @@ _ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 
 
 def has(*names: str) -> Callable[[Path], bool]:
-    """Whether a folder has one of these files."""
+    """Return a predicate: True for a folder with one of these files."""
     return lambda folder: folder.is_dir() and any((folder / name).is_file() for name in names)
 
 
 def torch_files(folder: Path) -> dict[str, Any]:
-    """The trees of the files of PyTorch in a folder."""
+    """Return the trees of PyTorch's files in a folder."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _ENDINGS and is_torch_file(path))
     return {path.name: read_torch_file(path) for path in files}
 
 
 def write_again(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the files that a checkpoint was read from, up to date.
+    """Write the files that a checkpoint was read from, with current numbers.
 
-    What else was in its folder, such as a tokenizer, is copied, where that is still there.
+    Other files of its folder, such as those of a tokenizer, are copied if they still exist.
     """
     for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
         (write_json if name.endswith(".json") else write_torch_file)(folder / name, tree)
@@ -235,15 +237,15 @@ def write_again(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
-    """A model in safetensors, its configuration, and files of PyTorch beside it."""
+    """Return a model in safetensors, its configuration, and PyTorch's files beside it."""
     if (folder / INDEX).exists() or (folder / "model.safetensors").exists():
         facts["tensors"] = read_model_folder(folder)
     if (folder / "config.json").exists():
         facts["configuration"] = read_json(folder / "config.json")
         trees = {**trees, "config.json": facts["configuration"]}
-    known = {*trees, INDEX}
+    read_files = {*trees, INDEX}
     others = []  # neither tensors of the model, nor a training model that was written beside them
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in known):
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in read_files):
         is_stored = path.suffix == ".data" and path.with_suffix(".onnx").exists()
         if path.suffix not in (".safetensors", ".onnx") and not is_stored:
             others.append(path.name)

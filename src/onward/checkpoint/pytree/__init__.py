@@ -1,4 +1,4 @@
-"""Trees of JAX as Orbax and Flax store them: dicts and lists around tensors and numbers, and the way to each."""
+"""Trees of JAX as Orbax and Flax store them: dicts and lists of tensors and numbers."""
 
 from __future__ import annotations
 
@@ -7,95 +7,99 @@ from typing import Any
 
 from onward.run_state.tensors import Tensor
 
-Way = tuple[str, ...]
-"""The keys that lead to a place in a tree. Those of lists are numbers, as text."""
+KeyPath = tuple[str, ...]
+"""Keys that lead to a node of a tree. Indices of lists are strings."""
 
 WRAPPER = "value"
-"""The last key on the way to an array of Flax's NNX, which wraps it in a variable. It has no place in a name."""
+"""Last key of an array in Flax's NNX, which wraps it in a variable. Names omit it."""
 
 KEY, DATA = "random_key", "data"
-"""A typed key of JAX in a tree: which generator it is for, and its numbers."""
+"""Typed random key of JAX in a tree: its generator and its numbers."""
 
 
 def parts(tree: Any) -> list[tuple[str, Any]]:
-    """What is directly inside a tree, by key; nothing in a leaf."""
+    """Return the children of a node by key; nothing for a leaf."""
     if isinstance(tree, Mapping):
-        return [(str(key), part) for key, part in tree.items()]
-    return [(str(i), part) for i, part in enumerate(tree)] if isinstance(tree, list | tuple) else []
+        return [(str(key), child) for key, child in tree.items()]
+    return [(str(i), child) for i, child in enumerate(tree)] if isinstance(tree, list | tuple) else []
 
 
-def leaves(tree: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """The ends of a tree in their order. What is empty, such as None or a dict, is one as well."""
-    inside = parts(tree)
-    if not inside:
-        yield way, tree
-    for key, part in inside:
-        yield from leaves(part, (*way, key))
+def leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Return the leaves of a tree in order, also empty ones such as None or {}."""
+    children = parts(tree)
+    if not children:
+        yield path, tree
+    for key, child in children:
+        yield from leaves(child, (*path, key))
 
 
-def at(tree: Any, way: Iterable[str]) -> Any:
-    """What is at a place."""
-    for key in way:
+def at(tree: Any, path: Iterable[str]) -> Any:
+    """Return the node at a path."""
+    for key in path:
         tree = dict(parts(tree))[key]
     return tree
 
 
-def map_leaves(tree: Any, change: Callable[[Way, Any], Any], way: Way = ()) -> Any:
-    """The same tree with other leaves."""
-    inside = parts(tree)
-    if not inside:
-        return change(way, tree)
-    made = [map_leaves(part, change, (*way, key)) for key, part in inside]
-    return dict(zip(tree, made, strict=True)) if isinstance(tree, Mapping) else made
+def map_leaves(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
+    """Return a tree with changed leaves."""
+    children = parts(tree)
+    if not children:
+        return change(path, tree)
+    changed = [map_leaves(child, change, (*path, key)) for key, child in children]
+    return dict(zip(tree, changed, strict=True)) if isinstance(tree, Mapping) else changed
 
 
-def names_of_tensors(tree: Any, way: Way = ()) -> dict[Way, str]:
-    """The tensors of a tree, and the names that they have in a training model: their places in it."""
+def names_of_tensors(tree: Any, path: KeyPath = ()) -> dict[KeyPath, str]:
+    """Return the paths of the tensors in a tree -> their names in a training model."""
     flat = dict(leaves(tree))
-    ways = [w for w, leaf in flat.items() if isinstance(leaf, Tensor) and (*w[:-1], KEY) not in flat]
-    wrapped = bool(ways) and all(len(below) > 1 and below[-1] == WRAPPER for below in ways)
-    return {(*way, *below): "/".join(below[:-1] if wrapped else below) or "params" for below in ways}
+    paths = [
+        inner_path
+        for inner_path, leaf in flat.items()
+        if isinstance(leaf, Tensor) and (*inner_path[:-1], KEY) not in flat
+    ]
+    wrapped = bool(paths) and all(len(inner) > 1 and inner[-1] == WRAPPER for inner in paths)
+    return {(*path, *inner): "/".join(inner[:-1] if wrapped else inner) or "params" for inner in paths}
 
 
 class _Branch(dict[Any, Any]):
-    """A dict of a tree that is put together, and no leaf."""
+    """Dict in a tree under construction, which is not a leaf."""
 
 
 def nest(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
-    """Values, each with the keys that lead to it, as dicts in dicts; a ValueError where one is inside of another."""
+    """Return values with their paths as nested dicts; raise a ValueError for a conflict."""
     root = _Branch()
-    for way, value in values:
-        *outer, last = way
-        around = root
+    for path, value in values:
+        *outer, last = path
+        branch = root
         for key in outer:
-            around = around.setdefault(key, _Branch())
-            if not isinstance(around, _Branch):
+            branch = branch.setdefault(key, _Branch())
+            if not isinstance(branch, _Branch):
                 break
-        if not isinstance(around, _Branch) or last in around:
-            raise ValueError(f"there is something inside of a leaf, at `{'.'.join(map(str, way))}`")
-        around[last] = value
+        if not isinstance(branch, _Branch) or last in branch:
+            raise ValueError(f"there is a value inside of a leaf, at `{'.'.join(map(str, path))}`")
+        branch[last] = value
     return root
 
 
 def nest_names(values: Mapping[str, Any]) -> Any:
-    """Values by name as a tree: `dense/kernel` is `kernel` in `dense`. What has the keys 0, 1, 2 ... is a list."""
+    """Return values by name as a tree: `dense/kernel` is `kernel` in `dense`."""
     try:
         return with_lists(nest((name.split("/"), value) for name, value in values.items()))
     except ValueError:
-        return dict(values)  # a name is the beginning of another: no tree has both
+        return dict(values)  # one name is a prefix of another, which no tree can hold
 
 
-def with_lists(tree: Any, lists: Container[Way] | None = None, way: Way = ()) -> Any:
-    """A tree in which dicts with the keys 0, 1, 2 ... are lists, as Flax makes dicts of these; or some of them are."""
+def with_lists(tree: Any, lists: Container[KeyPath] | None = None, path: KeyPath = ()) -> Any:
+    """Return a tree with lists for dicts with the keys 0, 1, 2 ..., or only at some paths."""
     if not isinstance(tree, dict):
         return tree
-    inside = {key: with_lists(part, lists, (*way, key)) for key, part in tree.items()}
-    numbers = [str(i) for i in range(len(inside))]
-    is_list = bool(inside) and (lists is None or way in lists) and {*inside} == {*numbers}
-    return [inside[key] for key in numbers] if is_list else inside
+    children = {key: with_lists(child, lists, (*path, key)) for key, child in tree.items()}
+    numbers = [str(i) for i in range(len(children))]
+    is_list = bool(children) and (lists is None or path in lists) and {*children} == {*numbers}
+    return [children[key] for key in numbers] if is_list else children
 
 
 def without_lists(tree: Any) -> Any:
-    """A tree in which lists are dicts with the keys 0, 1, 2 ..."""
+    """Return a tree with dicts with the keys 0, 1, 2 ... in place of lists."""
     is_tree = isinstance(tree, Mapping | list | tuple)
-    return {key: without_lists(part) for key, part in parts(tree)} if is_tree else tree
+    return {key: without_lists(child) for key, child in parts(tree)} if is_tree else tree

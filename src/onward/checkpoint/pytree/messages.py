@@ -1,4 +1,4 @@
-"""msgpack, as Flax writes trees in it. The reader leaves arrays where they are in the file."""
+"""msgpack files of Flax. Arrays that are read stay in the file."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from onward.model.storage.files import blame_file, regular
 from onward.run_state.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides
 
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
-"""What Flax adds to msgpack."""
+"""Extension types of Flax."""
 PIECES = "__msgpack_chunked_array__"
 _DEEPEST, _MOST_VALUES = 200, 5_000_000
 
-_KINDS = (*OF_PYTORCH.values(), ml_dtypes.int4, ml_dtypes.uint4)
-_TYPES = {np.dtype(kind).name: np.dtype(kind) for kind in _KINDS}
+_DTYPES = (*OF_PYTORCH.values(), ml_dtypes.int4, ml_dtypes.uint4)
+_TYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in _DTYPES}
 
 
 def begins_a_tree(path: Path) -> bool:
-    """Whether a file begins as a map with names does."""
+    """True for a file that begins as a map with names."""
     with open(path, "rb") as file:
         begin = file.read(512)
     sizes = {0xDE: 3, 0xDF: 5}
@@ -42,7 +42,7 @@ def begins_a_tree(path: Path) -> bool:
 
 
 def read_messages(path: Path) -> Any:
-    """The tree of a file, in which arrays are places."""
+    """Return the tree of a file, with arrays as locations."""
     with blame_file(f"cannot read `{path}`"):
         regular(path)
         with open(path, "rb") as file:
@@ -51,38 +51,38 @@ def read_messages(path: Path) -> Any:
         reader = _Reader(data, path)
         tree = reader.value()
         if reader.at != len(data):
-            raise reader.problem("more follows after the tree")
+            raise reader.problem("data follows after the tree")
         return tree
 
 
 class _Reader:
-    """Where one is in the bytes of a file."""
+    """Position in the bytes of a file, and the values from there."""
 
     def __init__(self, data: bytes | mmap.mmap, path: Path, at: int = 0):
         self._data, self._path, self.at = data, path, at
         self._end, self._depth, self._values = len(data), 0, 0
 
-    def problem(self, what: str) -> InvalidModelError:
-        return InvalidModelError(f"`{self._path}` is not a whole file of msgpack: {what} (byte {self.at})")
+    def problem(self, reason: str) -> InvalidModelError:
+        return InvalidModelError(f"`{self._path}` is not a whole file of msgpack: {reason} (byte {self.at})")
 
     def value(self) -> Any:
         self._values += 1
         if self._values > _MOST_VALUES:
-            raise self.problem("it holds more values than any does")
+            raise self.problem("it has too many values")
         tag = self.take(1)[0]
         if tag < 0x80 or tag >= 0xE0:
             return tag if tag < 0x80 else tag - 256
         if tag < 0xC0:
             return self.map(tag & 15) if tag < 0x90 else self.list(tag & 15) if tag < 0xA0 else self.text(tag & 31)
         if tag in _SIZED:
-            read, kind = _SIZED[tag]
-            return read(self, self.number(kind))
+            read, code = _SIZED[tag]
+            return read(self, self.number(code))
         if tag in _NUMBERS:
             return self.number(_NUMBERS[tag])
         if tag in _FIXED_EXTENSIONS:
             return self.extension(_FIXED_EXTENSIONS[tag])
         if tag not in _CONSTANTS:
-            raise self.problem("there is no such type")
+            raise self.problem("it has an unknown type")
         return _CONSTANTS[tag]
 
     def take(self, size: int) -> bytes:
@@ -91,26 +91,26 @@ class _Reader:
         self.at += size
         return self._data[self.at - size : self.at]
 
-    def number(self, kind: str) -> Any:
-        return struct.unpack(f">{kind}", self.take(struct.calcsize(kind)))[0]
+    def number(self, code: str) -> Any:
+        return struct.unpack(f">{code}", self.take(struct.calcsize(code)))[0]
 
     def text(self, size: int) -> str:
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as error:
-            raise self.problem("a text is none") from error
+            raise self.problem("a string is not UTF-8") from error
 
     def list(self, size: int) -> list[Any]:
         return list(self._inside(size))
 
     def map(self, size: int) -> Any:
-        found: dict[Any, Any] = {}
+        items: dict[Any, Any] = {}
         values = self._inside(2 * size)
         for key in values:
-            if not isinstance(key, str | int) or key in found:
-                raise self.problem("a key is no name, or there twice")
-            found[key] = next(values)
-        return self._join(found) if found.get(PIECES) is True else found
+            if not isinstance(key, str | int) or key in items:
+                raise self.problem("a key is not a name, or occurs twice")
+            items[key] = next(values)
+        return self._join(items) if items.get(PIECES) is True else items
 
     def _inside(self, size: int) -> Iterator[Any]:
         if size > self._end - self.at:
@@ -123,32 +123,32 @@ class _Reader:
         self._depth -= 1
 
     def extension(self, size: int) -> Any:
-        kind, end = self.number("b"), self.at + size
+        extension_type, end = self.number("b"), self.at + size
         if end > self._end:
             raise self.problem("it is cut off")
-        if kind == COMPLEX:
+        if extension_type == COMPLEX:
             parts = self.value()
-            made: Any = complex(*parts) if _are(parts, float) and len(parts) == 2 else None
-        elif kind in (ARRAY, SCALAR):
-            made = self._array()
-            made = made.array()[()] if kind == SCALAR and not made.shape else made
+            value: Any = complex(*parts) if _are(parts, float) and len(parts) == 2 else None
+        elif extension_type in (ARRAY, SCALAR):
+            value = self._array()
+            value = value.array()[()] if extension_type == SCALAR and not value.shape else value
         else:
-            raise self.problem(f"the extension {kind} is not Flax's")
-        if made is None or self.at != end:
+            raise self.problem(f"the extension {extension_type} is not Flax's")
+        if value is None or self.at != end:
             raise self.problem("an array or number is not as long as it should be")
-        return made
+        return value
 
     def _array(self) -> StoredTensor:
-        """A shape, a type and the place of elements."""
+        """Read the shape, the dtype and the location of an array."""
         if self.take(1) != b"\x93":
             raise self.problem("an array has no shape and type")
         shape, name = self.value(), self.value()
         size = self.number(_BINARY[tag]) if (tag := self.take(1)[0]) in _BINARY else -1
         if not (_are(shape, int) and all(0 <= n < 2**62 for n in shape) and isinstance(name, str) and name in _TYPES):
-            raise self.problem("an array has no shape or type that there could be")
+            raise self.problem("an array has an invalid shape or type")
         dtype, sizes = _TYPES[name], tuple(shape)
         if size != dtype.itemsize * math.prod(sizes) or size > self._end - self.at:
-            raise self.problem("an array has more or fewer elements than its shape")
+            raise self.problem("an array has another size than its shape")
         self.at += size
         return StoredTensor(self._path, self.at - size, dtype, sizes, contiguous_strides(sizes))
 
@@ -157,21 +157,21 @@ class _Reader:
         if shape is None or not (
             _are(shape, int) and pieces and _are(pieces, Tensor) and len({piece.dtype for piece in pieces}) == 1
         ):
-            raise self.problem("pieces of an array make none")
+            raise self.problem("pieces do not make an array")
         if min(shape, default=0) < 0 or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-            raise self.problem("pieces of an array do not have its size")
+            raise self.problem("pieces of an array have another size")
         return JoinedTensor(pieces[0].dtype, tuple(shape), tuple(pieces))
 
 
-def _are(values: Any, kind: type) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+def _are(values: Any, cls: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, cls) for value in values)
 
 
-def _in_order(parts: Any) -> list[Any] | None:
-    """What Flax makes a dict with the keys 0, 1, 2 ... of."""
-    if not isinstance(parts, dict) or [*parts] != [str(i) for i in range(len(parts))]:
+def _in_order(items: Any) -> list[Any] | None:
+    """Return the values of a dict with the keys 0, 1, 2 ..., which Flax makes of a list."""
+    if not isinstance(items, dict) or [*items] != [str(i) for i in range(len(items))]:
         return None
-    return [*parts.values()]
+    return [*items.values()]
 
 
 _BINARY = {0xC4: "B", 0xC5: "H", 0xC6: "I"}
@@ -179,24 +179,24 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBERS = dict(enumerate("fdBHIQbhiq", 0xCA))
 _FIXED_EXTENSIONS = dict(enumerate((1, 2, 4, 8, 16), 0xD4))
 _SIZED: dict[int, tuple[Callable[[_Reader, int], Any], str]] = {
-    tag: (read, kind)
+    tag: (read, code)
     for read, first, kinds in (
         (_Reader.take, 0xC4, "BHI"), (_Reader.extension, 0xC7, "BHI"), (_Reader.text, 0xD9, "BHI"),
         (_Reader.list, 0xDC, "HI"), (_Reader.map, 0xDE, "HI"),
     )
-    for tag, kind in enumerate(kinds, first)
+    for tag, code in enumerate(kinds, first)
 }  # fmt: skip
-"""By the first byte of a value: constants, types of numbers, sizes of extensions, what reads so many and their type."""
+"""First byte -> constant, type of a number, size of an extension, or reader and type of a size."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 LARGEST_PIECE = 2**30
-"""Bytes. Flax cuts larger arrays into pieces."""
+"""Size in bytes from which on Flax cuts arrays into pieces."""
 
 
 def write_messages(tree: Any, file: BinaryIO) -> None:
-    """Write a tree, an array at a time, in the bytes that Flax would write."""
+    """Write a tree in the same bytes as Flax, one array at a time."""
     if isinstance(tree, Mapping):
         file.write(_head(len(tree), (0x80, 16), (0xDE, "H"), (0xDF, "I")))
         for key, value in tree.items():
@@ -216,7 +216,7 @@ def write_messages(tree: Any, file: BinaryIO) -> None:
 
 
 def _pack(value: Any) -> bytes:
-    """A single value."""
+    """Return the bytes of a single value."""
     if value is None or isinstance(value, bool):
         return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
     if isinstance(value, np.generic):
@@ -233,45 +233,45 @@ def _pack(value: Any) -> bytes:
     if isinstance(value, str):
         text = value.encode()
         return _head(len(text), (0xA0, 32), (0xD9, "B"), (0xDA, "H"), (0xDB, "I")) + text
-    raise UnsupportedError(f"files of Flax have no place for {value!r}", hint="leave it out of the tree")
+    raise UnsupportedError(f"files of Flax cannot hold {value!r}", hint="leave it out of the tree")
 
 
 def _integer(value: int) -> bytes:
     if -32 <= value < 128:
         return struct.pack(">B", value & 0xFF)
-    kinds = enumerate("BHIQ", 0xCC) if value > 0 else enumerate("bhiq", 0xD0)
-    for tag, kind in kinds:
-        bits = 8 * struct.calcsize(kind) - (value < 0)
+    codes = enumerate("BHIQ", 0xCC) if value > 0 else enumerate("bhiq", 0xD0)
+    for tag, code in codes:
+        bits = 8 * struct.calcsize(code) - (value < 0)
         if -(1 << bits) <= value < 1 << bits:
-            return struct.pack(f">B{kind}", tag, value)
-    raise UnsupportedError(f"msgpack has no whole numbers as large as {value}")
+            return struct.pack(f">B{code}", tag, value)
+    raise UnsupportedError(f"{value} is too large an integer for msgpack")
 
 
 def _head(size: int, *forms: tuple[int, str | int]) -> bytes:
-    """What stands before so many bytes or values: the first form that can hold the size."""
-    for tag, kind in forms:
-        if isinstance(kind, int) and size < kind:
+    """Return the head of a value of some size, in the first form that can hold it."""
+    for tag, limit in forms:
+        if isinstance(limit, int) and size < limit:
             return struct.pack(">B", tag | size)
-        if isinstance(kind, str) and size < 1 << 8 * struct.calcsize(kind):
-            return struct.pack(f">B{kind}", tag, size)
-    raise UnsupportedError("a part of the tree is larger than msgpack can say")
+        if isinstance(limit, str) and size < 1 << 8 * struct.calcsize(limit):
+            return struct.pack(f">B{limit}", tag, size)
+    raise UnsupportedError("a part of the tree is too large for msgpack")
 
 
-def _extension_head(kind: int, size: int) -> bytes:
+def _extension_head(extension_type: int, size: int) -> bytes:
     fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
     begin = struct.pack(">B", fixed[size]) if size in fixed else _head(size, (0xC7, "B"), (0xC8, "H"), (0xC9, "I"))
-    return begin + struct.pack(">b", kind)
+    return begin + struct.pack(">b", extension_type)
 
 
-def _array_head(kind: int, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+def _array_head(extension_type: int, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     size = dtype.itemsize * math.prod(shape)
     sizes = _head(len(shape), (0x90, 16), (0xDC, "H")) + b"".join(map(_integer, shape))
     inside = b"\x93" + sizes + _pack(dtype.name) + _head(size, (0xC4, "B"), (0xC5, "H"), (0xC6, "I"))
-    return _extension_head(kind, len(inside) + size) + inside
+    return _extension_head(extension_type, len(inside) + size) + inside
 
 
 def _write_pieces(tensor: Tensor, file: BinaryIO) -> None:
-    """As Flax writes what is too large for one piece: elements in their order, cut without regard to axes."""
+    """Write a large array as Flax does: elements in order, cut without regard to axes."""
     most, count = max(1, LARGEST_PIECE // tensor.dtype.itemsize), math.prod(tensor.shape)
     sizes = [min(most, count - begin) for begin in range(0, count, most)]
     file.write(b"\x83" + _pack(PIECES) + b"\xc3" + _pack("shape"))
@@ -283,7 +283,7 @@ def _write_pieces(tensor: Tensor, file: BinaryIO) -> None:
 
 
 class _Interspersed:
-    """A file in which heads stand between the bytes that are written to it."""
+    """File that inserts heads between the bytes that are written to it."""
 
     def __init__(self, file: BinaryIO, parts: Iterator[tuple[bytes, int]]):
         self._file, self._parts, self._left = file, parts, 0

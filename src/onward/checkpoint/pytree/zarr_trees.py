@@ -1,6 +1,6 @@
-"""A tree as Orbax stores it in a folder: a table of the places of a tree, arrays in zarr, and strings.
+"""A tree as Orbax stores it in a folder: a table of paths, arrays in zarr, and strings.
 
-tensorstore reads and writes arrays in zarr: in a database of OCDBT, or each in a folder of its own.
+tensorstore reads and writes the arrays, in a database of OCDBT or each in its own folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.pytree import DATA, KEY, Way, nest, parts, with_lists
+from onward.checkpoint.pytree import DATA, KEY, KeyPath, nest, parts, with_lists
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import ExternalDataError, InvalidModelError, UnsupportedError
 from onward.model.storage.files import SENSELESS, advance, blame_file, reason, regular
@@ -28,47 +28,47 @@ _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"
 _KIND = "random_key_impl"
 _IN_LIST, _IN_DICT = 1, 2
 _ARRAY = "np.ndarray"
-"""What is written for arrays, which become JAX's where those are asked for, on whatever devices there are."""
+"""Type of arrays, which JAX restores on its devices."""
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": []}
 _DEEPEST = 100
 
 
 class _Entry(NamedTuple):
-    way: Way
+    path: KeyPath
     in_list: tuple[bool, ...]
-    kind: str
+    leaf_type: str
 
     @property
     def name(self) -> str:
-        """Of its array."""
-        return ".".join(self.way)
+        """Name of the array."""
+        return ".".join(self.path)
 
 
 def read_tree(folder: Path) -> Any:
-    """The tree of a folder, with arrays as places."""
+    """Return the tree of a folder, with arrays as locations."""
     table = read_json(folder / TREE)
     entries = _entries(folder / TREE, table.get("tree_metadata"))
     strings = read_json(folder / _STRINGS) if (folder / _STRINGS).is_file() else {}
-    stored = [entry.name for entry in entries if entry.kind not in _EMPTY and entry.kind != "string"]
+    stored = [entry.name for entry in entries if entry.leaf_type not in _EMPTY and entry.leaf_type != "string"]
     ocdbt, version3 = table.get("use_ocdbt", (folder / "manifest.ocdbt").exists()), table.get("use_zarr3", False)
     arrays = read_arrays(folder, stored, ocdbt=bool(ocdbt), version3=bool(version3))
-    keys = _keys(folder)
-    leaves: dict[Way, Any] = {}
+    keys = _random_keys(folder)
+    leaves: dict[KeyPath, Any] = {}
     for entry in entries:
-        if entry.kind in _EMPTY:
-            leaf = _EMPTY[entry.kind]
-        elif entry.kind == "string":
+        if entry.leaf_type in _EMPTY:
+            leaf = _EMPTY[entry.leaf_type]
+        elif entry.leaf_type == "string":
             leaf = strings.get(entry.name)
         elif entry.name in keys:
             leaf = {KEY: keys[entry.name], DATA: arrays[entry.name]}
         else:
             array = arrays[entry.name]
-            leaf = array.array()[()] if entry.kind == "scalar" and not array.shape else array
-        leaves[entry.way] = leaf
+            leaf = array.array()[()] if entry.leaf_type == "scalar" and not array.shape else array
+        leaves[entry.path] = leaf
     if [*leaves] == [()]:
         return leaves[()]
-    lists = {entry.way[:depth] for entry in entries for depth, is_list in enumerate(entry.in_list) if is_list}
-    with blame_file(f"`{folder / TREE}` is no table of a tree"):
+    lists = {entry.path[:depth] for entry in entries for depth, is_list in enumerate(entry.in_list) if is_list}
+    with blame_file(f"`{folder / TREE}` is not a valid table of a tree"):
         return with_lists(nest(leaves.items()), lists)
 
 
@@ -78,27 +78,27 @@ def _entries(path: Path, table: Any) -> list[_Entry]:
         for described in table.values():
             keys = described["key_metadata"]
             in_list = tuple(key["key_type"] == _IN_LIST for key in keys)
-            kind = str(described["value_metadata"]["value_type"])
-            entries.append(_Entry(tuple(str(key["key"]) for key in keys), in_list, kind))
-    if len({entry.name for entry in entries}) < len(entries) or any(len(each.way) > _DEEPEST for each in entries):
-        raise InvalidModelError(f"`{path}` has two places with one name, or is nested too deeply")
+            leaf_type = str(described["value_metadata"]["value_type"])
+            entries.append(_Entry(tuple(str(key["key"]) for key in keys), in_list, leaf_type))
+    if len({entry.name for entry in entries}) < len(entries) or any(len(item.path) > _DEEPEST for item in entries):
+        raise InvalidModelError(f"`{path}` repeats a name, or is nested too deeply")
     return entries
 
 
-def _keys(folder: Path) -> dict[str, str]:
-    """Arrays that are typed keys of random numbers, and which kind."""
-    found: dict[str, str] = {}
+def _random_keys(folder: Path) -> dict[str, str]:
+    """Return the arrays that are typed random keys -> their generators."""
+    generators: dict[str, str] = {}
     for path in sorted((folder / _ARRAYS).glob("process_*")):
         table = read_json(path)
-        with blame_file(f"`{path}` is no table of arrays", *SENSELESS):
-            described = [each["array_metadata"] for each in table.get("array_metadatas", ())]
-            further = {str(each["param_name"]): each.get("ext_metadata") or {} for each in described}
-            found |= {name: str(each[_KIND]) for name, each in further.items() if each.get(_KIND)}
-    return found
+        with blame_file(f"`{path}` is not a table of arrays", *SENSELESS):
+            described = [item["array_metadata"] for item in table.get("array_metadatas", ())]
+            further = {str(item["param_name"]): item.get("ext_metadata") or {} for item in described}
+            generators |= {name: str(metadata[_KIND]) for name, metadata in further.items() if metadata.get(_KIND)}
+    return generators
 
 
 def read_layout(folder: Path) -> dict[str, Any]:
-    """How arrays were spread over devices: the mesh, and the axes of it that axes of arrays follow."""
+    """Return the sharding of arrays: the mesh, and the mesh axes of their axes."""
     layout: dict[str, Any] = {}
     processes = len([*(folder / _ARRAYS).glob("process_*")])
     if processes > 1:
@@ -118,29 +118,29 @@ def read_layout(folder: Path) -> dict[str, Any]:
 
 
 def write_tree(tree: Any, folder: Path) -> None:
-    """Write a tree into a new folder, an array at a time."""
+    """Write a tree into a new folder, one array at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     table: dict[str, Any] = {}
     strings: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
     keys: list[dict[str, Any]] = []
     for entry, leaf in _describe_tree(tree):
-        kind = entry.kind
-        if kind == "string":
+        leaf_type = entry.leaf_type
+        if leaf_type == "string":
             strings[entry.name] = leaf
         elif isinstance(leaf, Mapping) and KEY in leaf:
             arrays[entry.name] = leaf[DATA]
             shape, further = list(leaf[DATA].shape), {_KIND: leaf[KEY]}
             described = {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": further}
             keys.append({"array_metadata": described})
-        elif kind not in _EMPTY:
+        elif leaf_type not in _EMPTY:
             arrays[entry.name] = leaf if isinstance(leaf, Tensor) else ArrayTensor(np.asarray(leaf))
-        types = [_IN_LIST if each else _IN_DICT for each in entry.in_list]
-        way = [{"key": key, "key_type": type_} for key, type_ in zip(entry.way, types, strict=True)]
-        value = {"value_type": kind, "skip_deserialize": kind in _EMPTY}
-        table[str(entry.way)] = {"key_metadata": way, "value_metadata": value}
+        types = [_IN_LIST if is_list else _IN_DICT for is_list in entry.in_list]
+        key_metadata = [{"key": key, "key_type": type_} for key, type_ in zip(entry.path, types, strict=True)]
+        value = {"value_type": leaf_type, "skip_deserialize": leaf_type in _EMPTY}
+        table[str(entry.path)] = {"key_metadata": key_metadata, "value_metadata": value}
     if len({*strings, *arrays}) < len(strings) + len(arrays):
-        raise UnsupportedError("two places of the tree have the same name with dots between their keys")
+        raise UnsupportedError("two paths of the tree have the same name when joined with dots")
     write_arrays(folder, arrays.items())
     settings = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
     write_json(folder / TREE, {"tree_metadata": table, **settings, "custom_metadata": None})
@@ -151,49 +151,48 @@ def write_tree(tree: Any, folder: Path) -> None:
         write_json(folder / _ARRAYS / "process_0", {"array_metadatas": keys})
 
 
-def _describe_tree(tree: Any, way: Way = (), in_list: tuple[bool, ...] = ()) -> Iterator[tuple[_Entry, Any]]:
+def _describe_tree(tree: Any, path: KeyPath = (), in_list: tuple[bool, ...] = ()) -> Iterator[tuple[_Entry, Any]]:
     is_key = isinstance(tree, Mapping) and KEY in tree
     if is_key or not parts(tree):
-        yield _Entry(way, in_list, _ARRAY if is_key else _kind(tree)), tree
+        yield _Entry(path, in_list, _ARRAY if is_key else _leaf_type(tree)), tree
         return
-    for key, part in parts(tree):
-        yield from _describe_tree(part, (*way, key), (*in_list, not isinstance(tree, Mapping)))
+    for key, child in parts(tree):
+        yield from _describe_tree(child, (*path, key), (*in_list, not isinstance(tree, Mapping)))
 
 
-def _kind(leaf: Any) -> str:
+def _leaf_type(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return _ARRAY
     if leaf is None or isinstance(leaf, Mapping | list | tuple):
         return "None" if leaf is None else "Dict" if isinstance(leaf, Mapping) else "List"
     if isinstance(leaf, str | int | float | np.generic):
         return "string" if isinstance(leaf, str) else "scalar"
-    raise UnsupportedError(f"Orbax has no place for {leaf!r} in a tree", hint="leave it out of the tree")
+    raise UnsupportedError(f"Orbax cannot store {leaf!r} in a tree", hint="leave it out of the tree")
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 
 _CHUNK = 32 << 20
-"""Bytes that are written as one chunk, unless a row has more."""
+"""Bytes of a chunk; a chunk has at least one row."""
 _BATCH = 64 << 20
-"""Bytes that are put into the database together."""
+"""Bytes of a transaction."""
 _CACHE = {"cache_pool": {"total_bytes_limit": 32 << 20}}
 _FREE, _DENSEST = 1 << 30, 1024
-"""Bytes that an array may have in any case, and times the size of all files. Nothing but zeros is packed as densely."""
+"""Largest array in bytes, or as a multiple of all files: only zeros are packed more densely."""
 
 
 def tensorstore() -> Any:
-    """The library."""
     try:
         return importlib.import_module("tensorstore")
     except ImportError as error:
         raise UnsupportedError(
-            "checkpoints of Orbax are stored by tensorstore, which is not installed", hint="pip install onward[orbax]"
+            "checkpoints of Orbax need tensorstore, which is not installed", hint="pip install onward[orbax]"
         ) from error
 
 
 @dataclass(frozen=True, eq=False)
 class ZarrTensor(Tensor):
-    """An array in chunks."""
+    """Array in chunks."""
 
     name: str
     dtype: np.dtype
@@ -204,7 +203,7 @@ class ZarrTensor(Tensor):
         return self._read(self.store)
 
     def write_to(self, file: BinaryIO) -> None:
-        """Write as many rows at a time as are in a chunk."""
+        """Write as many rows at a time as a chunk has."""
         rows = (self.store.chunk_layout.read_chunk.shape or (1,))[0]
         if not self.shape or not rows:
             super().write_to(file)
@@ -215,12 +214,12 @@ class ZarrTensor(Tensor):
             advance(block.nbytes)
 
     def rows(self, begin: int, end: int) -> np.ndarray:
-        """A part of it, of which no more is read."""
+        """Return some rows. Others are not read."""
         return self._read(self.store[begin : min(end, self.shape[0])])
 
-    def _read(self, part: Any) -> np.ndarray:
+    def _read(self, store: Any) -> np.ndarray:
         try:
-            return np.asarray(part.read().result())
+            return np.asarray(store.read().result())
         except ValueError as error:
             raise ExternalDataError(
                 f"`{self.name}` cannot be read: {_first(error)}", hint="take an earlier one"
@@ -228,60 +227,60 @@ class ZarrTensor(Tensor):
 
 
 def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bool) -> dict[str, ZarrTensor]:
-    """The arrays of these names, of which nothing but their sizes is read."""
-    ts, place = tensorstore(), folder.resolve()
-    try:  # tensorstore waits for a pipe for ever
-        size = sum(regular(path).st_size for path in place.rglob("*") if not path.is_dir())
+    """Open arrays by name. Only their shapes are read."""
+    ts, location = tensorstore(), folder.resolve()
+    try:  # tensorstore would wait for a named pipe forever
+        size = sum(regular(path).st_size for path in location.rglob("*") if not path.is_dir())
     except OSError as error:
         raise InvalidModelError(f"`{folder}` is not a whole folder of arrays: {reason(error)}") from None
     context = ts.Context(_CACHE)
     driver = "zarr3" if version3 else "zarr"
     pending = {
         name: ts.open(
-            {"driver": driver, "kvstore": _kvstore(place, name, ocdbt)}, open=True, read=True, context=context
+            {"driver": driver, "kvstore": _kvstore(location, name, ocdbt)}, open=True, read=True, context=context
         )
         for name in names
     }
     most = max(_FREE, _DENSEST * size)
-    found = {}
+    tensors = {}
     for name, future in pending.items():
         try:
             store = future.result()
             tensor = ZarrTensor(name, np.dtype(store.dtype.numpy_dtype), tuple(map(int, store.shape)), store)
         except (ValueError, TypeError) as error:
-            raise InvalidModelError(f"`{folder}` has no whole array `{name}`: {_first(error)}") from error
+            raise InvalidModelError(f"`{folder}` has no complete array `{name}`: {_first(error)}") from error
         if tensor.nbytes > most:
-            raise InvalidModelError(f"`{name}` of `{folder}` would be {tensor.nbytes:,} bytes, of which few are there")
-        found[name] = tensor
-    return found
+            raise InvalidModelError(f"`{name}` of `{folder}` would be {tensor.nbytes:,} bytes, far more than its files")
+        tensors[name] = tensor
+    return tensors
 
 
 def _kvstore(folder: Path, name: str, ocdbt: bool) -> dict[str, Any]:
     if ocdbt:
         base = {"driver": "file", "path": f"{folder}/"}
         return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
+    if any(component in ("", ".", "..") for component in name.split("/")) or "\\" in name:
         raise InvalidModelError(f"`{folder}` leads out of itself, to `{name}`")
     return {"driver": "file", "path": f"{folder}/{name}/"}
 
 
 def _first(error: BaseException) -> str:
-    """What tensorstore says, without the whole of what it was asked for."""
+    """Return the message of tensorstore without the request."""
     return str(error).partition(" [")[0][:300]
 
 
 def write_arrays(folder: Path, arrays: Iterable[tuple[str, Tensor]]) -> None:
-    """Write arrays into a database, a batch at a time."""
-    ts, place = tensorstore(), folder.resolve()
+    """Write arrays into a database, in batches."""
+    ts, location = tensorstore(), folder.resolve()
     context = ts.Context(_CACHE)
     batch, size = ts.Transaction(), 0
     for name, tensor in arrays:
         rows = _rows(tensor)
         chunk = (rows, *tensor.shape[1:]) if tensor.shape else ()
         store = ts.open(
-            {"driver": "zarr", "kvstore": _kvstore(place, name, ocdbt=True), "metadata": {"compressor": None}},
+            {"driver": "zarr", "kvstore": _kvstore(location, name, ocdbt=True), "metadata": {"compressor": None}},
             create=True, dtype=ts.dtype(tensor.dtype), shape=tensor.shape, context=context, transaction=batch,
-            chunk_layout=ts.ChunkLayout(chunk_shape=[max(each, 1) for each in chunk]),
+            chunk_layout=ts.ChunkLayout(chunk_shape=[max(length, 1) for length in chunk]),
         ).result()  # fmt: skip
         for begin, end, block in _blocks(tensor, rows):
             (store[begin:end] if tensor.shape else store).write(block).result()
@@ -294,7 +293,7 @@ def write_arrays(folder: Path, arrays: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _rows(tensor: Tensor) -> int:
-    """How many rows are in a chunk."""
+    """Return the rows of a chunk."""
     row = tensor.dtype.itemsize * math.prod(tensor.shape[1:])
     return min(max(1, _CHUNK // max(row, 1)), tensor.shape[0]) if tensor.shape else 1
 
@@ -303,13 +302,13 @@ def _blocks(tensor: Tensor, rows: int) -> Iterator[tuple[int, int, np.ndarray]]:
     if not tensor.shape:
         yield 0, 1, tensor.array()
         return
-    part = tensor.rows if isinstance(tensor, ZarrTensor) else partial(_part, tensor.array())
+    rows_between = tensor.rows if isinstance(tensor, ZarrTensor) else partial(_rows_of_array, tensor.array())
     for begin in range(0, tensor.shape[0], rows):
         end = min(begin + rows, tensor.shape[0])
-        block = part(begin, end)
+        block = rows_between(begin, end)
         yield begin, end, block
         advance(block.nbytes)
 
 
-def _part(elements: np.ndarray, begin: int, end: int) -> np.ndarray:
+def _rows_of_array(elements: np.ndarray, begin: int, end: int) -> np.ndarray:
     return elements[begin:end]

@@ -1,6 +1,7 @@
-"""Checkpoints of TensorFlow as files: an index, and data of tensors in one file or several. Without TensorFlow.
+"""Tensor bundles of TensorFlow, without TensorFlow: an index, and data of tensors in one or several
+files.
 
-The index is a table of keys and values as LevelDB has it in a file.
+The index is a table of LevelDB.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ INDEX = ".index"
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _LARGEST_INDEX = 1 << 30
 _HEADER = field(1, 1) + field(3, field(1, 1))
-"""One file of data, little endian, version 1."""
+"""One data file, little endian, version 1."""
 _STRING = 7
 _TYPES: dict[int, Any] = {
     1: np.float32, 2: np.float64, 3: np.int32, 4: np.uint8, 5: np.int16, 6: np.int8, 8: np.complex64, 9: np.int64,
@@ -46,61 +47,61 @@ _TYPES: dict[int, Any] = {
 _NUMBERS = {np.dtype(dtype): number for number, dtype in _TYPES.items()}
 
 Tree = Mapping[str, Any]
-"""By key: a tensor, or for text and what only TensorFlow knows a mapping with its kind, shape, checksum and bytes."""
+"""Key -> tensor, or a mapping with kind, shape, checksum and data for strings and variants."""
 
 
 class _Entry(NamedTuple):
-    kind: int
+    data_type: int
     shape: tuple[int, ...]
     shard: int
     offset: int
     size: int
     checksum: int
     slices: tuple[tuple[tuple[int, int], ...], ...]
-    """Of a tensor in pieces: where each begins along each axis and how long it is; -1 is all of it."""
+    """Start and length of each piece along each axis; a length of -1 is the whole axis."""
 
 
 def read_bundle(prefix: Path) -> dict[str, Any]:
-    """What a checkpoint holds by key. `prefix` is its path without an ending."""
+    """Return the content of a checkpoint by key. `prefix` is its path without an ending."""
     path = prefix.with_name(prefix.name + INDEX)
     with blame_file(f"`{path}` is not the index of a whole checkpoint"):
         if regular(path).st_size > _LARGEST_INDEX:
-            raise ValueError("it is larger than any index")
+            raise ValueError("it is too large")
         entries = dict(read_table(path.read_bytes()))
         shards = _shards(entries.pop(b"", b""))
         return _Files(prefix, shards, {key: _entry(value) for key, value in entries.items()}).tree()
 
 
 def _shards(header: bytes) -> int:
-    found = numbers(header)
-    if not 0 < found.get(1, 0) < 100_000:
-        raise ValueError("it does not say how many files there are")
-    if found.get(2, 0):
+    fields = numbers(header)
+    if not 0 < fields.get(1, 0) < 100_000:
+        raise ValueError("it has no valid number of files")
+    if fields.get(2, 0):
         raise UnsupportedError(
-            "the checkpoint was written by a machine with the other order of bytes",
-            hint="save it on a machine like this one",
+            "the checkpoint was written by a machine with another byte order",
+            hint="save it on a machine with the byte order of this one",
         )
-    return found[1]
+    return fields[1]
 
 
 def _entry(data: bytes) -> _Entry:
-    found = numbers(data)
-    shape = tuple(_size(dimension) for whole in texts(data, 2) for dimension in texts(whole, 2))
-    slices = tuple(tuple(map(_extent, texts(one, 1))) for one in texts(data, 7))
-    kind, shard, offset, size, checksum = (found.get(number, 0) for number in (1, 3, 4, 5, 6))
-    return _Entry(kind, shape, shard, offset, size, checksum, slices)
+    fields = numbers(data)
+    shape = tuple(_size(dimension) for sizes in texts(data, 2) for dimension in texts(sizes, 2))
+    slices = tuple(tuple(map(_extent, texts(piece, 1))) for piece in texts(data, 7))
+    data_type, shard, offset, size, checksum = (fields.get(number, 0) for number in (1, 3, 4, 5, 6))
+    return _Entry(data_type, shape, shard, offset, size, checksum, slices)
 
 
 def _size(dimension: bytes) -> int:
     size = as_signed(numbers(dimension).get(1, 0))
     if not 0 <= size < 2**48:
-        raise ValueError("a tensor has no shape that there could be")
+        raise ValueError("a tensor has an invalid shape")
     return size
 
 
 def _extent(extent: bytes) -> tuple[int, int]:
-    found = numbers(extent)
-    return as_signed(found.get(1, 0)), as_signed(found[2]) if 2 in found else -1
+    fields = numbers(extent)
+    return as_signed(fields.get(1, 0)), as_signed(fields[2]) if 2 in fields else -1
 
 
 class _Files:
@@ -110,22 +111,22 @@ class _Files:
         self._sizes: dict[int, int] = {}
 
     def tree(self) -> dict[str, Any]:
-        whole = {key: entry for key, entry in self._entries.items() if not key.startswith(b"\0")}
-        return {key.decode(): self._value(key, entry) for key, entry in whole.items()}
+        entries = {key: entry for key, entry in self._entries.items() if not key.startswith(b"\0")}
+        return {key.decode(): self._value(key, entry) for key, entry in entries.items()}
 
     def _value(self, key: bytes, entry: _Entry) -> Any:
         if entry.slices:
             return self._scattered_tensor(key, entry)
-        if entry.kind not in _TYPES:
+        if entry.data_type not in _TYPES:
             data = self._stored_tensor(entry, np.dtype(np.uint8), (entry.size,))
-            return {"kind": entry.kind, "shape": list(entry.shape), "checksum": entry.checksum, "data": data}
-        return self._stored_tensor(entry, np.dtype(_TYPES[entry.kind]), entry.shape)
+            return {"kind": entry.data_type, "shape": list(entry.shape), "checksum": entry.checksum, "data": data}
+        return self._stored_tensor(entry, np.dtype(_TYPES[entry.data_type]), entry.shape)
 
     def _stored_tensor(self, entry: _Entry, dtype: np.dtype, shape: tuple[int, ...]) -> StoredTensor:
         if entry.shard >= len(self._paths):
-            raise ValueError(f"it has {len(self._paths)} files of data, and a tensor is in another")
+            raise ValueError(f"it has {len(self._paths)} data files, and a tensor is in another")
         if entry.size != math.prod(shape) * dtype.itemsize:
-            raise ValueError("a tensor has not as many bytes as its shape says")
+            raise ValueError("a tensor has another size than its shape")
         if entry.shard not in self._sizes:
             self._sizes[entry.shard] = regular(self._paths[entry.shard]).st_size
         if entry.offset + entry.size > self._sizes[entry.shard]:
@@ -133,14 +134,14 @@ class _Files:
         return StoredTensor(self._paths[entry.shard], entry.offset, dtype, shape, contiguous_strides(shape))
 
     def _scattered_tensor(self, key: bytes, entry: _Entry) -> ScatteredTensor:
-        """A variable in pieces, each with a key that says where it belongs."""
-        if entry.kind not in _TYPES:
-            raise ValueError("a tensor in pieces is not of numbers")
+        """Return a variable in pieces, which have keys with their extents."""
+        if entry.data_type not in _TYPES:
+            raise ValueError("a tensor in pieces is not numeric")
         pieces = []
         for extents in entry.slices:
-            found = self._entries.get(_slice_key(key, extents))
-            if found is None or len(extents) != len(entry.shape) or found.kind != entry.kind:
-                raise ValueError(f"a piece of `{key.decode()}` is not there")
+            stored = self._entries.get(_slice_key(key, extents))
+            if stored is None or len(extents) != len(entry.shape) or stored.data_type != entry.data_type:
+                raise ValueError(f"a piece of `{key.decode()}` is missing")
             sizes = tuple(
                 whole if length < 0 else length for (_, length), whole in zip(extents, entry.shape, strict=True)
             )
@@ -148,15 +149,15 @@ class _Files:
             ends = map(sum, zip(begin, sizes, strict=True))
             if min(begin, default=0) < 0 or any(end > whole for end, whole in zip(ends, entry.shape, strict=True)):
                 raise ValueError(f"a piece of `{key.decode()}` lies outside of it")
-            piece = self._stored_tensor(found, np.dtype(_TYPES[found.kind]), sizes)
+            piece = self._stored_tensor(stored, np.dtype(_TYPES[stored.data_type]), sizes)
             pieces.append((begin, partial(lambda tensor: tensor, piece)))
         if sum(math.prod(find().shape) for _, find in pieces) != math.prod(entry.shape):
-            raise ValueError(f"the pieces of `{key.decode()}` do not make it up")
-        return ScatteredTensor(np.dtype(_TYPES[entry.kind]), entry.shape, tuple(pieces))
+            raise ValueError(f"the pieces of `{key.decode()}` do not have its size")
+        return ScatteredTensor(np.dtype(_TYPES[entry.data_type]), entry.shape, tuple(pieces))
 
 
 def _slice_key(name: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
-    """The key of a piece: numbers and texts in an encoding whose order is theirs."""
+    """Return the key of a piece: numbers and strings in an encoding that keeps their order."""
     escaped = name.replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     rank = len(extents).to_bytes(1, "big")
     places = b"".join(map(_ordered_code, itertools.chain.from_iterable(extents)))
@@ -170,32 +171,32 @@ def _ordered_code(number: int) -> bytes:
 
 
 def text_of(value: Any) -> bytes | None:
-    """The one text that an entry of a checkpoint is; None if it is something else."""
+    """Return the string of an entry; None for other entries."""
     if not isinstance(value, Mapping) or value.get("kind") != _STRING or value.get("shape"):
         return None
     data = value["data"].array().tobytes()
-    with blame_file("a text of the checkpoint is damaged"):
+    with blame_file("a string of the checkpoint is damaged"):
         length, at = read_varint(data, 0)
     if at + 4 + length != len(data):
-        raise InvalidModelError("a text of the checkpoint is cut off")
-    found = data[at + 4 :]
-    if (data[at : at + 4], value["checksum"]) != _text_checksums(found):
-        raise InvalidModelError("a text of the checkpoint is damaged: its checksum does not fit")
-    return found
+        raise InvalidModelError("a string of the checkpoint is cut off")
+    text = data[at + 4 :]
+    if (data[at : at + 4], value["checksum"]) != _text_checksums(text):
+        raise InvalidModelError("a string of the checkpoint has a wrong checksum")
+    return text
 
 
-def _text_checksums(found: bytes) -> tuple[bytes, int]:
-    """That of its length, which stands before a text, and that of both."""
-    length = crc32c(len(found).to_bytes(8 if len(found) >> 32 else 4, "little"))
+def _text_checksums(text: bytes) -> tuple[bytes, int]:
+    """Return the checksum of the length, which precedes a string, and that of both."""
+    length = crc32c(len(text).to_bytes(8 if len(text) >> 32 else 4, "little"))
     between = mask(length).to_bytes(4, "little")
-    return between, mask(crc32c(between + found, length))
+    return between, mask(crc32c(between + text, length))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_bundle(prefix: Path, tree: Tree) -> None:
-    """Write a checkpoint, a tensor after the other, into one file of data and an index."""
+    """Write a checkpoint, one tensor at a time, into one data file and an index."""
     entries = {b"": _HEADER}
     with open(prefix.with_name(f"{prefix.name}.data-00000-of-00001"), "wb") as file:
         summed = Summed(file)
@@ -204,30 +205,30 @@ def write_bundle(prefix: Path, tree: Tree) -> None:
             tensor = value if isinstance(value, Tensor) else value["data"]
             tensor.write_to(summed)  # type: ignore[arg-type]
             checksum = summed.take()
-            kind, shape = _kind(key, value), tensor.shape
+            data_type, shape = _data_type(key, value), tensor.shape
             if not isinstance(value, Tensor):
-                shape, checksum = value["shape"], value["checksum"]  # text has another one than its bytes
-            entries[key.encode()] = _encode_entry(kind, tuple(shape), start, file.tell() - start, checksum)
+                shape, checksum = value["shape"], value["checksum"]  # the checksum of a string is not that of its bytes
+            entries[key.encode()] = _encode_entry(data_type, tuple(shape), start, file.tell() - start, checksum)
     prefix.with_name(prefix.name + INDEX).write_bytes(make_table(entries))
 
 
-def _kind(key: str, value: Any) -> int:
+def _data_type(key: str, value: Any) -> int:
     if not isinstance(value, Tensor):
         return int(value["kind"])
     if value.dtype not in _NUMBERS:
-        raise UnsupportedError(f"`{key}` is of {value.dtype}, which TensorFlow has not")
+        raise UnsupportedError(f"`{key}` is of {value.dtype}, which TensorFlow does not have")
     return _NUMBERS[value.dtype]
 
 
-def _encode_entry(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
+def _encode_entry(data_type: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
     dimensions = b"".join(field(2, field(1, length)) for length in shape)
     return b"".join(
-        [field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed_field(6, "<I", checksum)]
+        [field(1, data_type), field(2, dimensions), field(4, offset), field(5, size), fixed_field(6, "<I", checksum)]
     )
 
 
 def names_in(prefix_of: Path) -> Iterator[str]:
-    """Checkpoints in a folder, by their names without an ending."""
+    """Return the checkpoints in a folder, by their names without an ending."""
     return (path.name.removesuffix(INDEX) for path in sorted(prefix_of.glob(f"*{INDEX}")) if path.is_file())
 
 
@@ -237,27 +238,27 @@ def names_in(prefix_of: Path) -> Iterator[str]:
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48
 _TRAILER = struct.Struct("<BI")
-"""After each block: whether it is compressed, and its checksum."""
+"""Compression and checksum after each block."""
 _NUMBER = struct.Struct("<I")
 _BLOCK = 1 << 18
-"""Bytes after which a block is ended."""
+"""Size in bytes after which a block ends."""
 _MOST_SHARED = 100
-"""How many times as long as a block its keys may be. A short block can make keys without end of what they share."""
+"""Largest size of keys as a multiple of their block: shared prefixes can make endless keys."""
 
 
 def read_table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values in their order. A ValueError says what is wrong."""
+    """Return keys and values in order; raise a ValueError for a damaged table."""
     if len(data) < _FOOTER or int.from_bytes(data[-8:], "little") != _MAGIC:
-        raise ValueError("it does not end as a table does")
+        raise ValueError("it has no footer of a table")
     footer = data[-_FOOTER:]
     _, _, at = _handle(footer, 0)
     start, size, _ = _handle(footer, at)
     last = None
-    for _, where in _entries(_block(data, start, size)):
-        start, size, _ = _handle(where, 0)
+    for _, handle in _entries(_block(data, start, size)):
+        start, size, _ = _handle(handle, 0)
         for key, value in _entries(_block(data, start, size)):
             if last is not None and key <= last:
-                raise ValueError("its keys are not in their order")
+                raise ValueError("its keys are not sorted")
             last = key
             yield key, value
 
@@ -271,18 +272,18 @@ def _handle(data: bytes, at: int) -> tuple[int, int, int]:
 def _block(data: bytes, start: int, size: int) -> bytes:
     end = start + size
     if end + _TRAILER.size > len(data) - _FOOTER:
-        raise ValueError("a block of it lies outside of the file")
-    kind, checksum = _TRAILER.unpack_from(data, end)
+        raise ValueError("a block lies outside of the file")
+    compression, checksum = _TRAILER.unpack_from(data, end)
     if mask(crc32c(data[start : end + 1])) != checksum:
-        raise ValueError("a checksum does not fit: it is damaged")
-    if kind:
+        raise ValueError("a checksum is wrong: it is damaged")
+    if compression:
         raise ValueError("it is compressed")
     return data[start:end]
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     if len(block) < 4:
-        raise ValueError("a block of it is cut off")
+        raise ValueError("a block is cut off")
     end = len(block) - 4 - 4 * _NUMBER.unpack_from(block, len(block) - 4)[0]
     at, key, unpacked = 0, b"", 0
     while at < end:
@@ -290,12 +291,12 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         own, at = read_varint(block, at)
         length, at = read_varint(block, at)
         if shared > len(key) or at + own + length > end:
-            raise ValueError("an entry of it lies outside of its block")
+            raise ValueError("an entry lies outside of its block")
         key = key[:shared] + block[at : at + own]
         at += own + length
         unpacked += len(key)
         if unpacked > _MOST_SHARED * len(block):
-            raise ValueError("its keys are longer than those of any table")
+            raise ValueError("its keys are too long")
         yield key, block[at - length : at]
 
 
@@ -303,7 +304,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def make_table(entries: Mapping[bytes, bytes]) -> bytes:
-    """A table with these entries."""
+    """Return a table with these entries."""
     file, index, block, key = bytearray(), bytearray(), bytearray(), b""
     for key in sorted(entries):
         block += _table_entry(key, entries[key])
@@ -317,13 +318,13 @@ def make_table(entries: Mapping[bytes, bytes]) -> bytes:
 
 
 def _table_entry(key: bytes, value: bytes) -> bytes:
-    """An entry that shares nothing with the one before."""
+    """Return an entry that shares no prefix with the one before."""
     return varint(0) + varint(len(key)) + varint(len(value)) + key + value
 
 
 def _append(file: bytearray, block: bytearray) -> bytes:
-    """Add a block with one place to start from, its beginning; the handle to find it."""
-    whole = bytes(block) + _NUMBER.pack(0) + _NUMBER.pack(1)
+    """Append a block with one restart point; return its handle."""
+    content = bytes(block) + _NUMBER.pack(0) + _NUMBER.pack(1)
     start = len(file)
-    file += whole + _TRAILER.pack(0, mask(crc32c(whole + b"\0")))
-    return varint(start) + varint(len(whole))
+    file += content + _TRAILER.pack(0, mask(crc32c(content + b"\0")))
+    return varint(start) + varint(len(content))

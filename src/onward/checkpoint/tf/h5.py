@@ -1,7 +1,8 @@
-"""The HDF5 files of Keras: groups of arrays, which are places in them, and the variables that these are.
+"""HDF5 files of Keras: groups of arrays, and the variables that these are.
 
-A file has a group of arrays for each layer, under the name of its class, with the name of the layer as an attribute;
-which array is the kernel, what is trained, and in which order an optimizer has them is known by class.
+A file has a group of arrays for each layer, named after its class, with the layer's name as an
+attribute. The class tells which array is the kernel, which are trained, and their order in an
+optimizer.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, contiguo
 from onward.vocabulary.keras import is_named_after, snake_case
 
 _LARGE = 1 << 16
-"""Bytes of an array from which on it is written a part at a time."""
+"""Size in bytes from which on an array is written in blocks."""
 
 Groups = Mapping[str, Mapping[str, Any]]
-"""By path: the attributes of a group, and its arrays."""
+"""Path -> the attributes of a group, and its arrays."""
 
 
 def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
-    """The groups of a file, or of the part of it that begins at `start`; arrays are places in it."""
+    """Return the groups of a file, or of a section of it. Arrays are locations."""
     with (
         blame_file(f"`{path}` is not a whole HDF5 file of Keras", *DAMAGED),
         open(path, "rb") as file,
@@ -45,10 +46,10 @@ def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, 
         return groups
 
 
-def _tensor(path: Path, found: Stored | np.ndarray) -> Tensor:
-    if isinstance(found, np.ndarray):
-        return ArrayTensor(found)
-    return StoredTensor(path, found.offset, found.dtype, found.shape, contiguous_strides(found.shape))
+def _tensor(path: Path, stored: Stored | np.ndarray) -> Tensor:
+    if isinstance(stored, np.ndarray):
+        return ArrayTensor(stored)
+    return StoredTensor(path, stored.offset, stored.dtype, stored.shape, contiguous_strides(stored.shape))
 
 
 def h5py() -> ModuleType:
@@ -60,26 +61,26 @@ def h5py() -> ModuleType:
 
 
 def write_h5(path: Path, groups: Groups) -> None:
-    """Write groups. Large arrays get their place first, and then their elements, a part at a time."""
-    library, places = h5py(), []
+    """Write groups. Large arrays are allocated first, and their elements written in blocks."""
+    library, offsets = h5py(), []
     early = library.h5p.create(library.h5p.DATASET_CREATE)
     early.set_alloc_time(library.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(library.h5d.FILL_TIME_NEVER)
     with library.File(path, "w") as opened:
         for name, group in groups.items():
-            made = opened.require_group(f"/{name}")
+            created = opened.require_group(f"/{name}")
             for attribute, value in group["attributes"].items():
-                made.attrs[attribute] = value
+                created.attrs[attribute] = value
             for key, tensor in group["arrays"].items():
                 is_large = tensor.nbytes > _LARGE
-                given = {"shape": tensor.shape, "dtype": tensor.dtype, "dcpl": early}
-                written = made.create_dataset(key, **(given if is_large else {"data": tensor.array()}))
+                options = {"shape": tensor.shape, "dtype": tensor.dtype, "dcpl": early}
+                written = created.create_dataset(key, **(options if is_large else {"data": tensor.array()}))
                 if tensor.dtype == ml_dtypes.bfloat16:
                     written.attrs.update(BFLOAT16)
                 if is_large:
-                    places.append((written.id.get_offset(), tensor))
+                    offsets.append((written.id.get_offset(), tensor))
     with open(path, "r+b") as file:
-        for offset, tensor in places:
+        for offset, tensor in offsets:
             file.seek(offset)
             tensor.write_to(file)
 
@@ -89,7 +90,7 @@ def write_h5(path: Path, groups: Groups) -> None:
 
 _AFFINE, _CELL = ("kernel", "bias"), ("kernel", "recurrent_kernel", "bias")
 _NORM, _SEPARATE = ("gamma", "beta"), ("depthwise_kernel", "pointwise_kernel", "bias")
-_CONVOLUTIONS = [f"{kind}{rank}D" for kind in ("Conv", "DepthwiseConv") for rank in (1, 2, 3)]
+_CONVOLUTIONS = [f"{class_name}{rank}D" for class_name in ("Conv", "DepthwiseConv") for rank in (1, 2, 3)]
 _TRANSPOSED = [f"Conv{rank}DTranspose" for rank in (1, 2, 3)]
 TRAINED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(["Dense", "EinsumDense", *_CONVOLUTIONS, *_TRANSPOSED], _AFFINE),
@@ -101,21 +102,21 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "PReLU": ("alpha",),
     "Normalization": (),
 }
-"""What layers train, in order."""
+"""Trainable variables of layers, in order."""
 _OTHERS = {"BatchNormalization": ("moving_mean", "moving_variance"), "Normalization": ("mean", "variance", "count")}
-"""What they keep beside."""
+"""Other variables of layers."""
 _SWITCHES = {"bias": "use_bias", "beta": "center", "gamma": "scale"}
-"""Variables that a layer may do without, and the setting that says so."""
+"""Optional variables of a layer -> the setting that includes them."""
 _RECURRENT = {"LSTM": "LSTMCell", "GRU": "GRUCell", "SimpleRNN": "SimpleRNNCell",
               **{f"ConvLSTM{rank}D": "ConvLSTMCell" for rank in (1, 2, 3)}}  # fmt: skip
 _ATTENTION = ("query_dense", "key_dense", "gate_dense", "value_dense", "output_dense")
 PARTS: dict[str, dict[str, str]] = {
-    **{kind: {"cell": cell} for kind, cell in _RECURRENT.items()},
+    **{class_name: {"cell": cell} for class_name, cell in _RECURRENT.items()},
     **dict.fromkeys(["MultiHeadAttention", "GroupQueryAttention"], dict.fromkeys(_ATTENTION, "EinsumDense")),
     "Bidirectional": {"forward_layer": "layer", "backward_layer": "layer"},
     "TimeDistributed": {"layer": "layer"},
 }
-"""Layers that others are made of, in the order in which these have their variables: a class, or a setting with it."""
+"""Inner layers in the order of their variables -> a class, or the setting with it."""
 _MODELS = ("Functional", "Model")
 _VARS = "vars"
 
@@ -128,16 +129,16 @@ class Variable:
     tensor: Tensor
     is_trained: bool
     is_sure: bool
-    """Whether its place in the order, and that it is trained or not, is known."""
+    """True if its order, and whether it is trained, is known."""
 
 
 def variables_of(groups: Groups, config: Mapping[str, Any] | None) -> list[Variable]:
-    """The variables of a model in its order. Without a configuration, layers are as the file names them."""
+    """Return the variables of a model in order. The file names its layers by default."""
     names = _Names(groups)
     if config is None:
         root = str(groups.get(_VARS, {}).get("attributes", {}).get("name", ""))
-        kind = "Sequential" if re.fullmatch(r"sequential(_\d+)?", root) else "Functional"
-        return list(names.model("", {"class_name": kind, "config": {"name": root}}, [], True))
+        class_name = "Sequential" if re.fullmatch(r"sequential(_\d+)?", root) else "Functional"
+        return list(names.model("", {"class_name": class_name, "config": {"name": root}}, [], True))
     return list(names.model("", config, [], True))
 
 
@@ -145,90 +146,90 @@ class _Names:
     def __init__(self, groups: Groups):
         self._groups = groups
         self._children: dict[str, list[str]] = {}
-        """The groups in a group, but for that of its own arrays."""
+        """Groups in a group, without that of its own arrays."""
         self._filled: set[str] = set()
-        """Groups that have arrays somewhere inside."""
+        """Groups with arrays at any depth."""
         for path, group in sorted(groups.items()):
-            around, _, key = path.rpartition("/")
+            parent, _, key = path.rpartition("/")
             if key != _VARS and path:
-                self._children.setdefault(around, []).append(key)
+                self._children.setdefault(parent, []).append(key)
             while group["arrays"] and path not in self._filled:
                 self._filled.add(path)
                 path = path.rpartition("/")[0]
 
-    def model(self, path: str, spec: Mapping[str, Any], way: list[str], trains: bool) -> Iterator[Variable]:
-        """The layers of a model. One of Keras's functional models builds them by themselves, without its own name."""
+    def model(self, path: str, spec: Mapping[str, Any], names: list[str], trains: bool) -> Iterator[Variable]:
+        """Return the variables of a model. Functional models have names without their own."""
         config = mapping(spec.get("config"))
         trains = trains and config.get("trainable") is not False
-        named = config.get("name") or self._name(path)
-        way = [] if spec.get("class_name") in _MODELS else [*way, str(named)]
+        name = config.get("name") or self._name(path)
+        names = [] if spec.get("class_name") in _MODELS else [*names, str(name)]
         folder = f"{path}/layers".lstrip("/")
         layers = config.get("layers")
-        known = [mapping(layer) for layer in layers] if isinstance(layers, list) else None
-        taken: dict[str, int] = {}
-        for layer in known if known is not None else self._found(folder):
-            kind = snake_case(str(layer.get("class_name", "")))
-            number = taken.get(kind, -1) + 1
-            taken[kind] = number
-            place = str(layer.get("place") or f"{folder}/{kind}" + (f"_{number}" if number else ""))
-            yield from self._layer(place, layer, way, trains, known is not None)
-        if known is None and not self._found(folder):
-            yield from self._others(path, way, trains)
+        listed = [mapping(layer) for layer in layers] if isinstance(layers, list) else None
+        counts: dict[str, int] = {}
+        for layer in listed if listed is not None else self._stored_layers(folder):
+            class_name = snake_case(str(layer.get("class_name", "")))
+            number = counts.get(class_name, -1) + 1
+            counts[class_name] = number
+            group = str(layer.get("group") or f"{folder}/{class_name}" + (f"_{number}" if number else ""))
+            yield from self._layer(group, layer, names, trains, listed is not None)
+        if listed is None and not self._stored_layers(folder):
+            yield from self._others(path, names, trains)
 
-    def _found(self, folder: str) -> list[dict[str, Any]]:
-        """Layers by what the file has, whose names are those of their classes."""
-        classes = {snake_case(kind): kind for kind in (*TRAINED, *PARTS, "Sequential", "Functional")}
-        found = []
+    def _stored_layers(self, folder: str) -> list[dict[str, Any]]:
+        """Return the layers of a file, whose keys are named after their classes."""
+        classes = {snake_case(class_name): class_name for class_name in (*TRAINED, *PARTS, "Sequential", "Functional")}
+        layers = []
         for key in self._children.get(folder, ()):
-            kind = classes.get(re.sub(r"_\d+$", "", key), "")
+            class_name = classes.get(re.sub(r"_\d+$", "", key), "")
             name = self._name(f"{folder}/{key}") or key
-            found.append({"class_name": kind, "config": {"name": name}, "place": f"{folder}/{key}"})
-        return found
+            layers.append({"class_name": class_name, "config": {"name": name}, "group": f"{folder}/{key}"})
+        return layers
 
-    def _name(self, place: str) -> str:
-        """Of a layer, as the file has it."""
-        return str(self._groups.get(f"{place}/{_VARS}".lstrip("/"), {}).get("attributes", {}).get("name", ""))
+    def _name(self, group: str) -> str:
+        """Return the name of a layer in the file."""
+        return str(self._groups.get(f"{group}/{_VARS}".lstrip("/"), {}).get("attributes", {}).get("name", ""))
 
     def _layer(
-        self, place: str, spec: Mapping[str, Any], way: list[str], trains: bool, is_sure: bool
+        self, group: str, spec: Mapping[str, Any], names: list[str], trains: bool, is_sure: bool
     ) -> Iterator[Variable]:
-        config, kind = mapping(spec.get("config")), str(spec.get("class_name", ""))
-        if f"{place}/layers" in self._groups:
-            yield from self.model(place, spec, way, trains)
+        config, class_name = mapping(spec.get("config")), str(spec.get("class_name", ""))
+        if f"{group}/layers" in self._groups:
+            yield from self.model(group, spec, names, trains)
             return
         trains = trains and config.get("trainable") is not False
-        named = str(self._name(place) or config.get("name") or place.rpartition("/")[2])
-        kind = kind or next((known for known in TRAINED if is_named_after(named, known)), "")
-        way = [*way, named]
-        yield from self._own(place, kind, config, way, trains, is_sure)
-        parts = PARTS.get(kind, {})
-        children = [child for child in self._children.get(place, ()) if f"{place}/{child}" in self._filled]
+        name = str(self._name(group) or config.get("name") or group.rpartition("/")[2])
+        class_name = class_name or next((candidate for candidate in TRAINED if is_named_after(name, candidate)), "")
+        names = [*names, name]
+        yield from self._own(group, class_name, config, names, trains, is_sure)
+        parts = PARTS.get(class_name, {})
+        children = [child for child in self._children.get(group, ()) if f"{group}/{child}" in self._filled]
         order = sorted(children, key=lambda child: _index(list(parts), child.lstrip("_")))
         sure = is_sure and (len(children) < 2 or all(child.lstrip("_") in parts for child in children))
         for child in order:
             inner = parts.get(child.lstrip("_"), "")
-            given = {"class_name": inner, "config": config} if inner in TRAINED else mapping(config.get(inner))
-            own = {**given, "config": {**mapping(given.get("config")), "name": child, "trainable": trains}}
-            yield from self._layer(f"{place}/{child}", own, way, trains, sure)
+            inner_spec = {"class_name": inner, "config": config} if inner in TRAINED else mapping(config.get(inner))
+            child_config = {**mapping(inner_spec.get("config")), "name": child, "trainable": trains}
+            yield from self._layer(f"{group}/{child}", {**inner_spec, "config": child_config}, names, trains, sure)
 
     def _own(
-        self, place: str, kind: str, config: Mapping[str, Any], way: list[str], trains: bool, is_sure: bool
+        self, group: str, class_name: str, config: Mapping[str, Any], names: list[str], trains: bool, is_sure: bool
     ) -> Iterator[Variable]:
-        arrays = self._groups.get(f"{place}/{_VARS}", {}).get("arrays", {})
-        trained = [name for name in TRAINED.get(kind, ()) if config.get(_SWITCHES.get(name, "")) is not False]
-        names = [*trained, *_OTHERS.get(kind, ())]
-        known = kind in TRAINED and len(names) == len(arrays)
+        arrays = self._groups.get(f"{group}/{_VARS}", {}).get("arrays", {})
+        trained = [name for name in TRAINED.get(class_name, ()) if config.get(_SWITCHES.get(name, "")) is not False]
+        own = [*trained, *_OTHERS.get(class_name, ())]
+        is_known = class_name in TRAINED and len(own) == len(arrays)
         for at, key in enumerate(sorted(filter(str.isdecimal, arrays), key=int)):
-            name = names[at] if known else key
-            learns = trains and (not known or at < len(trained))
-            yield Variable("/".join([*way, name]), f"{place}/{_VARS}".lstrip("/"), key, arrays[key], learns, is_sure)
+            name = own[at] if is_known else key
+            learns = trains and (not is_known or at < len(trained))
+            yield Variable("/".join([*names, name]), f"{group}/{_VARS}".lstrip("/"), key, arrays[key], learns, is_sure)
 
-    def _others(self, path: str, way: list[str], trains: bool) -> Iterator[Variable]:
-        """A model that is a class of its own: layers are under the names of its attributes, in no order."""
-        yield from self._own(path, "", {}, way, trains, False)
+    def _others(self, path: str, names: list[str], trains: bool) -> Iterator[Variable]:
+        """Return the variables of a subclassed model: its layers are attributes, without order."""
+        yield from self._own(path, "", {}, names, trains, False)
         for child in self._children.get(path, ()):
             if child != "optimizer":
-                yield from self._layer(f"{path}/{child}".lstrip("/"), {}, way, trains, False)
+                yield from self._layer(f"{path}/{child}".lstrip("/"), {}, names, trains, False)
 
 
 def _index(names: list[str], name: str) -> int:

@@ -1,4 +1,4 @@
-"""The objects that a TensorFlow checkpoint was made of, and what they say of its keys: which tensor is what."""
+"""The object graph of a TensorFlow checkpoint, and the meaning of its keys."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from onward.vocabulary.rows import KerasRow
 _VALUE = "VARIABLE_VALUE"
 _STATES = "/.ATTRIBUTES/ITERATOR_STATE"
 _OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics", "_all_variables")
-"""Children of a model that are not of the model, or once more what others are."""
+"""Children of a model that do not belong to it, or repeat others."""
 _MOST_OPTIMIZERS, _DEEPEST = 100, 200
 SHARED = "mu_product"
-"""What Keras's Nadam keeps once, and other optimizers for each parameter."""
+"""Slot that Keras's Nadam stores once, and other optimizers for each parameter."""
 
 
 @dataclasses.dataclass
-class Keys:
-    """An optimizer, by the keys of what it keeps."""
+class OptimizerKeys:
+    """OptimizerKeys of an optimizer's state."""
 
     families: tuple[str, ...] = ()
     name: str = ""
@@ -41,11 +41,11 @@ class Keys:
 
 @dataclasses.dataclass
 class Meaning:
-    """What the keys of a checkpoint stand for."""
+    """Meaning of the keys of a checkpoint."""
 
     parameters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name -> key."""
-    optimizers: list[Keys] = dataclasses.field(default_factory=list)
+    optimizers: list[OptimizerKeys] = dataclasses.field(default_factory=list)
     counters: dict[str, str] = dataclasses.field(default_factory=dict)
     generators: dict[str, str] = dataclasses.field(default_factory=dict)
     data: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -68,18 +68,18 @@ class _Node:
 
 
 def meaning_of(tree: Tree) -> Meaning:
-    """What the keys stand for, by the objects that were saved; without any, by how variables are named."""
+    """Return the meaning of keys, by the saved objects or else by the names of variables."""
     if GRAPH not in tree:
         return _by_name(tree)
     saved = text_of(tree[GRAPH])
     with blame_file("the objects of the checkpoint are damaged"):
         nodes = [_Node(node) for node in texts(saved or b"", 1)]
         if not nodes or any(not 0 <= at < len(nodes) for node in nodes for at in _references(node)):
-            raise ValueError("an object of it is not there")
+            raise ValueError("an object is missing")
         if lost := [node.key for node in nodes if node.key and node.key not in tree]:
-            raise ValueError(f"what `{lost[0]}` holds is not there")
+            raise ValueError(f"the data of `{lost[0]}` is missing")
     if sum(node.is_optimizer for node in nodes) > _MOST_OPTIMIZERS:
-        raise InvalidModelError("the checkpoint has more optimizers than any does")
+        raise InvalidModelError("the checkpoint has too many optimizers")
     return _Objects(nodes, tree).meaning()
 
 
@@ -95,51 +95,51 @@ class _Objects:
         self._tree = tree
 
     def meaning(self) -> Meaning:
-        found = Meaning(parameters={self._names[at]: self._nodes[at].key for at in self._names})
-        top = {*self._nodes[0].children.values()}
+        meaning = Meaning(parameters={self._names[at]: self._nodes[at].key for at in self._names})
+        direct_children = {*self._nodes[0].children.values()}
         for at, node in enumerate(self._nodes):
             if node.is_optimizer:
-                found.optimizers.append(self._keys(node) if "_variables" in node.children else self._older(node))
+                meaning.optimizers.append(self._keys(node) if "_variables" in node.children else self._older(node))
             elif "_state_var" in node.children:
                 state = self._nodes[node.children["_state_var"]]
-                found.generators[_place(state.key)] = state.key
+                meaning.generators[_path_of(state.key)] = state.key
             elif node.full_name.endswith("seed_generator_state"):
-                found.generators[node.full_name] = node.key
-            elif at in top and self._is_counter(node):
-                found.counters[_place(node.key)] = node.key
-        found.data = {key.removesuffix(_STATES): key for key in self._tree if key.endswith(_STATES)}
-        return found
+                meaning.generators[node.full_name] = node.key
+            elif at in direct_children and self._is_counter(node):
+                meaning.counters[_path_of(node.key)] = node.key
+        meaning.data = {key.removesuffix(_STATES): key for key in self._tree if key.endswith(_STATES)}
+        return meaning
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """The variables of the model: as they were named, or where that is not clear after their place."""
-        places = dict(self._walk())
+        """Return the names of the model's variables: as stored, or their paths if these repeat."""
+        paths = dict(self._walk())
         for optimizer in (node for node in self._nodes if node.is_optimizer):
             for variable in self._list_objects(optimizer, "_trainable_variables"):
-                places.setdefault(variable, [_place(self._nodes[variable].key)])
-        named = Counter(self._nodes[at].full_name for at in places)
-        if all(name and count == 1 for name, count in named.items()):
-            return {at: self._nodes[at].full_name for at in places}
-        modules = {way[0] for way in places.values()}
-        inside = len(modules) == 1 and all(len(way) > 1 for way in places.values())
-        return {at: ".".join(way[1:] if inside else way) for at, way in places.items()}
+                paths.setdefault(variable, [_path_of(self._nodes[variable].key)])
+        counts_by_name = Counter(self._nodes[at].full_name for at in paths)
+        if all(name and count == 1 for name, count in counts_by_name.items()):
+            return {at: self._nodes[at].full_name for at in paths}
+        modules = {path[0] for path in paths.values()}
+        has_root = len(modules) == 1 and all(len(path) > 1 for path in paths.values())
+        return {at: ".".join(path[1:] if has_root else path) for at, path in paths.items()}
 
     def _walk(self) -> Iterator[tuple[int, list[str]]]:
-        """Variables that are no optimizer's, with the ways to them."""
+        """Return variables that are not of an optimizer, with their paths."""
         seen: set[int] = set()
         pending: list[tuple[int, list[str]]] = [(0, [])]
         while pending:
-            at, way = pending.pop()
+            at, path = pending.pop()
             node = self._nodes[at]
             if at in seen or node.is_optimizer or "_state_var" in node.children:
                 continue
             seen.add(at)
-            if len(way) > _DEEPEST:
-                raise InvalidModelError("the objects of the checkpoint are nested deeper than any are")
-            counts = len(way) == 1 and self._is_counter(node)
-            if isinstance(self._tree.get(node.key), Tensor) and not counts and not self._is_seed(node):
-                yield at, way
-            pending.extend((at, [*way, n]) for n, at in reversed(node.children.items()) if n not in _OTHERS)
+            if len(path) > _DEEPEST:
+                raise InvalidModelError("the objects of the checkpoint are nested too deeply")
+            is_counter = len(path) == 1 and self._is_counter(node)
+            if isinstance(self._tree.get(node.key), Tensor) and not is_counter and not self._is_seed(node):
+                yield at, path
+            pending.extend((at, [*path, n]) for n, at in reversed(node.children.items()) if n not in _OTHERS)
 
     def _is_counter(self, node: _Node) -> bool:
         value = self._tree.get(node.key)
@@ -150,59 +150,60 @@ class _Objects:
         return node.full_name.endswith("seed_generator_state")
 
     def _list_objects(self, node: _Node, attribute: str) -> list[int]:
-        """The objects in a list that is an attribute, in their order."""
+        """Return the objects of a list attribute, in order."""
         if attribute not in node.children:
             return []
-        inside = self._nodes[node.children[attribute]].children
-        return [inside[name] for name in sorted(filter(str.isdecimal, inside), key=int)]
+        children = self._nodes[node.children[attribute]].children
+        return [children[name] for name in sorted(filter(str.isdecimal, children), key=int)]
 
-    def _keys(self, node: _Node) -> Keys:
-        """An optimizer of Keras 3: its attributes are lists with an object for each variable."""
+    def _keys(self, node: _Node) -> OptimizerKeys:
+        """Return an optimizer of Keras 3: attributes are lists with an object for each variable."""
         variables = self._list_objects(node, "_trainable_variables")
-        known = [self._names[at] for at in variables]
-        found = Keys(parameters=known, slots={name: {} for name in known})
+        names = [self._names[at] for at in variables]
+        keys = OptimizerKeys(parameters=names, slots={name: {} for name in names})
         rows = [row for row in KERAS_ROWS.values() if self._fits(node, row)]
         for slot, attribute in (rows[0].slots if rows else {}).items():
-            for name, at in zip(known, self._list_objects(node, attribute), strict=False):
-                found.slots[name][slot] = self._nodes[at].key
+            for name, at in zip(names, self._list_objects(node, attribute), strict=False):
+                keys.slots[name][slot] = self._nodes[at].key
         averages = self._list_objects(node, "_model_variables_moving_average")
-        found.averages = {name: self._nodes[at].key for name, at in zip(known, averages, strict=False)}
+        keys.averages = {name: self._nodes[at].key for name, at in zip(names, averages, strict=False)}
         for attribute, at in node.children.items():
             if self._nodes[at].key:
-                found.numbers[attribute.removeprefix("_")] = self._nodes[at].key
+                keys.numbers[attribute.removeprefix("_")] = self._nodes[at].key
         counter = self._nodes[node.children.get("_iterations", 0)].full_name
-        found.name = counter.rpartition("/")[0]
-        called = [row for row in rows if is_named_after(found.name, row.name)]
-        found.families = tuple(row.optimizers[0] for row in called or rows)
-        return found
+        keys.name = counter.rpartition("/")[0]
+        named_rows = [row for row in rows if is_named_after(keys.name, row.name)]
+        keys.families = tuple(row.optimizers[0] for row in named_rows or rows)
+        return keys
 
     def _fits(self, node: _Node, row: KerasRow) -> bool:
-        """Whether an optimizer has the attributes of a class, and no list of variables beside."""
+        """True if an optimizer has the attributes of a class, and no other list of variables."""
         lists = {name for name in node.children if self._list_objects(node, name)} - {
             "_variables", "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients",
         }  # fmt: skip
-        told = all((name in row.attributes) == (name in node.children) for name in ("_average_gradients", "_u_product"))
-        return bool(lists) and lists <= row.attributes and told
+        flags = ("_average_gradients", "_u_product")
+        has_flags = all((name in row.attributes) == (name in node.children) for name in flags)
+        return bool(lists) and lists <= row.attributes and has_flags
 
-    def _older(self, node: _Node) -> Keys:
-        """An optimizer that says itself which variable is kept beside which."""
-        found = Keys()
+    def _older(self, node: _Node) -> OptimizerKeys:
+        """Return an optimizer of Keras 2, which stores its slots with their variables."""
+        keys = OptimizerKeys()
         for slot, name in node.slots:
-            variable, kept = (self._nodes[slot.get(number, 0)] for number in (1, 3))
-            called = self._names.get(slot.get(1, 0), _place(variable.key))
-            found.slots.setdefault(called, {})[KERAS_2_SLOTS.get(name, name)] = kept.key
-        found.parameters = list(found.slots)
-        found.numbers = {name: self._nodes[at].key for name, at in node.children.items() if self._nodes[at].key}
-        found.families = families_of(found.slots)
-        return found
+            variable, slot_variable = (self._nodes[slot.get(number, 0)] for number in (1, 3))
+            parameter = self._names.get(slot.get(1, 0), _path_of(variable.key))
+            keys.slots.setdefault(parameter, {})[KERAS_2_SLOTS.get(name, name)] = slot_variable.key
+        keys.parameters = list(keys.slots)
+        keys.numbers = {name: self._nodes[at].key for name, at in node.children.items() if self._nodes[at].key}
+        keys.families = families_of(keys.slots)
+        return keys
 
 
 def families_of(slots: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Optimizers of Keras that keep this for each parameter."""
-    kept = {frozenset(each) for each in slots.values()}
-    if len(kept) != 1:
+    """Return the optimizers of Keras with these slots for each parameter."""
+    slot_names = {frozenset(values) for values in slots.values()}
+    if len(slot_names) != 1:
         return ()
-    (names,) = kept
+    (names,) = slot_names
     return tuple(
         row.optimizers[0]
         for row in KERAS_ROWS.values()
@@ -210,7 +211,7 @@ def families_of(slots: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def _place(key: str) -> str:
+def _path_of(key: str) -> str:
     return key.partition("/.ATTRIBUTES")[0].removesuffix("/_state_var")
 
 
@@ -221,43 +222,43 @@ _SINGLE = {"iteration": "iterations", "learning_rate": "learning_rate", "beta1_p
 
 
 def _by_name(tree: Tree) -> Meaning:
-    """Checkpoints of TensorFlow 1, and of whoever has no objects: keys are the names of variables."""
+    """Return the meaning of keys that are names of variables, as in TensorFlow 1."""
     variables = [key for key, value in tree.items() if isinstance(value, Tensor)]
-    keys = Keys(name=next((key.removesuffix(_COUNT) for key in variables if key.endswith(_COUNT)), ""))
-    kept, found = _slot_variables(variables, keys.name), Meaning()
+    keys = OptimizerKeys(name=next((key.removesuffix(_COUNT) for key in variables if key.endswith(_COUNT)), ""))
+    slot_variables, meaning = _slot_variables(variables, keys.name), Meaning()
     for key in variables:
         owner, _, last = key.rpartition("/")
-        if key in kept:
-            of, slot = kept[key]
+        if key in slot_variables:
+            parameter, slot = slot_variables[key]
             if slot == AVERAGE:
-                keys.averages[of] = key
+                keys.averages[parameter] = key
             else:
-                keys.slots.setdefault(of, {})[slot] = key
+                keys.slots.setdefault(parameter, {})[slot] = key
         elif last in _SINGLE and owner == keys.name and not tree[key].shape:
             keys.numbers[_SINGLE[last] or last] = key
         elif not tree[key].shape and tree[key].dtype.kind in "iu":
-            found.counters[key] = key
+            meaning.counters[key] = key
         else:
-            found.parameters[key] = key
+            meaning.parameters[key] = key
     if keys.slots or keys.averages or keys.numbers:
         keys.parameters = list(keys.slots)
-        called = [row.optimizers[0] for row in KERAS_ROWS.values() if is_named_after(keys.name, row.name)]
-        keys.families = tuple(called) or families_of(keys.slots)
-        found.optimizers.append(keys)
-    return found
+        families = [row.optimizers[0] for row in KERAS_ROWS.values() if is_named_after(keys.name, row.name)]
+        keys.families = tuple(families) or families_of(keys.slots)
+        meaning.optimizers.append(keys)
+    return meaning
 
 
 def _slot_variables(variables: Sequence[str], optimizer: str) -> dict[str, tuple[str, str]]:
-    """Variables that an optimizer keeps: of which parameter, and as what."""
-    known, found = set(variables), {}
+    """Return variables of an optimizer -> their parameter and slot."""
+    names, matches = set(variables), {}
     row = next((row for row in KERAS_ROWS.values() if is_named_after(optimizer, row.name)), None)
     words = {f"_{word}": slot for slot, word in row.words.items()} if row else {}
     flat = {f"{optimizer}/{name.replace('/', '_')}": name for name in variables}
     for key in variables:
         owner, _, last = key.rpartition("/")
-        if owner in known and last in TENSORFLOW_1_SLOTS:
-            found[key] = (owner, TENSORFLOW_1_SLOTS[last])
+        if owner in names and last in TENSORFLOW_1_SLOTS:
+            matches[key] = (owner, TENSORFLOW_1_SLOTS[last])
         for word, slot in words.items():
             if key.removesuffix(word) != key and key.removesuffix(word) in flat:
-                found[key] = (flat[key.removesuffix(word)], slot)
-    return found
+                matches[key] = (flat[key.removesuffix(word)], slot)
+    return matches
