@@ -570,12 +570,12 @@ def test_assignments_that_are_no_averages():
 
 
 def test_without_a_loss_there_is_nothing_to_learn():
-    with pytest.raises(RecipeError, match="nothing to learn from"):
+    with pytest.raises(RecipeError, match="no `loss` is given"):
         onward.from_tensorflow(mlp(), FLAT[0]["image"])
 
 
 def test_an_optimizer_is_not_guessed():
-    with pytest.raises(RecipeError, match="not said how to learn"):
+    with pytest.raises(RecipeError, match="no `optimizer` is given"):
         onward.from_tensorflow(mlp(), FLAT[0]["image"], loss="cross_entropy")
 
 

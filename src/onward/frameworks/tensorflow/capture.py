@@ -1,7 +1,8 @@
-"""Functions and modules of TensorFlow as training models."""
+"""Training models from TensorFlow functions and modules."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,7 @@ from onward.recipe import Recipe, prepare
 from onward.transform.training import remove_unused
 from onward.vocabulary.keras import Refused
 
-BATCH = "N"
-"""What the size of the first axis is called."""
+BATCH = "N"  # name of the first dimension
 
 
 @checked(rest=Recipe, types=False)
@@ -43,29 +43,31 @@ def from_tensorflow(
     probe: bool = True,
     **recipe: Any,
 ) -> Model:
-    """Make a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of tensors.
+    """Return a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of
+    tensors.
 
         training = onward.from_tensorflow(module, images, loss="cross_entropy", optimizer="adamw:lr=1e-3")
 
-    - `module`: what computes; its trainable variables are trained, others are not
-    - `example_inputs`: its arguments: a tuple, a mapping by name, or one tensor. Of arrays and tensors the first axis
-      is taken to be that of the batch, of any size; a `tf.TensorSpec` says it otherwise; all else is handed to the
-      function as it is, such as `training=True`. A function with an `input_signature` needs none
-    - `loss`, `optimizer`, `recipe`: as for `prepare`: `loss="cross_entropy"` for an output, `loss="value:NAME"` for one
-      that the function computes itself
-    - `probe`: run both sides on the example, and compare
+    - `module`: the function; its trainable variables are trained, others are frozen
+    - `example_inputs`: its arguments: a tuple, a mapping by name, or one tensor. The first axis
+      of arrays and tensors is the batch, of any size; a `tf.TensorSpec` overrides this. Other
+      values, such as `training=True`, are passed to the function unchanged. A function with an
+      `input_signature` needs no example
+    - `loss`, `optimizer`, `recipe`: as for `prepare`: `loss="cross_entropy"` for an output,
+      `loss="value:NAME"` for a loss that the function computes
+    - `probe`: compare both sides on the example (default: True)
 
-    A module that `to_tensorflow` made, or the folder of a SavedModel of one, is the training model that it was made
-    of, with the values that its variables have now.
+    A module that `to_tensorflow` returned, or the folder of its SavedModel, gives its training
+    model with the current values of the variables.
     """
     if isinstance(module, str | os.PathLike):
         return restore(Path(module))
     if is_training_module(module):
         return restore_model(module)
     if loss is None and recipe.get("teacher") is None:
-        raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
+        raise RecipeError("no `loss` is given", hint='give a `loss`, such as "cross_entropy"')
     if optimizer is None:
-        raise RecipeError("it is not said how to learn", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
+        raise RecipeError("no `optimizer` is given", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
     _refuse_objects(loss, optimizer)
     model, trainable, variance = export(module, example_inputs, probe=probe)
     chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
@@ -73,34 +75,26 @@ def from_tensorflow(
 
 
 def _refuse_objects(loss: Any, optimizer: Any) -> None:
-    """Refuse objects of Keras, with the words for an optimizer if there are any."""
-    if _is_of_keras(optimizer):
-        from onward.frameworks.keras.optimizer import read_optimizer
-        from onward.frameworks.keras.schedule import read_schedule
+    """Refuse objects of Keras, with a hint that has the optimizer as a string."""
+    for name, value, text in (("optimizer", optimizer, "adamw:lr=1e-3"), ("loss", loss, "cross_entropy")):
+        if not any(base.__module__.startswith("keras.") for base in type(value).__mro__):
+            continue
+        if name == "optimizer":
+            from onward.frameworks.keras.optimizer import read_optimizer
+            from onward.frameworks.keras.schedule import read_schedule
 
-        try:
-            words = str(read_optimizer(optimizer, read_schedule(optimizer).lr))
-        except Refused:
-            words = "adamw:lr=1e-3"
+            with contextlib.suppress(Refused):
+                text = str(read_optimizer(value, read_schedule(value).lr))
         raise RecipeError(
-            f"`optimizer` is an object of Keras ({type(optimizer).__name__}), not words",
-            hint=f'write `optimizer="{words}"`; a compiled Keras model goes through `onward.from_keras(model)`',
+            f"`{name}` is an object of Keras ({type(value).__name__}), not a string",
+            hint=f'write `{name}="{text}"`; a compiled Keras model goes through `onward.from_keras(model)`',
         )
-    if _is_of_keras(loss):
-        raise RecipeError(
-            f"`loss` is an object of Keras ({type(loss).__name__}), not words",
-            hint='write `loss="cross_entropy"`; a compiled Keras model goes through `onward.from_keras(model)`',
-        )
-
-
-def _is_of_keras(given: Any) -> bool:
-    return any(kind.__module__.startswith("keras.") for kind in type(given).__mro__)
 
 
 def export(
     module: Any, example_inputs: Any, *, probe: bool = True
 ) -> tuple[Model, list[str], Literal["population", "sample"]]:
-    """The inference model of a function, the names of its trainable variables, and which variance it averages."""
+    """Return the model of a function, its trainable variables, and the variance it averages."""
     arguments, named = _arguments(example_inputs)
     function = _concrete(module, arguments, named)
     variables = _variables(function)
@@ -116,7 +110,7 @@ def export(
 
 
 def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]) -> Model:
-    """The graph of a function of tensors that have these shapes; results are in the order of its list."""
+    """Return the graph of a function of tensors with these shapes; it returns a list."""
     specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
     named = [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))]
@@ -155,9 +149,6 @@ def _check(graph: ir.Graph, translator: Translator) -> None:
         )
 
 
-# ---- the function ----------------------------------------------------------------------------------------------------
-
-
 def _arguments(example_inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
@@ -167,11 +158,11 @@ def _arguments(example_inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def _concrete(module: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    if hasattr(module, "captured_inputs"):  # it is one already
+    if hasattr(module, "captured_inputs"):  # a concrete function
         return module
     function = module.__call__ if isinstance(module, tf.Module) else module
     if not callable(function):
-        raise UnsupportedError(f"{module!r} is no function of tensors", hint="give a `tf.function` or a `tf.Module`")
+        raise UnsupportedError(f"{module!r} is not a function of tensors", hint="give a `tf.function` or a `tf.Module`")
     if not hasattr(function, "get_concrete_function"):
         function = tf.function(function)
     specs = {name: _spec(x, name) for name, x in named.items()}
@@ -181,7 +172,7 @@ def _concrete(module: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -
     except (TypeError, ValueError, LookupError, tf.errors.OpError) as error:
         raise DataError(
             f"the function fails with the example: {str(error).strip().splitlines()[-1].strip()}",
-            hint="check names, shapes and types of the example; axes that are not of the batch are as large as there",
+            hint="check names, shapes and types of the example; only the batch axis may differ from it",
         ) from error
 
 
@@ -194,19 +185,14 @@ def _spec(example: Any, name: str | None = None) -> Any:
 
 def _input(tensor: Any) -> ir.Value:
     if tensor.shape.rank is None:
-        raise UnsupportedError(
-            f"nobody knows how many axes `{tensor.op.name}` has", hint="give a `tf.TensorSpec` with a shape"
-        )
-    sizes = [_size(tensor.op.name, axis) if size is None else size for axis, size in enumerate(tensor.shape.as_list())]
-    return ir.Value(name=tensor.op.name, type=ir.TensorType(dtype_of(tensor.dtype)), shape=ir.Shape(sizes))
-
-
-def _size(name: str, axis: int) -> str:
-    return f"{name}_{axis}" if axis else BATCH
+        raise UnsupportedError(f"the rank of `{tensor.op.name}` is unknown", hint="give a `tf.TensorSpec` with a shape")
+    name, sizes = tensor.op.name, enumerate(tensor.shape.as_list())
+    shape = [(f"{name}_{axis}" if axis else BATCH) if size is None else size for axis, size in sizes]
+    return ir.Value(name=name, type=ir.TensorType(dtype_of(tensor.dtype)), shape=ir.Shape(shape))
 
 
 def _paths(results: Any, path: str = "") -> Iterator[str]:
-    """A name for each tensor of what a function returns, in the order in which TensorFlow has them."""
+    """Return a name for each tensor that a function returns, in TensorFlow's order."""
     if isinstance(results, Mapping):
         for key in sorted(results):
             yield from _paths(results[key], f"{path}/{key}" if path else str(key))
@@ -217,33 +203,29 @@ def _paths(results: Any, path: str = "") -> Iterator[str]:
         yield path or "output"
 
 
-# ---- variables -------------------------------------------------------------------------------------------------------
-
-
 def _variables(function: Any) -> list[Any]:
-    """In the order in which the function reads them."""
-    known = {id(variable.handle): variable for variable in function.graph.variables}
-    return [known[id(tensor)] for tensor in function.captured_inputs if id(tensor) in known]
+    """Return the variables in the order in which the function reads them."""
+    by_handle = {id(variable.handle): variable for variable in function.graph.variables}
+    return [by_handle[id(tensor)] for tensor in function.captured_inputs if id(tensor) in by_handle]
 
 
 def _names(module: Any, variables: Sequence[Any]) -> dict[int, str]:
-    """What variables are called: as they were named, or if that is not clear after their place in the module."""
-    given = [variable.name.partition(":")[0] for variable in variables]
-    if len(set(given)) == len(given):
-        return {id(variable): name for variable, name in zip(variables, given, strict=True)}
-    places = {}
+    """Return the names of variables, or their paths in the module if names repeat."""
+    own_names = [variable.name.partition(":")[0] for variable in variables]
+    if len(set(own_names)) == len(own_names):
+        return {id(variable): name for variable, name in zip(variables, own_names, strict=True)}
+    paths = {}
     if isinstance(module, tf.Module):
-        found = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
-        places = {id(variable): ".".join(map(str, path)) for path, variable in found}
+        members = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
+        paths = {id(variable): ".".join(map(str, path)) for path, variable in members}
     names = Names()
     return {
-        id(variable): names.fresh(places.get(id(variable), name))
-        for variable, name in zip(variables, given, strict=True)
+        id(variable): names.fresh(paths.get(id(variable), name))
+        for variable, name in zip(variables, own_names, strict=True)
     }
 
 
 def _captured_value(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:
-    """A variable, or a tensor that the function found around it."""
     if tensor.dtype == tf.resource:
         if id(tensor) not in weights:
             raise UnsupportedError("the function reads a table or a queue, which ONNX does not have")

@@ -1,7 +1,8 @@
-"""Translation of TensorFlow graphs: an operation hands its inputs to the function that its type has in a table.
+"""Translation of TensorFlow graphs: each operation calls the function of its type in a table.
 
-Such a function takes a builder and the inputs. By keyword it may ask for attributes of the operation, and for `node`,
-which knows the shapes of inputs and the values of constant ones. It returns the result, or several.
+Such a function takes a builder and the inputs, and returns the result or several. Its keywords are
+attributes of the operation, and `node`, which knows the shapes of inputs and the values of constant
+ones.
 
     operators(Tanh=lambda op, x: op.Tanh(x))
 
@@ -9,8 +10,8 @@ which knows the shapes of inputs and the values of constant ones. It returns the
     def expand_dims(op, x, _, *, node):
         return op.Unsqueeze(x, node.numbers(1))
 
-An operation that is not in the table, or that its function refuses, becomes a value that nothing computes. If the
-results turn out to depend on it, that is an error, and all such values are named in one.
+An operation without a function, or that its function refuses, becomes a value that no node
+computes. If results depend on such values, one error names them all.
 """
 
 from __future__ import annotations
@@ -36,25 +37,23 @@ FAMILIES = ("elementwise", "reduction", "movement", "indexing", "convolution", "
 
 @functools.cache
 def operators() -> Operators:
-    """The rows of all families."""
     return collect_operators("onward.frameworks.tensorflow.operators", FAMILIES)
 
 
 class Refused(Exception):
-    """An operation that ONNX cannot express as it is used; why."""
+    """Reason why ONNX cannot express an operation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resource:
-    """A variable, as operations hand it to each other."""
+    """Variable, as an input of operations."""
 
-    value: ir.Value
-    """The initializer that holds it."""
+    value: ir.Value  # initializer
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Why nothing computes a value, and what that would have read."""
+    """Reason why no node computes a value, and the inputs of its operation."""
 
     reason: str
     inputs: Sequence[ir.Value]
@@ -62,13 +61,11 @@ class Unknown:
 
 @dataclasses.dataclass
 class Statistics:
-    """A batch normalization in training: what it normalizes with, and what it hands out for averages to follow."""
+    """Batch normalization in training, with the statistics that averages read."""
 
     node: ir.Node
-    batch: tuple[ir.Value, ir.Value]
-    """Mean and variance of the batch."""
-    sample: bool
-    """Whether the variance is that of a sample, with n - 1."""
+    batch: tuple[ir.Value, ir.Value]  # mean and variance of the batch
+    sample: bool  # True if the variance is divided by n - 1
 
 
 Value = Expr | Resource
@@ -76,20 +73,17 @@ Environment = dict[Any, Value]
 
 
 class Translator:
-    """What is known over all graphs of a function: how variables change, and what could not be expressed."""
+    """Translator of all graphs of a function, with updates of variables and missing values."""
 
     def __init__(self) -> None:
-        self.unknown: dict[ir.Value, Unknown] = {}
-        """Values that nothing computes."""
-        self.updates: dict[ir.Value, Expr] = {}
-        """Variables, and what they are assigned last."""
+        self.unknown: dict[ir.Value, Unknown] = {}  # values that no node computes
+        self.updates: dict[ir.Value, Expr] = {}  # last values assigned to variables
         self.statistics: list[Statistics] = []
-        self.own_gradients = False
-        """True if a function was given its derivative by hand (`tf.custom_gradient`), which a graph does not have."""
+        self.own_gradients = False  # True for `tf.custom_gradient`, which a graph does not contain
 
     @contextlib.contextmanager
     def without_updates(self) -> Iterator[None]:
-        """Refuse what is assigned to variables meanwhile."""
+        """Refuse assignments to variables in the block."""
         before = dict(self.updates)
         yield
         if self.updates != before:
@@ -99,29 +93,32 @@ class Translator:
     def inline(
         self, op: Builder, graph: Any, arguments: Iterable[Value], outputs: Sequence[Any] | None = None
     ) -> list[Value]:
-        """Write the operations of a graph, given its inputs; what it returns, or other tensors of it."""
-        wanted = graph.outputs if outputs is None else outputs
-        needed = _needed_operations(graph, wanted)
-        known: Environment = {x.ref(): _inside(op, value) for x, value in zip(graph.inputs, arguments, strict=True)}
+        """Write the operations of a graph for these inputs; return its outputs, or others."""
+        requested = graph.outputs if outputs is None else outputs
+        needed = _needed_operations(graph, requested)
+        environment: Environment = {
+            x.ref(): op(value.value) if isinstance(value, Expr) else value
+            for x, value in zip(graph.inputs, arguments, strict=True)
+        }
         for operation in graph.get_operations():
             if operation in needed and operation.type != "Placeholder":
-                results = self._results(op, operation, known)
-                known.update(zip((y.ref() for y in operation.outputs), results, strict=False))
-        return [known[y.ref()] for y in wanted]
+                results = self._results(op, operation, environment)
+                environment.update(zip((y.ref() for y in operation.outputs), results, strict=False))
+        return [environment[y.ref()] for y in requested]
 
-    def _results(self, op: Builder, operation: Any, known: Environment) -> Sequence[Value]:
+    def _results(self, op: Builder, operation: Any, environment: Environment) -> Sequence[Value]:
         function = operators().get(operation.type)
-        node = Node(self, operation, known)
+        node = Node(self, operation, environment)
         try:
             if function is None:
                 raise Refused("there is no such operator in the table")
-            given = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
-            results = function(op, *(known[x.ref()] for x in operation.inputs), **given)
+            settings = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
+            results = function(op, *(environment[x.ref()] for x in operation.inputs), **settings)
         except Refused as refusal:
-            inputs = [known[x.ref()].value for x in operation.inputs]
+            inputs = [environment[x.ref()].value for x in operation.inputs]
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
         results = list(results) if isinstance(results, tuple | list) else [results]
-        for y in operation.outputs[len(results) :]:  # which TensorFlow keeps for its own gradients
+        for y in operation.outputs[len(results) :]:  # outputs that only TensorFlow's gradients read
             results.append(self.placeholder(op, node, f"there is no operator for its output `{y.name}`", y))
         for y, result in zip(operation.outputs, results, strict=False):
             if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
@@ -129,22 +126,21 @@ class Translator:
         return results
 
     def placeholder(self, op: Builder, node: Node, reason: str, like: Any, inputs: Sequence[ir.Value] = ()) -> Expr:
-        """A value that nothing computes, since an operation could not be expressed."""
         value = ir.Value(name=op.names.fresh("unknown"), shape=_shape(like.shape, None))
         value.type = None if like.dtype in _OPAQUE else ir.TensorType(dtype_of(like.dtype))
         self.unknown[value] = Unknown(f"`{node.operation.type}` (`{node.operation.name}`): {reason}", inputs)
         return op(value)
 
     def obstacles(self, outputs: Iterable[ir.Value]) -> list[str]:
-        """What could not be expressed of all that results depend on."""
+        """Return the reasons of all missing values that results depend on."""
         reasons: dict[str, None] = {}
         pending, seen = set(outputs), set[ir.Value]()
         while pending:
             _, reached = ancestors(pending)
-            found = [value for value in self.unknown if value in reached and value not in seen]
-            seen.update(found)
-            reasons.update(dict.fromkeys(self.unknown[value].reason for value in found))
-            pending = {x for value in found for x in self.unknown[value].inputs}
+            missing = [value for value in self.unknown if value in reached and value not in seen]
+            seen.update(missing)
+            reasons.update(dict.fromkeys(self.unknown[value].reason for value in missing))
+            pending = {x for value in missing for x in self.unknown[value].inputs}
         return list(reasons)
 
 
@@ -152,8 +148,8 @@ _EFFECTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "S
 
 
 def _needed_operations(graph: Any, outputs: Iterable[Any]) -> set[Any]:
-    """The operations that results depend on, and those that may change variables."""
-    pending = [y.op for y in outputs] + [found for found in graph.get_operations() if found.type in _EFFECTS]
+    """Return the operations that results depend on, and those that may assign variables."""
+    pending = [y.op for y in outputs] + [x for x in graph.get_operations() if x.type in _EFFECTS]
     needed: set[Any] = set()
     while pending:
         operation = pending.pop()
@@ -163,21 +159,16 @@ def _needed_operations(graph: Any, outputs: Iterable[Any]) -> set[Any]:
     return needed
 
 
-def _inside(op: Builder, value: Value) -> Value:
-    """The same value for expressions that this builder writes: it may be that of a nested graph."""
-    return op(value.value) if isinstance(value, Expr) else value
-
-
 _OPAQUE = (tf.resource, tf.variant, tf.string)
 
 
 class Node:
     """One operation, as functions of the table see it."""
 
-    def __init__(self, translator: Translator, operation: Any, known: Environment):
+    def __init__(self, translator: Translator, operation: Any, environment: Environment):
         self.translator = translator
         self.operation = operation
-        self._known = known
+        self._environment = environment
 
     def attribute(self, name: str) -> Any:
         value = self.operation.get_attr(name)
@@ -186,13 +177,12 @@ class Node:
     def shape(self, index: int) -> list[int | None]:
         shape = self._shape(self.operation.inputs[index])
         if shape.rank is None:
-            raise Refused("nobody knows how many axes its input has")
-        found: list[int | None] = shape.as_list()
-        return found
+            raise Refused("the rank of its input is unknown")
+        return list(shape.as_list())
 
     def _shape(self, tensor: Any) -> Any:
-        """As TensorFlow has it, or, behind calls of which it does not know what they return, as we have it."""
-        value = self._known.get(tensor.ref())
+        """Return the shape of TensorFlow, or ours if it is unknown, as after a call."""
+        value = self._environment.get(tensor.ref())
         if tensor.shape.rank is not None or not isinstance(value, Expr) or value.value.shape is None:
             return tensor.shape
         return tf.TensorShape([size if isinstance(size, int) else None for size in value.value.shape])
@@ -201,58 +191,52 @@ class Node:
         return len(self.shape(index))
 
     def size(self, index: int, axis: int) -> int:
-        found = self.shape(index)[axis]
-        if found is None:
-            raise Refused(f"the size of its input along axis {axis} is not known")
-        return found
+        size = self.shape(index)[axis]
+        if size is None:
+            raise Refused(f"the size of its input along axis {axis} is unknown")
+        return size
 
     def known(self, index: int) -> np.ndarray | None:
-        """The value of an input, if it is constant."""
         return self.constant(self.operation.inputs[index])
 
     def constant(self, tensor: Any) -> np.ndarray | None:
-        found = tf.get_static_value(tensor)
-        if found is not None:
-            return np.asarray(found)
-        value = self._known[tensor.ref()]  # of another graph, if this is a function that was called with a constant
+        """Return the value of a tensor; None if it is not constant."""
+        static = tf.get_static_value(tensor)
+        if static is not None:
+            return np.asarray(static)
+        value = self._environment[tensor.ref()]  # a constant argument of this function, in the graph of its caller
         return None if isinstance(value, Resource) else constant_of(value)
 
     def array(self, index: int) -> np.ndarray:
-        found = self.known(index)
-        if found is None:
+        array = self.known(index)
+        if array is None:
             raise Refused(f"its input {index} is computed, where ONNX needs a constant")
-        return found
+        return array
 
     def numbers(self, index: int) -> list[int]:
-        """A constant vector, or number, of integers."""
-        found: list[int] = self.array(index).reshape(-1).tolist()
-        return found
+        return list(self.array(index).reshape(-1).tolist())
 
     def number(self, index: int) -> Any:
         return self.array(index).item()
 
     def value(self, tensor: Any) -> Value:
-        """What another operation of the same graph has computed."""
-        return self._known[tensor.ref()]
+        """Return the result of another operation of the same graph."""
+        return self._environment[tensor.ref()]
 
     def of(self, operation: Any) -> Node:
-        """Another operation of the same graph."""
-        return Node(self.translator, operation, self._known)
+        return Node(self.translator, operation, self._environment)
 
     def read(self, op: Builder, variable: Resource) -> Expr:
-        """What a variable is at this point."""
+        """Return the current value of a variable."""
         updated = self.translator.updates.get(variable.value)
         return op(variable.value if updated is None else updated.value)
 
     def function(self, attribute: str) -> Any:
-        """The graph of a function that the operation calls."""
-        found = self.operation.graph._get_function(self.operation.get_attr(attribute).name)
-        if not hasattr(found, "graph"):
+        """Return the graph of a function that the operation calls."""
+        called = self.operation.graph._get_function(self.operation.get_attr(attribute).name)
+        if not hasattr(called, "graph"):
             raise Refused("it calls a function that TensorFlow keeps without its graph")
-        return found.graph
-
-
-# ---- types -----------------------------------------------------------------------------------------------------------
+        return called.graph
 
 
 def dtype_of(dtype: Any) -> ir.DataType:
@@ -260,16 +244,15 @@ def dtype_of(dtype: Any) -> ir.DataType:
 
 
 def as_int64(op: Builder, x: Expr) -> Expr:
-    """What says how large or where something is, as ONNX has it."""
     return cast(op, x, ir.DataType.INT64)
 
 
-def _shape(found: Any, value: ir.Value | None) -> ir.Shape | None:
-    """What TensorFlow knows of a shape, and what we know."""
+def _shape(shape: Any, value: ir.Value | None) -> ir.Shape | None:
+    """Return a shape of TensorFlow, with dynamic sizes as ours if these are known."""
     ours = None if value is None else value.shape
-    if found.rank is None:
+    if shape.rank is None:
         return ours
-    sizes = found.as_list()
-    if ours is not None and ours.rank() == found.rank:
-        sizes = [known if size is None else size for size, known in zip(sizes, ours, strict=True)]
+    sizes = shape.as_list()
+    if ours is not None and ours.rank() == shape.rank:
+        sizes = [our_size if size is None else size for size, our_size in zip(sizes, ours, strict=True)]
     return ir.Shape(sizes)

@@ -1,4 +1,4 @@
-"""Whether a model computes what the function did that it was made of, at the example inputs."""
+"""Comparison of a model with the function that it was made of, at the example inputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from onward.model import Model
 def confirm(
     model: Model, function: Any, arguments: Sequence[Any], named: dict[str, Any], trained: Mapping[str, Any]
 ) -> None:
-    """Compare results, or say what differs. Batch normalization is compared as it trains.
+    """Raise an error if results differ; batch normalization is compared in training mode.
 
-    `trained` are variables by name whose gradients are compared, too: those of functions with derivatives of their own.
-    Without example arrays there is nothing to compare at, and with dropout nothing to compare.
+    Gradients with respect to `trained`, variables by name, are compared for custom derivatives.
+    Without example arrays or with dropout, nothing is compared.
     """
     examples = [x for x in (*arguments, *named.values()) if _is_array(x)]
     nodes = list(model.graph.all_nodes())
@@ -34,21 +34,20 @@ def confirm(
     expected = tf.nest.flatten(results)
     for variable, value in before:
         variable.assign(value)
-    fed = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
-    given = {value.name or "": fed[value.name or ""] for value in model.inputs}
-    found = function_of(_in_training(model), engine="numpy")(given)
-    theirs = {name: other.numpy() for name, other in zip(found, expected, strict=True)}
-    compare = Comparison("that of TensorFlow", "the conversion is not exact: please report the function that it was")
-    compare(found, theirs)
+    examples_by_name = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
+    feeds = {value.name or "": examples_by_name[value.name or ""] for value in model.inputs}
+    outputs = function_of(_in_training(model), engine="numpy")(feeds)
+    compare = Comparison("that of TensorFlow", "the conversion is not exact: please report the function")
+    compare(outputs, {name: other.numpy() for name, other in zip(outputs, expected, strict=True)})
     if trained:
-        _compare_gradients(model, given, expected, tape, trained)
+        _compare_gradients(model, feeds, expected, tape, trained)
 
 
 def _compare_gradients(
-    model: Model, given: dict[str, np.ndarray], expected: Sequence[Any], tape: Any, trained: Mapping[str, Any]
+    model: Model, feeds: dict[str, np.ndarray], expected: Sequence[Any], tape: Any, trained: Mapping[str, Any]
 ) -> None:
-    """Compare the gradients of each output. A derivative that was given by hand is not known to the model."""
-    hint = "a `tf.custom_gradient` is not carried: write the function without one, or freeze what is before it"
+    """Compare the gradients of each output, since a model does not contain custom derivatives."""
+    hint = "write the function without `tf.custom_gradient`, or freeze the variables before it"
     compare = Comparison("that of TensorFlow", hint)
     variables = {name: variable for name, variable in trained.items() if name in model.graph.initializers}
     for value, result in zip(model.outputs, expected, strict=True):
@@ -56,11 +55,11 @@ def _compare_gradients(
             continue
         backward = vjp(model, value.name or "", list(variables))
         dy = np.random.default_rng(0).standard_normal(result.shape).astype(result.dtype.as_numpy_dtype)
-        ours = function_of(backward, engine="numpy")({**given, backward.inputs[-1].name or "": dy})
+        ours = function_of(backward, engine="numpy")({**feeds, backward.inputs[-1].name or "": dy})
         theirs = tape.gradient(result, variables, tf.constant(dy), unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        found = dict(zip(variables, list(ours.values())[-len(variables) :], strict=True))
+        gradients = dict(zip(variables, list(ours.values())[-len(variables) :], strict=True))
         compare(
-            found,
+            gradients,
             {name: tf.convert_to_tensor(gradient).numpy() for name, gradient in theirs.items()},
             when=f"the gradient of `{value.name}` with respect to ",
         )
@@ -75,9 +74,9 @@ def _tensor(x: Any) -> Any:
 
 
 def _in_training(model: Model) -> Model:
-    made = model.copy()
-    for node in made.graph.all_nodes():
+    copy = model.copy()
+    for node in copy.graph.all_nodes():
         mean = node.inputs[3] if node.op_type == "BatchNormalization" else None
         if mean is not None and mean.is_initializer():
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-    return made
+    return copy

@@ -1,4 +1,4 @@
-"""Training models as SavedModels, and back, without calling a function of theirs."""
+"""Training models as SavedModels, and back, without calling a function of the file."""
 
 from __future__ import annotations
 
@@ -36,44 +36,43 @@ _STATE = "state/"
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write a SavedModel; the folder."""
+    """Write a SavedModel, and return the folder."""
     module = to_tensorflow(model)
     with replacing(path) as folder:
         try:
             tf.saved_model.save(module, str(folder))
-        except tf.errors.OpError as error:  # what TensorFlow makes of an error of the system
+        except tf.errors.OpError as error:  # TensorFlow's form of an error of the system
             raise OSError(first_line(error)) from error
         _try_files(folder, of_one_opset(model))
     return [path]
 
 
 def _try_files(folder: Path, model: Model) -> None:
-    """Let a process of its own make steps, and compare."""
+    """Compare the losses of steps of the SavedModel in a separate process."""
     trial = step_trial(model, index := step_of(model))
     if trial is None:
         return
     order = contract_of(lower_for_framework(model, index, "step")).batch
     trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
-    with tempfile.TemporaryDirectory() as place:
-        batch, results = trial.save(Path(place)), Path(place, "results.npz")
+    with tempfile.TemporaryDirectory() as directory:
+        batch, results = trial.save(Path(directory)), Path(directory, "results.npz")
         if try_out(trial_script.__file__, folder, batch, results):
             with np.load(results) as arrays:
                 trial.compare(arrays["losses"], same_random_numbers=True)
 
 
 def restore(path: Path, like: Model | None = None) -> Model:
-    """The training model that a SavedModel of one holds, or `like`, with the values that its variables have.
+    """Return the training model of a SavedModel, or `like`, with the values of its variables.
 
-    Both are read from the files: no function of the SavedModel is called, and nothing of it is loaded.
+    No function of the SavedModel is called or loaded.
     """
     if not (path / "saved_model.pb").is_file():
         raise UnsupportedError(f"`{path}` is not a SavedModel", hint="give the folder that `tf.saved_model.save` wrote")
-    model = like if like is not None else _model(path)
+    model = like if like is not None else _stored_model(path)
     return with_state(model, _variables(path, model), str(path))
 
 
-def _model(path: Path) -> Model:
-    """What `training_model` would return: it is a constant."""
+def _stored_model(path: Path) -> Model:
     try:
         nodes = _function(saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes()))
     except (OSError, DecodeError, IndexError) as error:
@@ -81,19 +80,19 @@ def _model(path: Path) -> Model:
     if nodes is None:
         raise UnsupportedError(
             f"`{path}` does not hold a training model",
-            hint="give the one that it was made of, with `--like`; or load it with `tf.saved_model.load`, and give a "
-            "function of it, with a loss, to `from_tensorflow`",
+            hint="give the training model with `--like`; or give a function of `tf.saved_model.load(...)`, with a "
+            "loss, to `from_tensorflow`",
         )
     return read_carried_model(nodes, str(path))[0]
 
 
 def _function(saved: Any) -> Any:
-    """The nodes of the function `training_model`; None if there is no such function."""
+    """Return the nodes of the function `training_model`; None if it is missing."""
     for graph in saved.meta_graphs:
         objects = graph.object_graph_def.nodes
         root = objects[0].children if objects else ()
-        kept = [objects[child.node_id] for child in root if child.local_name == "training_model"]
-        names = {name for one in kept for name in one.function.concrete_functions}
+        functions = [objects[child.node_id].function for child in root if child.local_name == "training_model"]
+        names = {name for function in functions for name in function.concrete_functions}
         for function in graph.graph_def.library.function:
             if function.signature.name in names:
                 return function.node_def
@@ -101,18 +100,18 @@ def _function(saved: Any) -> Any:
 
 
 def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """The state of a training module by name, from the checkpoint that lies in the folder."""
+    """Return the state of a training module by name, from the checkpoint in the folder."""
     try:
         reader = tf.train.load_checkpoint(str(path / "variables" / "variables"))
-        kinds = reader.get_variable_to_dtype_map()
+        dtypes = reader.get_variable_to_dtype_map()
         shapes = reader.get_variable_to_shape_map()
         stored = {_name(key): key for key in shapes if key.startswith(_STATE) and key.endswith(_VALUE)}
-        problems = Problems(f"the state of `{path}`")  # before anything is read, since it may be of any size
-        found = {
-            name: SimpleNamespace(shape=shapes[key], dtype=np.dtype(kinds[key].as_numpy_dtype))
+        problems = Problems(f"the state of `{path}`")  # before arrays are read, which may be huge
+        headers = {
+            name: SimpleNamespace(shape=shapes[key], dtype=np.dtype(dtypes[key].as_numpy_dtype))
             for name, key in stored.items()
         }
-        compare(problems, found, tensors_of(model, stored))
+        compare(problems, headers, tensors_of(model, stored))
         problems.refuse()
         return {name: np.asarray(reader.get_tensor(key)) for name, key in stored.items()}
     except (tf.errors.OpError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
@@ -125,25 +124,21 @@ def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
 
 
 def _name(key: str) -> str:
-    """A checkpoint has `..` for a dot, and `.S` for a slash."""
+    """Decode a key of a checkpoint, which has `..` for a dot and `.S` for a slash."""
     plain = key.removeprefix(_STATE).removesuffix(_VALUE)
-    return re.sub(r"\.([.S])", lambda found: "." if found[1] == "." else "/", plain)
+    return re.sub(r"\.([.S])", lambda match: "." if match[1] == "." else "/", plain)
 
 
-# ---- the training model that a module carries ------------------------------------------------------------------------
-
-
-_MOST = 2**31 - 1
-"""Bytes of a model: no file of ONNX is larger."""
+_MOST = 2**31 - 1  # bytes: the largest protobuf, so of an ONNX file
 
 
 def is_training_module(module: Any) -> bool:
-    """Whether Onward made it, or what it was loaded from."""
+    """True for a module of `to_tensorflow`, or one loaded from its SavedModel."""
     return hasattr(module, "training_model") and hasattr(module, "state")
 
 
 def restore_model(module: Any) -> Model:
-    """The training model of a module, with the values that its variables have now."""
+    """Return the training model of a module with the current values of its variables."""
     graph = module.training_model.get_concrete_function().graph
     model, step = read_carried_model(graph.as_graph_def().node, "the module")
     for name, variable in module.state.items():
@@ -152,7 +147,7 @@ def restore_model(module: Any) -> Model:
 
 
 def read_carried_model(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
-    """What the function `training_model` would return, by the constants in its graph: a model, and which step of it."""
+    """Return the model and the step that `training_model` returns, which are constants."""
     try:
         constants = [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
         packed = next(bytes(array.item()) for array in constants if array.dtype == object and array.size == 1)

@@ -16,8 +16,8 @@ def main(folder: str, batch: str, results: str) -> None:
     module = tf.saved_model.load(folder)
     with np.load(batch) as arrays:
         settings = json.loads(str(arrays["settings"]))
-        given = [arrays[str(i)] for i in range(len(settings["names"]))]
-    losses = [float(module.train_step(*given)["loss"]) for _ in range(settings["steps"])]
+        batch_arrays = [arrays[str(i)] for i in range(len(settings["names"]))]
+    losses = [float(module.train_step(*batch_arrays)["loss"]) for _ in range(settings["steps"])]
     np.savez(results, losses=losses)
 
 

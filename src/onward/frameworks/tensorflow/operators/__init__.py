@@ -1,1 +1,1 @@
-"""Operations of TensorFlow as operators of ONNX, one file per family: see `onward.frameworks.tensorflow.graph`."""
+"""TensorFlow operations as ONNX operators, a file per family (see frameworks/tensorflow/graph.py)."""

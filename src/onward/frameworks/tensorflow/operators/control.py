@@ -1,4 +1,4 @@
-"""Calls, branches and loops, variables, and random numbers, of which only those of dropout have a counterpart."""
+"""Calls, branches, loops, variables, and random numbers of dropout."""
 
 from __future__ import annotations
 
@@ -33,34 +33,36 @@ def branch(op, condition, *arguments, node):
 
 @operators.define("While", "StatelessWhile")
 def loop(op, *initial, node):
-    """What no iteration changes is read from around the loop; lists that are only written are what Loop collects."""
+    """Write a Loop. It reads constants from around it, and collects lists that are only written."""
     condition, body = (node.function(name) for name in ("cond", "body"))
-    changed = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
+    changed = [i for i, value in enumerate(initial) if not _is_constant(body, i, value)]
     items = {i: item for i in changed if (item := _collect_items(body, i, initial)) is not None}
     carried = [i for i in changed if i not in items]
 
-    def goes_on(inner, values):
+    def continues(inner, values):
         return inner.Reshape(node.translator.inline(inner, condition, values)[0], [])
 
     def iteration(inner, number, again, *values):
-        given = list(initial)
+        state = list(initial)
         for i, value in zip(carried, values, strict=True):
-            given[i] = value
-        results = node.translator.inline(inner, body, given, [*(body.outputs[i] for i in carried), *items.values()])
+            state[i] = value
+        results = node.translator.inline(inner, body, state, [*(body.outputs[i] for i in carried), *items.values()])
         for i, result in zip(carried, results, strict=False):
-            given[i] = result
-        return goes_on(inner, given), *results
+            state[i] = result
+        return continues(inner, state), *results
 
     counter = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     again = ir.Value(name="again", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
     inputs = [ir.Value(name="carried", type=initial[i].value.type, shape=_shape(body, i, initial[i])) for i in carried]
     with node.translator.without_updates():
-        first = goes_on(op, initial)
+        first = continues(op, initial)
         graph = op.subgraph(iteration, [counter, again, *inputs])
         start = (initial[i] for i in carried)
-        found = op.Loop(None, first, *start, body=graph, outputs=len(carried) + len(items))
+        loop_results = op.Loop(None, first, *start, body=graph, outputs=len(carried) + len(items))
     results = list(initial)
-    for i, value in zip([*carried, *items], found if isinstance(found, tuple) else (found,), strict=True):
+    for i, value in zip(
+        [*carried, *items], loop_results if isinstance(loop_results, tuple) else (loop_results,), strict=True
+    ):
         results[i] = value
     for i, item in items.items():
         results[i].value.type = ir.TensorType(dtype_of(item.dtype))
@@ -68,12 +70,12 @@ def loop(op, *initial, node):
     return results
 
 
-def _is_kept(body, index, value):
-    """Whether a loop hands something on as it is."""
-    kept = _source(body.outputs[index]) is body.inputs[index]
-    if isinstance(value, Resource) and not kept:
+def _is_constant(body, index, value):
+    """True if a loop does not change a value."""
+    is_constant = _source(body.outputs[index]) is body.inputs[index]
+    if isinstance(value, Resource) and not is_constant:
         raise Refused("a variable is another one after each iteration")
-    return kept
+    return is_constant
 
 
 def _source(tensor):
@@ -83,30 +85,30 @@ def _source(tensor):
 
 
 def _collect_items(body, index, initial):
-    """What each iteration writes to a list, if it writes to the place after that of the one before, from 0 on."""
+    """Return the item that each iteration writes to a list at a counter from 0, or None."""
     written = _source(body.outputs[index]).op
     if written.type != "TensorListSetItem" or written.inputs[0] is not body.inputs[index]:
         return None
     if len(body.inputs[index].consumers()) > 1:
         return None
-    place = _input(body, written.inputs[1])
-    if place is None or not _is_number(initial[place], 0):
+    counter = _input(body, written.inputs[1])
+    if counter is None or not _is_number(initial[counter], 0):
         return None
-    after = _source(body.outputs[place]).op
-    follows = after.type in ("Add", "AddV2") and _input(body, after.inputs[0]) == place
+    after = _source(body.outputs[counter]).op
+    follows = after.type in ("Add", "AddV2") and _input(body, after.inputs[0]) == counter
     return written.inputs[2] if follows and _is_one(body, after.inputs[1], initial) else None
 
 
 def _input(body, tensor):
-    """Which input of a graph a tensor is, if it is one."""
+    """Return the index of an input of a graph; None for other tensors."""
     return next((i for i, x in enumerate(body.inputs) if x is _source(tensor)), None)
 
 
 def _is_one(body, tensor, initial):
-    place = _input(body, tensor)
-    if place is None:
+    index = _input(body, tensor)
+    if index is None:
         return tf.get_static_value(tensor) == 1
-    return _is_kept(body, place, initial[place]) and _is_number(initial[place], 1)
+    return _is_constant(body, index, initial[index]) and _is_number(initial[index], 1)
 
 
 def _is_number(value, number):
@@ -115,14 +117,12 @@ def _is_number(value, number):
 
 
 def _shape(body, index, value):
-    """The shape that something has in all iterations. A list is no scalar here, as it is in TensorFlow."""
+    """Return the shape in all iterations. TensorFlow has a scalar for a list."""
     result = body.outputs[index]
     if result.dtype == tf.variant:
         return value.value.shape
     return None if result.shape.rank is None else ir.Shape(result.shape.as_list())
 
-
-# ---- variables -------------------------------------------------------------------------------------------------------
 
 operators(ReadVariableOp=lambda op, variable, *, node: node.read(op, variable))
 
@@ -143,32 +143,28 @@ def assign_sub(op, variable, value, *, node):
     return assign(op, variable, node.read(op, variable) - value, node=node)
 
 
-# ---- random ----------------------------------------------------------------------------------------------------------
-
 DRAWN = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")
 
 
 @operators.define(*DRAWN, "RandomStandardNormal", "StatelessRandomNormalV2", "TruncatedNormal")
 def random(op, *_):
-    raise Refused("random numbers other than those of `tf.nn.dropout`")
+    raise Refused("it draws random numbers, and only `tf.nn.dropout` may")
 
 
 @operators.define("SelectV2")
 def select(op, condition, x, y, *, node):
-    """`tf.nn.dropout` chooses what is left, larger by as much as is missing, or 0."""
-    drawn, rate, source = _dropout(node)
-    if drawn:
-        return op.Dropout(node.value(source), rate)
-    return op.Where(condition, x, y)
+    """Select elements, or drop them as `tf.nn.dropout` does."""
+    dropout = _dropout(node)
+    return op.Dropout(node.value(dropout[0]), dropout[1]) if dropout else op.Where(condition, x, y)
 
 
 def _dropout(node):
-    """Whether it is one, its rate and the tensor behind it."""
+    """Return the tensor and the rate of a dropout; None for another selection."""
     condition, scaled, otherwise = (x.op for x in node.operation.inputs)
     if condition.type != "GreaterEqual" or condition.inputs[0].op.type not in DRAWN or scaled.type != "Mul":
-        return False, None, None
+        return None
     rate, scale = node.constant(condition.inputs[1]), node.constant(scaled.inputs[1])
     nothing = node.constant(otherwise.outputs[0])
     if rate is None or scale is None or nothing is None or nothing.any() or abs(scale * (1 - rate) - 1) > 1e-5:
-        return False, None, None
-    return True, rate.astype("f4"), scaled.inputs[0]
+        return None
+    return scaled.inputs[0], rate.astype("f4")

@@ -1,6 +1,6 @@
-"""Convolutions, pools, resized images, batch normalization and matmuls.
+"""Convolution, pooling, image resizing, batch normalization and matmul.
 
-ONNX has channels first: tensors and kernels are transposed on the way in and out.
+ONNX has channels first: tensors and kernels are transposed before and after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ operators = Operators()
 
 
 def channels_first(op, x, layout):
-    """[N, ..., C] as [N, C, ...]."""
+    """Transpose [N, ..., C] to [N, C, ...]."""
     rank = len(layout)
     return permute(op, x, [0, rank - 1, *range(1, rank - 1)]) if layout.endswith("C") else x
 
@@ -27,19 +27,18 @@ def channels_last(op, x, layout):
 
 
 def _spatial(numbers, layout):
-    """Of one number for each axis those of the axes of images."""
     return [number for number, axis in zip(numbers, layout, strict=True) if axis not in "NC"]
 
 
 def _slide(node, layout, kernel=()):
-    """How a window slides over images; of kernels that are dilated, the size must be known."""
+    """Return the attributes of a window. The size of a dilated kernel must be known."""
     padding, steps = node.attribute("padding"), _spatial(node.attribute("strides"), layout)
     gaps = _spatial(node.attribute("dilations"), layout) if kernel else [1]
     slide = {"strides": steps, **({"dilations": gaps} if kernel else {})}
     if padding == "EXPLICIT":
         explicit = node.attribute("explicit_paddings")
         return {**slide, "pads": as_pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))}
-    if padding == "SAME" and max(gaps) > 1:  # of which ONNX Runtime has no kernel
+    if padding == "SAME" and max(gaps) > 1:  # ONNX Runtime has no kernel for auto_pad with dilations
         sizes = [node.size(0, axis) if max(steps) > 1 else 1 for axis, name in enumerate(layout) if name not in "NC"]
         sides = [node.size(1, axis) for axis in kernel]
         return {**slide, "pads": as_pads(paddings("SAME_UPPER", None, sizes, sides, steps, gaps))}
@@ -48,9 +47,8 @@ def _slide(node, layout, kernel=()):
 
 @operators.define("Conv2D", "Conv3D")
 def conv(op, x, w, *, node, data_format):
-    """A kernel is [..., in, out]."""
     rank = len(data_format)
-    kernel = permute(op, w, [rank - 1, rank - 2, *range(rank - 2)])
+    kernel = permute(op, w, [rank - 1, rank - 2, *range(rank - 2)])  # from [..., in, out]
     groups = node.size(0, data_format.index("C")) // node.size(1, -2)
     slide = _slide(node, data_format, range(rank - 2))
     return channels_last(op, op.Conv(channels_first(op, x, data_format), kernel, group=groups, **slide), data_format)
@@ -58,7 +56,6 @@ def conv(op, x, w, *, node, data_format):
 
 @operators.define("DepthwiseConv2dNative")
 def depthwise(op, x, w, *, node, data_format):
-    """A kernel is [height, width, channels, multiplier]."""
     height, width, channels, multiplier = (node.size(1, axis) for axis in range(4))
     kernel = op.Reshape(permute(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
     y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **_slide(node, data_format, range(2)))
@@ -67,17 +64,17 @@ def depthwise(op, x, w, *, node, data_format):
 
 @operators.define("Conv2DBackpropInput")
 def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, data_format):
-    """What a convolution would have had to be given: `tf.nn.conv2d_transpose`."""
+    """Compute `tf.nn.conv2d_transpose`."""
     if padding == "EXPLICIT":
         raise Refused("its padding is explicit")
-    wanted = _spatial(node.operation.outputs[0].shape.as_list(), data_format)
-    if None in wanted:
-        raise Refused("the size of its result is not known")
+    sizes = _spatial(node.operation.outputs[0].shape.as_list(), data_format)
+    if None in sizes:
+        raise Refused("the size of its result is unknown")
     steps, gaps = _spatial(strides, data_format), _spatial(dilations, data_format)
     kernel = [node.size(1, axis) for axis in range(len(gaps))]
-    windows = paddings("SAME_UPPER" if padding == "SAME" else "VALID", None, wanted, kernel, steps, gaps)
-    numbers = zip(wanted, windows, kernel, steps, gaps, strict=True)
-    # What no window of the convolution reached, at the end, is zero.
+    windows = paddings("SAME_UPPER" if padding == "SAME" else "VALID", None, sizes, kernel, steps, gaps)
+    numbers = zip(sizes, windows, kernel, steps, gaps, strict=True)
+    # Zeros at the end, which no window of the convolution reaches.
     more = [(n + sum(both) - reach(k, gap)) % step for n, both, k, step, gap in numbers]
     slide = {"strides": steps, "dilations": gaps, "pads": as_pads(windows), "output_padding": more}
     y = op.ConvTranspose(channels_first(op, dy, data_format), permute(op, w, [3, 2, 0, 1]), **slide)
@@ -107,7 +104,7 @@ def bias_add(op, x, bias, *, data_format, node):
 
 @operators.define("SpaceToBatchND")
 def space_to_batch(op, x, _, __, *, node):
-    """How `tf.nn.convolution` dilates: every n-th element of an axis goes to a batch of its own."""
+    """Move every n-th element of an axis to a batch, as `tf.nn.convolution` does to dilate."""
     blocks, rank = node.numbers(1), node.rank(0)
     count = len(blocks)
     widths = np.zeros((rank, 2), np.int64)
@@ -137,15 +134,11 @@ def batch_to_space(op, x, _, __, *, node):
     return op.Slice(y, cut[:, 0].tolist(), ends, list(range(1, count + 1)))
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
-
-
 def _resize(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
-    """Where the places of new elements lie on the old image, TensorFlow says with two switches."""
-    places = "align_corners" if align_corners else "half_pixel" if half_pixel_centers else "asymmetric"
+    coordinates = "align_corners" if align_corners else "half_pixel" if half_pixel_centers else "asymmetric"
     images = channels_first(op, x, "NHWC")
     whole = op.Concat(op.Shape(images, start=0, end=2), np.array(sizes, np.int64), axis=0)
-    y = op.Resize(images, None, None, whole, mode=mode, coordinate_transformation_mode=places, **more)
+    y = op.Resize(images, None, None, whole, mode=mode, coordinate_transformation_mode=coordinates, **more)
     return channels_last(op, y, "NHWC")
 
 
@@ -160,38 +153,31 @@ def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
     return _resize(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)
 
 
-# ---- normalization ---------------------------------------------------------------------------------------------------
-
-
 @operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")
 def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon, data_format):
-    """In training it hands out the statistics of the batch, for running averages: see running_averages.py.
+    """Normalize; in training also return the statistics of the batch (see running_averages.py).
 
-    The model has the form of inference. Statistics that are given, and not averaged, do not follow the data in training
-    either: ONNX has an Identity between, which says so.
+    The node has the form of inference. An Identity before statistics marks those that training does
+    not update.
     """
     images = channels_first(op, x, data_format)
     if not is_training:
         if any(value.value.producer() and node.known(i) is None for i, value in ((3, mean), (4, variance))):
-            raise Refused("its statistics are computed, and TensorFlow would not differentiate them")
+            raise Refused("its statistics are computed, and TensorFlow does not differentiate them")
         y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
         return channels_last(op, y, data_format), mean, variance
     if node.operation.type == "FusedBatchNormV3" and node.attribute("exponential_avg_factor") != 1:
-        raise Refused("it averages its statistics itself")
+        raise Refused("it has an `exponential_avg_factor`, so it averages statistics itself")
     _, like_mean, like_variance, *_ = node.operation.outputs
     likes = like_mean, like_variance
-    kept = [node.translator.placeholder(op, node, "it keeps no running averages", like) for like in likes]
+    averages = [node.translator.placeholder(op, node, "it keeps no running averages", like) for like in likes]
     batch = [node.translator.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
-    y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
+    y = op.BatchNormalization(images, scale, bias, *averages, epsilon=epsilon)
     node.translator.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
     return channels_last(op, y, data_format), *batch
 
 
-# ---- matmuls ---------------------------------------------------------------------------------------------------------
-
-
 def _transpose(op, x, rank):
-    """The matrices of a batch, transposed."""
     return permute(op, x, [*range(rank - 2), rank - 1, rank - 2])
 
 

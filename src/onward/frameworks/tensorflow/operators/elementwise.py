@@ -1,4 +1,4 @@
-"""Arithmetic, comparison, activations and losses of each element or row, and types."""
+"""Arithmetic, comparison, activations, elementwise losses and types."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _is_float(x):
     return x.dtype.is_floating_point()
 
 
+# Operations that have the same name in ONNX.
 _SAME = ("Abs", "Equal", "IsInf", "Neg", "Reciprocal", "Elu", "LogSoftmax", "Relu", "Selu", "Sigmoid", "Softmax",
          "Softplus", "Softsign")  # fmt: skip
-"""Operations that the standard has under the same names, and below those that it has under others."""
 _OTHERWISE_NAMED = {
     "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
@@ -36,11 +36,6 @@ _OTHERWISE_NAMED = {
 }  # fmt: skip
 operators(**COMMON, **{name: same_operator(name) for name in _SAME})
 operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()})
-
-
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 operators(
     AddN=lambda op, *xs: op.Sum(*xs) if len(xs) > 1 else xs[0],
     FloorDiv=floor_divide,
@@ -53,13 +48,13 @@ operators(
 
 @operators.define("DivNoNan")
 def div_no_nan(op, a, b):
-    """0 where the divisor is 0, with a derivative of 0."""
+    """Return 0 where the divisor is 0, with a derivative of 0."""
     zero = op.Equal(b, 0)
     return op.Where(zero, 0, a / op.Where(zero, 1, b))
 
 
 def _choose(op, second, a, b):
-    """One of two, the second where it is not a number. Of two that tie the first has the whole gradient."""
+    """Return `b` where `second` or if it is NaN, else `a`, which gets all the gradient of a tie."""
     return op.Where(op.Or(second, op.IsNaN(b)), b, a)
 
 
@@ -72,13 +67,11 @@ operators(
 @operators.define("ClipByValue")
 def clip_by_value(op, x, low, high, *, node):
     if node.rank(1) or node.rank(2):
-        raise Refused("ONNX has the same bounds for all elements")
-    if is_relu6(low.value, high.value):  # whose slope at the bounds is 0, and here it is 1
+        raise Refused("its bounds are not scalars, as those of Clip")
+    if is_relu6(low.value, high.value):  # a Clip to 0 and 6 has slope 0 at the bounds, TensorFlow 1
         return op.Clip(op.Clip(x, low), None, high)
     return op.Clip(x, low, high)
 
-
-# ---- functions -------------------------------------------------------------------------------------------------------
 
 operators(
     Erfinv=erf_inv,
@@ -87,13 +80,6 @@ operators(
     Xlogy=lambda op, x, y: product_or_zero(op, x, "log", y),
     MulNoNan=lambda op, x, y: op.Where(op.Equal(y, 0), 0, op.Where(op.Equal(y, 0), 0, x) * y),
     Round=lambda op, x: op.Round(x) if _is_float(x) else x,
-)
-
-
-# ---- truth -----------------------------------------------------------------------------------------------------------
-
-
-operators(
     NotEqual=lambda op, a, b: op.Not(op.Equal(a, b)),
     IsFinite=lambda op, x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))),
 )
@@ -101,13 +87,10 @@ operators(
 
 @operators.define("Select")
 def select(op, condition, x, y, *, node):
-    """A vector chooses among rows."""
+    """Select elements; a vector of conditions selects rows."""
     if node.rank(0) == 1 and node.rank(1) > 1:
         condition = op.Unsqueeze(condition, list(range(1, node.rank(1))))
     return op.Where(condition, x, y)
-
-
-# ---- types and names -------------------------------------------------------------------------------------------------
 
 
 operators(
@@ -121,7 +104,7 @@ operators(
 
 @operators.define("IdentityN")
 def identities(op, *xs, node):
-    """Where a function ends that was given its derivative, TensorFlow names this operation as its gradient."""
+    """Return the inputs. `tf.custom_gradient` marks the operation with its gradient."""
     node.translator.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
     return xs
 
@@ -133,44 +116,27 @@ def stop(op, x):
 
 @operators.define("PreventGradient")
 def prevent_gradient(op, x, *, message):
-    """TensorFlow raises where a gradient reaches it, so that a model with it in its loss cannot be trained."""
+    """Refuse the operation: TensorFlow raises an error where a gradient reaches it."""
     raise Refused(f"a gradient through it is an error: {message}")
 
 
 @operators.define("Const")
 def constant(op, *, value, dtype):
     if dtype == tf.string:
-        raise Refused("it is text")
+        raise Refused("it is a string")
     return op.constant(tf.make_ndarray(value))
 
 
 operators(
     ZerosLike=lambda op, x: op.filled_like(x.value, 0),
     OnesLike=lambda op, x: op.filled_like(x.value, 1),
-)
-
-
-@operators.define("L2Loss")
-def half_of_squares(op, x):
-    return op.ReduceSumSquare(x, keepdims=0) * 0.5
-
-
-# ---- activation ------------------------------------------------------------------------------------------------------
-
-operators(
+    L2Loss=lambda op, x: op.ReduceSumSquare(x, keepdims=0) * 0.5,
     Relu6=relu6,
     LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
+    SparseSoftmaxCrossEntropyWithLogits=lambda op, logits, labels: op.SoftmaxCrossEntropyLoss(
+        logits, as_int64(op, labels), reduction="none"
+    ),
+    SoftmaxCrossEntropyWithLogits=lambda op, logits, targets: (
+        -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
+    ),
 )
-
-
-# ---- loss ------------------------------------------------------------------------------------------------------------
-
-
-@operators.define("SparseSoftmaxCrossEntropyWithLogits")
-def sparse_cross_entropy(op, logits, labels):
-    return op.SoftmaxCrossEntropyLoss(logits, as_int64(op, labels), reduction="none")
-
-
-@operators.define("SoftmaxCrossEntropyWithLogits")
-def cross_entropy(op, logits, targets):
-    return -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)

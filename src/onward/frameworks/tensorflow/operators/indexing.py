@@ -1,4 +1,4 @@
-"""Operations that read and write elements at computed indices, and lists of tensors."""
+"""Reads and writes at computed indices, and lists of tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gather(op, x, indices, _, *, batch_dims, node):
     if not count:
         return op.Gather(x, as_int64(op, indices), axis=axis)
     if axis != count:
-        raise Refused("it gathers along an axis that is not the one after those of batches")
+        raise Refused("it gathers along an axis other than the first after the batch")
     return op.GatherND(x, op.Unsqueeze(as_int64(op, indices), [-1]), batch_dims=count)
 
 
@@ -46,22 +46,22 @@ def scatter_nd(op, indices, updates, shape):
 @operators.define("UnsortedSegmentSum")
 def sum_of_segments(op, x, segments, count, *, node):
     if node.rank(1) != 1:
-        raise Refused("its segments are not those of rows")
+        raise Refused("its segment ids are not a vector")
     ids, size = as_int64(op, segments), op.Reshape(as_int64(op, count), [1])
     rows = op.Concat(size + np.int64(1), op.Slice(op.Shape(x), [1], [END]), axis=0)
-    # TensorFlow drops rows with a negative id, which ScatterND would count from the end: they go to a row more.
-    places = op.Unsqueeze(op.Where(ids < 0, size, ids), [-1])
-    sums = op.ScatterND(op.Expand(op.scalar(0, x), rows), places, x, reduction="add")
+    # TensorFlow drops rows with a negative id, which ScatterND counts from the end: they go to an extra row.
+    targets = op.Unsqueeze(op.Where(ids < 0, size, ids), [-1])
+    sums = op.ScatterND(op.Expand(op.scalar(0, x), rows), targets, x, reduction="add")
     return op.Slice(sums, [0], size, [0])
 
 
 @operators.define("OneHot")
 def one_hot(op, indices, depth, on, off, *, axis, node):
-    """Nothing is set where an index is out of range; ONNX would count it from the end."""
-    places = op.Range(np.int64(0), op.Reshape(as_int64(op, depth), []), np.int64(1))
+    """Set nothing for an index out of range, which ONNX counts from the end."""
+    classes = op.Range(np.int64(0), op.Reshape(as_int64(op, depth), []), np.int64(1))
     behind = 0 if axis == -1 else node.rank(0) - axis
-    places = op.Unsqueeze(places, list(range(1, behind + 1))) if behind else places
-    return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [axis]), places), on, off)
+    classes = op.Unsqueeze(classes, list(range(1, behind + 1))) if behind else classes
+    return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [axis]), classes), on, off)
 
 
 @operators.define("Where")
@@ -74,28 +74,25 @@ def invert_permutation(op, x, *, node, T):
     return op.constant(np.argsort(node.array(0)).astype(dtype_of(T).numpy()))
 
 
-# ---- lists -----------------------------------------------------------------------------------------------------------
-
-
 @operators.define("TensorListReserve")
 def reserve(op, _, count, *, element_dtype, node):
     sizes = next((shape.as_list() for shape in _element_shapes(node) if shape.is_fully_defined()), None)
     if element_dtype == tf.variant or sizes is None:
-        raise Refused("the shape of the elements of a list is not known")
+        raise Refused("the shape of the elements of a list is unknown")
     shape = op.Concat(op.Reshape(as_int64(op, count), [1]), np.array(sizes, np.int64), axis=0)
     return op.Expand(op.constant(np.zeros([], dtype_of(element_dtype).numpy())), shape)
 
 
 def _element_shapes(node):
-    """What is said about elements: where the list is made, and where a loop writes them."""
-    said = node.known(0)
-    if said is not None:
-        yield tf.TensorShape(None if said.ndim == 0 else [None if size < 0 else size for size in said])
-    made = node.operation.outputs[0]
-    for reader in made.consumers():
+    """Return the shapes of elements: of the list, and of what a loop writes to it."""
+    declared = node.known(0)
+    if declared is not None:
+        yield tf.TensorShape(None if declared.ndim == 0 else [None if size < 0 else size for size in declared])
+    items = node.operation.outputs[0]
+    for reader in items.consumers():
         if reader.type in ("While", "StatelessWhile"):
             body = node.of(reader).function("body")
-            result = body.outputs[[x is made for x in reader.inputs].index(True)].op
+            result = body.outputs[[x is items for x in reader.inputs].index(True)].op
             while result.type == "Identity":
                 result = result.inputs[0].op
             if result.type == "TensorListSetItem":
@@ -103,13 +100,13 @@ def _element_shapes(node):
 
 
 @operators.define("TensorListSetItem")
-def set_item(op, items, place, item):
-    return op.ScatterND(items, op.Reshape(as_int64(op, place), [1, 1]), op.Unsqueeze(item, [0]))
+def set_item(op, items, index, item):
+    return op.ScatterND(items, op.Reshape(as_int64(op, index), [1, 1]), op.Unsqueeze(item, [0]))
 
 
 operators(
     TensorListFromTensor=lambda op, x, _: x,
     TensorListStack=lambda op, items, _: items,
-    TensorListGetItem=lambda op, items, place, _: op.Gather(items, as_int64(op, place), axis=0),
+    TensorListGetItem=lambda op, items, index, _: op.Gather(items, as_int64(op, index), axis=0),
     TensorListLength=lambda op, items: op.Cast(op.Squeeze(op.Shape(items, start=0, end=1)), to=dtype_of(tf.int32)),
 )

@@ -19,8 +19,6 @@ from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
 
 operators = Operators()
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
-
 
 @operators.define("Shape")
 def shape(op, x, *, out_type, node):
@@ -32,10 +30,10 @@ def shapes(op, *xs, out_type, node):
     return [_sizes(op, x, y.shape, out_type) for x, y in zip(xs, node.operation.inputs, strict=True)]
 
 
-def _sizes(op, x, known, out_type):
+def _sizes(op, x, shape, out_type):
     dtype = dtype_of(out_type)
-    if known.is_fully_defined():
-        return op.constant(np.array(known.as_list(), dtype.numpy()))
+    if shape.is_fully_defined():
+        return op.constant(np.array(shape.as_list(), dtype.numpy()))
     return cast(op, op.Shape(x), dtype)
 
 
@@ -47,13 +45,13 @@ operators(
 
 @operators.define("Reshape")
 def reshape(op, x, shape, *, node):
-    known, made = node.known(1), node.operation.outputs[0].shape
-    if known is not None:
-        sizes = known.reshape(-1).tolist()
-    elif made.rank is None or 0 in made.as_list() or made.as_list().count(None) > 1:
+    constant, result_shape = node.known(1), node.operation.outputs[0].shape
+    if constant is not None:
+        sizes = constant.reshape(-1).tolist()
+    elif result_shape.rank is None or 0 in result_shape.as_list() or result_shape.as_list().count(None) > 1:
         return op.Reshape(x, as_int64(op, shape), allowzero=1)
     else:
-        sizes = [-1 if size is None else size for size in made.as_list()]
+        sizes = [-1 if size is None else size for size in result_shape.as_list()]
     return op.Reshape(x, sizes, allowzero=1 if 0 in sizes else None)
 
 
@@ -69,8 +67,6 @@ operators(
     ExpandDims=lambda op, x, _, *, node: op.Unsqueeze(x, node.numbers(1)),
     Transpose=lambda op, x, _, *, node: permute(op, x, node.numbers(1)),
 )
-
-# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 @operators.define("ConcatV2")
@@ -99,7 +95,7 @@ def split_by_sizes(op, x, parts, _, *, num_split, node):
 @operators.define("Slice")
 def slice_(op, x, begin, size, *, node):
     begins, sizes = node.known(1), node.known(2)
-    if begins is None or sizes is None:  # all that is left is -1, if anything
+    if begins is None or sizes is None:  # a computed size of -1 means the rest
         low, count = as_int64(op, begin), as_int64(op, size)
         return op.Slice(x, low, op.Where(count < 0, np.int64(END), low + count))
     ends = [END if size < 0 else low + size for low, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
@@ -110,50 +106,50 @@ def slice_(op, x, begin, size, *, node):
 def strided_slice(
     op, x, begin, end, strides, *, node, begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask
 ):
-    """`x[1:, ..., None, 3, ::-1]`: a slice per axis, some of which go and some of which are new."""
+    """Slice as `x[1:, ..., None, 3, ::-1]`: a slice per axis, with removed and new axes."""
     steps, rank = node.numbers(3), node.rank(0)
-    begins, ends = _places(op, begin, node.known(1), len(steps)), _places(op, end, node.known(2), len(steps))
-    sliced, gone, new, axis, place = [], [], [], 0, 0
+    begins, ends = _elements(op, begin, node.known(1), len(steps)), _elements(op, end, node.known(2), len(steps))
+    sliced, removed, new, axis, result_axis = [], [], [], 0, 0
     for i, step in enumerate(steps):
         bit = 1 << i
         if ellipsis_mask & bit:
             consumed = sum(not (new_axis_mask >> j) & 1 for j in range(i + 1, len(steps)))
-            place += rank - axis - consumed
+            result_axis += rank - axis - consumed
             axis = rank - consumed
         elif new_axis_mask & bit:
-            new.append(place)
-            place += 1
+            new.append(result_axis)
+            result_axis += 1
         elif shrink_axis_mask & bit:
             low = begins[i]
             sliced.append((axis, low, _after(op, low), 1))
-            gone.append(axis)
+            removed.append(axis)
             axis += 1
         else:
             low = (0 if step > 0 else END) if begin_mask & bit else begins[i]
             high = (END if step > 0 else -END) if end_mask & bit else ends[i]
             if not (begin_mask & bit and end_mask & bit and step == 1):
                 sliced.append((axis, low, high, step))
-            axis, place = axis + 1, place + 1
+            axis, result_axis = axis + 1, result_axis + 1
     if sliced:
         axes, lows, highs, by = zip(*sliced, strict=True)
         x = op.Slice(x, _vector(op, lows), _vector(op, highs), list(axes), list(by))
-    x = op.Squeeze(x, gone) if gone else x
+    x = op.Squeeze(x, removed) if removed else x
     return op.Unsqueeze(x, new) if new else x
 
 
-def _places(op, vector, known, count):
-    """The elements of a vector: numbers, or scalars that are computed."""
-    if known is not None:
-        return known.tolist()
+def _elements(op, vector, constant, count):
+    """Return the elements of a vector: numbers, or scalars that are computed."""
+    if constant is not None:
+        return constant.tolist()
     wide = as_int64(op, vector)
     return [op.Slice(wide, [i], [i + 1]) for i in range(count)]
 
 
-def _after(op, place):
-    """The end of a slice of one element; after the last one, which is -1, comes the end."""
-    if isinstance(place, int):
-        return place + 1 if place != -1 else END
-    return op.Where(op.Equal(place, np.int64(-1)), np.int64(END), place + np.int64(1))
+def _after(op, index):
+    """Return the end of a slice of one element. After the last element, -1, comes the end."""
+    if isinstance(index, int):
+        return index + 1 if index != -1 else END
+    return op.Where(op.Equal(index, np.int64(-1)), np.int64(END), index + np.int64(1))
 
 
 def _vector(op, elements):
@@ -161,9 +157,6 @@ def _vector(op, elements):
         return list(elements)
     parts = [np.array([element], np.int64) if isinstance(element, int) else element for element in elements]
     return op.Concat(*parts, axis=0) if len(parts) > 1 else parts[0]
-
-
-# ---- larger tensors --------------------------------------------------------------------------------------------------
 
 
 operators(
@@ -180,26 +173,26 @@ operators(
 @operators.define("MirrorPad")
 def mirror_pad(op, x, _, *, mode, node):
     if mode != "REFLECT":
-        raise Refused("ONNX mirrors without the element at the edge only")
+        raise Refused("only the mode REFLECT has a counterpart in ONNX")
     return op.Pad(x, as_pads(node.array(1).tolist()), mode="reflect")
 
 
 @operators.define("MatrixBandPart")
 def band_part(op, x, below, above, *, node):
-    """The elements near the diagonal: how far, and everything if that is less than 0."""
+    """Keep the elements near the diagonal: the number of diagonals, or all if it is negative."""
     low, high = node.number(1), node.number(2)
     if low >= 0:
         x = op.Trilu(x, np.int64(-low), upper=1)
     return op.Trilu(x, np.int64(high), upper=0) if high >= 0 else x
 
 
-def _blocks(name):
-    def moved(op, x, *, block_size, data_format):
+def _block_rule(name):
+    def rule(op, x, *, block_size, data_format):
         if data_format != "NHWC":
             return op.node("", name, x, blocksize=block_size)
         return permute(op, op.node("", name, permute(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
 
-    return moved
+    return rule
 
 
-operators(DepthToSpace=_blocks("DepthToSpace"), SpaceToDepth=_blocks("SpaceToDepth"))
+operators(DepthToSpace=_block_rule("DepthToSpace"), SpaceToDepth=_block_rule("SpaceToDepth"))

@@ -1,4 +1,4 @@
-"""Reductions, sums along an axis, and selection by order."""
+"""Reductions, cumulative sums, and selection by order."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ operators(
 
 @operators.define("TopKV2")
 def top_k(op, x, k, *, sorted, index_type):
-    values, places = op.TopK(x, op.Reshape(as_int64(op, k), [1]), axis=-1, sorted=int(sorted), outputs=2)
-    return values, cast(op, places, dtype_of(index_type))
+    values, indices = op.TopK(x, op.Reshape(as_int64(op, k), [1]), axis=-1, sorted=int(sorted), outputs=2)
+    return values, cast(op, indices, dtype_of(index_type))
