@@ -75,9 +75,9 @@ def told(function: Any, *arguments: Any, **named: Any) -> str:
         ("threads", 0, "`threads` is 0"),
         ("threads", 10**20, "`threads` is 100000000000000000000, but must be at least 1 and at most 1,024"),
         ("patience", 0, "`patience` is 0"),
-        ("validation", 1.5, "`validation=1.5` is no share of the data"),
-        ("validation", 0, "`validation=0` is no share of the data"),
-        ("validation", NAN, "is no share"),
+        ("validation", 1.5, "`validation=1.5` is not a fraction"),
+        ("validation", 0, "`validation=0` is not a fraction"),
+        ("validation", NAN, "is not a fraction"),
         ("save_every", NAN, "`save_every` is nan"),
         ("last", "trop", "`last` is `'trop'`, but must be `keep`, `drop` or `pad` | did you mean `drop`?"),
         ("columns", ["a"], "`columns` is `['a']`, but must be a mapping"),
@@ -114,7 +114,7 @@ def test_a_learning_rate_is_given_once() -> None:
     again = onward.prepare("digits.onnx", loss="ce", optimizer="sgd:lr=0.1")
     assert by_name.to_proto() == again.to_proto()
     assert "given twice" in told(onward.prepare, "digits.onnx", loss="ce", optimizer="adam:lr=1", lr=1)
-    assert "searched for" in told(onward.find_lr, "digits.onnx", DATA, loss="ce", lr=1)
+    assert "is searched" in told(onward.find_lr, "digits.onnx", DATA, loss="ce", lr=1)
 
 
 def test_a_number_says_how_many_classes_a_head_has() -> None:

@@ -153,7 +153,7 @@ def test_what_came_from_python_must_be_given_again(folder: Path) -> None:
 
 
 MISTAKES = {
-    "epoch: 3": ("`run.yaml` has the key `epoch`, and there is no such option", "did you mean `epochs`?"),
+    "epoch: 3": ("`run.yaml` has the unknown option `epoch`", "did you mean `epochs`?"),
     "qqqq: 3": ("`qqqq`", "onward train --help"),
     "epochs: many": ("`epochs` is `'many'`, but must be an integer", "without quotes"),
     "batch_size: -1\nlast: some": ("`batch_size` is -1, but must be at least 1", ""),

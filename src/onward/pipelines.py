@@ -33,7 +33,7 @@ from onward.recipe.preprocessing.join import RAW, with_preprocessing
 from onward.recipe.preprocessing.operations import ImageBatch, SampleShape
 from onward.recipe.preprocessing.pipeline import FILE, Pipeline, Raw, by_input, fitted, form_of, text_pipeline
 from onward.standard import COMMON_OPSET, IR_VERSION
-from onward.training.data import Column, Stream, match, open_data
+from onward.training.data import Column, Stream, columns_of, match, open_data
 from onward.training.data.files import files_in
 from onward.training.data.images import SUFFIXES
 from onward.training.preparation import is_open, with_vocabulary
@@ -212,7 +212,7 @@ def _rows(data: Any, model: Model, columns: Mapping[str, str | Sequence[str]]) -
         raise UnsupportedError("cannot run a pipeline on a stream", hint="run it on each batch")
     same = {name: column for name in inputs if (column := name.removesuffix(RAW)) in source.columns}
     bindings = match(source.columns, _without_channels(inputs, source.columns, same), {**same, **columns})
-    names = list(dict.fromkeys(column for binding in bindings.values() for column in binding.columns))
+    names = columns_of(bindings)
     for start in range(0, len(source), _ROWS):
         rows = source.take(np.arange(start, min(start + _ROWS, len(source))), names)
         yield {name: _with_channel(binding(rows), inputs[name]) for name, binding in bindings.items()}

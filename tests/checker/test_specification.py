@@ -275,7 +275,7 @@ def test_a_step_need_not_have_a_loss_nor_read_what_inference_reads(engine, tmp_p
         assert not loaded.gradients({})
         np.testing.assert_array_equal(loaded.evaluate({"x": np.array([3, 4], np.float32)})["y"], [3, 8])
     assert onward.verify(proto, engines=["onnxruntime", "numpy"]).ok
-    with pytest.raises(onward.Error, match="nothing says what is minimised"):
+    with pytest.raises(onward.Error, match="the step has no loss"):
         onward.train(proto, {"x": np.zeros(4, np.float32)}, batch_size=2, run=tmp_path / "run")
 
 

@@ -494,7 +494,7 @@ def test_masks_that_preprocessing_leaves_in_their_size_are_refused(folder: Path,
         for axis, name in ((2, "H"), (3, "W")):
             value.type.tensor_type.shape.dim[axis].dim_param = name
     large = {name: np.kron(array, np.ones((2, 2), array.dtype)) for name, array in data.items()}
-    with pytest.raises(Error, match="`labels` is 16 x 16, and preprocessing makes the images of `image` 8 x 8"):
+    with pytest.raises(Error, match="`labels` is 16 x 16, but preprocessing makes the images of `image` 8 x 8"):
         train(model, large, loss="ce", preprocess="resize:size=8", run="large", **QUIET)
     assert not (folder / "large").exists()
     train(model, large | {"labels": data["labels"]}, loss="ce", preprocess="resize:size=8", run="small", **QUIET)

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_head_for_more_classes_than_there_are_is_mentioned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, said = digits(), "the model tells 10 classes apart, and the data have 3: a last layer for these is"
+    data, said = digits(), "the model has 10 classes, but the data have 3; to replace the last layer:"
     few = {**data, "labels": data["labels"] % 3}
     train(digits_mlp(), few, run="few", **RECIPE)
     assert f'{said} `new_head="classes=3"` (`--new-head classes=3`)' in capsys.readouterr().err
@@ -44,7 +44,7 @@ def test_a_head_for_more_classes_than_there_are_is_mentioned(folder: Path, capsy
     assert said in capsys.readouterr().err
     train(digits_mlp(), few, new_head="classes=3", run="new", **RECIPE)
     train(digits_mlp(), data, run="all", **RECIPE)
-    assert "classes apart" not in capsys.readouterr().err
+    assert "10 classes, but" not in capsys.readouterr().err
 
 
 def test_one_hot_labels_are_recognized(folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_runs_are_stratified_unless_that_is_not_wanted(folder: Path, monkeypatch
 def test_what_cannot_be_stratified(folder: Path) -> None:
     x = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
     data = {"image": x, "targets": np.zeros((20, 10), np.float32)}
-    with pytest.raises(UnsupportedError, match="needs a class for each row"):
+    with pytest.raises(UnsupportedError, match="needs one class per row"):
         train(digits_mlp(), data, loss="mse", validation=0.2, stratify=True, **QUIET)
     assert train(digits_mlp(), data, loss="mse", validation=0.2, run="run", **QUIET).results
 
@@ -227,7 +227,7 @@ def test_validation_data_have_the_classes_of_the_training_data(folder: Path) -> 
     assert fewer.config["classes"] == ["bee", "cat", "dog"]
     with pytest.raises(DataError, match="column `labels` has the class `eel`, which is not in the training data"):
         train(digits_mlp(), training, validation=table("more.csv", ["cat", "eel"]), **RECIPE, **QUIET)
-    with pytest.raises(DataError, match="has names of classes, but numbers in the training data"):
+    with pytest.raises(DataError, match="has class names, but numbers in the training data"):
         train(digits_mlp(), digits(), validation="fewer.csv", **RECIPE, **QUIET)
     with pytest.raises(DataError, match="column `labels` has numbers, but names of classes in the training data"):
         train(digits_mlp(), training, validation=arrays, **RECIPE, **QUIET)
@@ -247,7 +247,7 @@ def test_more_classes_than_the_model_knows(folder: Path) -> None:
     Path("train.csv").write_text(
         "\n".join([",".join([*(f"p{i}" for i in range(64)), "labels"]), *rows]), encoding="utf-8"
     )
-    with pytest.raises(DataError, match="the data have 11 classes, and the model tells 10 apart") as caught:
+    with pytest.raises(DataError, match="the data have 11 classes, but the model has 10") as caught:
         train(digits_mlp(), "train.csv", **RECIPE, **QUIET)
     assert "--new-head classes=11" in (caught.value.hint or "")
     assert (

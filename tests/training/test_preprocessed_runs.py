@@ -112,7 +112,7 @@ def test_what_does_not_fit(folder: Path) -> None:
     with pytest.raises(RecipeError, match="no preprocessing to keep"):
         train(digits_mlp(), pixels(), keep_preprocessing=True, **RECIPE, **QUIET)
     training = onward.prepare(small_cnn(), **RECIPE)
-    with pytest.raises(RecipeError, match="carries its training already, so `preprocess` has no effect"):
+    with pytest.raises(RecipeError, match="is already a training model, so `preprocess` has no effect"):
         train(training, pixels(), preprocess="scale", **QUIET)
 
 

@@ -253,5 +253,5 @@ def test_a_run_that_does_not_know_its_data_is_resumed_with_a_remark(folder: Path
     model.save(started.path / "training.onnx")
     onward.resume(started, epochs=2, quiet=True)
     notes = notes_of(started)
-    assert any("the run does not say what its data were" in note for note in notes)
+    assert any("the run does not record its data" in note for note in notes)
     assert any("has no checksum" in note for note in notes)  # Onward saved it, but not as a run

@@ -120,6 +120,6 @@ def test_a_run_without_its_progress_is_refused(tmp_path: Path) -> None:
     model = started.model
     del model.step().metadata["train.progress"]
     model.save(started.path / "training.onnx")
-    with pytest.raises(DataError, match="does not say how far the run is"):
+    with pytest.raises(DataError, match="lacks the position of the run"):
         onward.resume(started, epochs=2, quiet=True)
     assert [finding.code for finding in started.check()] == ["OW802"]

@@ -20,7 +20,7 @@ from onward.model.state import all_states
 from onward.model.storage import verify_checksums
 from onward.training import sharded_saves
 from onward.training.folder import Folder
-from onward.training.run import Place
+from onward.training.run import Position
 from onward.training.sharded_saves import ShardedSaves
 
 
@@ -48,7 +48,7 @@ def parts_of(state: dict[str, np.ndarray], group: ProcessGroup) -> dict[str, Sta
 def begin(group: ProcessGroup, model: onward.Model, run: Path, state: Callable[[Engine], dict[str, np.ndarray]]) -> Any:
     with onward.engines.start(model, strategy="ddp") as engine:
         saves = ShardedSaves(Folder(run), engine)
-        saves.begin(parts_of(state(engine), group), Place(step=7)).finish()
+        saves.begin(parts_of(state(engine), group), Position(step=7)).finish()
         return state(engine)
 
 

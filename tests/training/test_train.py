@@ -157,7 +157,7 @@ def test_a_last_batch_that_is_not_full(folder: Path, capfd: pytest.CaptureFixtur
     model, data, held_out = fixed(32), digits(80), digits(50, seed=1)
     run = train(model, data, validation=held_out, epochs=2, run="run", threads=1, **RECIPE)
     assert run.read_progress()["step"] == 4 and run.read_progress()["samples"] == 128
-    assert capfd.readouterr().err.count("16 rows of each epoch do not fill a batch of 32, and are left out") == 1
+    assert capfd.readouterr().err.count("16 rows of each epoch do not fill a batch of 32 and are dropped") == 1
     best = max(e["accuracy"] for e in run.read_log() if e["event"] == "validation")
     assert accuracy_in_batches(run.load_best(), held_out, 32) == pytest.approx(best)
     assert train(model, data, last="pad", run="padded", **RECIPE, **QUIET).progress["step"] == 3
@@ -223,7 +223,7 @@ def test_a_stream_with_a_last_batch_that_does_not_fit(folder: Path, capfd: pytes
 
     run = train(fixed(32), batches, validation=batches, epochs=2, run="run", threads=1, **RECIPE)
     assert run.read_progress()["step"] == 4
-    assert capfd.readouterr().err.count("a batch of 16 was left out, since the model takes 32") == 1
+    assert capfd.readouterr().err.count("dropping batches that do not have 32 samples, such as one with 16") == 1
 
 
 def accuracy_in_batches(model: onward.Model, data: Arrays, size: int) -> float:

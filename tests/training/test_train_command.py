@@ -77,21 +77,25 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
     [
         ("--data digits.npz", 2, "error: missing argument `MODEL`\nhint:  see `onward train --help`; to resume"),
         ("digits.onnx", 2, "error: missing option `--data`\n"),
-        ("digits.onnx --data digits.npz", 1, "error: to train a model one must know its loss\nhint:  for example"),
+        (
+            "digits.onnx --data digits.npz",
+            1,
+            "error: missing `loss`: the model is not a training model\nhint:  for example",
+        ),
         ("digits.onnx --data no.npz --loss ce", 1, "error: there is no no.npz\nhint: "),
         (
             "digits.onnx --data digits.npz --loss ce --validation 3",
             1,
-            "error: `validation=3` is no share of the data\n",
+            "error: `validation=3` is not a fraction between 0 and 1\n",
         ),
         ("digits.onnx --data digits.npz --loss ce --column image", 2, "error: `--column image` does not have the form"),
         ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the input model\n"),
-        ("--resume no", 1, "error: `no` holds no run: there is no training.onnx\n"),
+        ("--resume no", 1, "error: `no` holds no run: no training.onnx\n"),
         ("--resume no --seed 3", 2, "error: `--seed` has no effect with --resume\n"),
         (
             "training.onnx --data digits.npz --optimizer sgd",
             1,
-            "error: the model carries its training already, so `opt",
+            "error: the model is already a training model, so `opt",
         ),
     ],
 )
@@ -105,7 +109,7 @@ def test_command_that_fails(arguments: str, code: int, told: str, folder: Path) 
 def test_command_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_after(2, monkeypatch)
     _, err = command(*TRAIN, "-o", "trained.onnx", code=130)
-    assert "finishing the step, then saving; Ctrl-C again to stop at once" in err
+    assert "finishing the step and saving; press Ctrl-C again to stop at once" in err
     assert "interrupted after 2 steps: run\nto resume: onward train --resume run\n" in err
     assert not Path("trained.onnx").exists()
 

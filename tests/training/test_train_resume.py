@@ -317,7 +317,7 @@ def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str
 
     with pytest.raises(DataError, match="the file is gone"):
         train(digits_mlp(), batches, run="run", threads=1, **RECIPE)
-    way_on = "saved after step 1: once the cause is removed, continue with `onward.resume('run', data)`"
+    way_on = "saved after step 1; fix the cause, then continue with `onward.resume('run', data)`"
     assert way_on in capfd.readouterr().err
     run = Run("run")
     assert run.read_progress()["step"] == 1 and run.read_log()[-1]["reason"] == "failed"
@@ -353,7 +353,7 @@ def test_a_bad_row_is_named_and_the_run_continues_without_it(
     assert said in str(caught.value) and hint in str(caught.value.hint) and "begin at 1" not in str(caught.value.hint)
     said_last = capfd.readouterr().err
     assert "once the cause is removed, continue with `onward train --resume run`" in said_last
-    assert "if you repaired the data, add `--data-changed`" in said_last
+    assert "if you changed the data, add `--data-changed`" in said_last
     with pytest.raises(DataError, match="row 90"):
         resume("run", quiet=True)
     data[column][90] = good
@@ -423,17 +423,17 @@ def test_a_full_disk(whole: Run, folder: Path) -> None:
     assert said.keys() == stages.keys()
     for room, (text, hint) in said.items():
         assert re.search(rf"could not write (to )?`.*{stages[room]}(\.\w+)?`: No space left", text)
-        assert ("continue from step" in hint) == (room > 80) and (room < 20 or "make room" in hint)
+        assert ("continue from step" in hint) == (room > 80) and (room < 20 or "free disk space" in hint)
         assert_same(Run(f"run{room}"), whole)
 
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:
     train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
-    with pytest.raises(DataError, match="holds a run already"):
+    with pytest.raises(DataError, match="already holds a run"):
         train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
     with pytest.raises(DataError, match="holds other files"):
         train("digits.onnx", "digits.npz", run=folder, **RECIPE, **QUIET)
-    with pytest.raises(WriteError, match="could not make the folder"):
+    with pytest.raises(WriteError, match="could not create the run folder"):
         train("digits.onnx", "digits.npz", run="digits.npz/run", **RECIPE, **QUIET)
     with pytest.raises(DataError, match="holds no run"):
         resume("nothing")
@@ -452,7 +452,7 @@ def test_a_folder_that_is_read_only(folder: Path) -> None:
 def test_a_configuration_of_another_version(folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
     Folder(run.path).configure({**run.read_config(), "novelty": 1})
-    with pytest.raises(DataError, match="has the key `novelty`, and there is no such option"):
+    with pytest.raises(DataError, match="has the unknown option `novelty`"):
         resume(run)
 
 
@@ -472,7 +472,7 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
         ({"metrics": max}, ArgumentError, "but must be a string or a list of strings"),
         ({"patience": 3}, RecipeError, "there are none"),
         ({"epochs": -1}, RecipeError, "`epochs` is -1, but must be at least 0"),
-        ({"loss": None}, RecipeError, "must know its loss"),
+        ({"loss": None}, RecipeError, "missing `loss`"),
         ({"device": "abacus"}, UnknownNameError, "no device `abacus`"),
     ],
 )

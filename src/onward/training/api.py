@@ -41,13 +41,13 @@ from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training, with_head_of
-from onward.training.run import BEST, TRAINING, Place, Run
+from onward.training.run import BEST, TRAINING, Position, Run
 from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
 
-_OF_CHECKPOINTS = ("names", "updates", "updates_per_epoch")
-"""Options of a run that have a meaning for checkpoints only."""
+_CHECKPOINT_OPTIONS = ("names", "updates", "updates_per_epoch")
+"""Options of a run that have an effect with checkpoints only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,9 @@ class _Objects(ModelAndData):
 
 @dataclasses.dataclass(frozen=True)
 class CrossValidationArguments(TrainOptions, _Objects):
-    """What `cross_validate` takes."""
+    """Arguments of `cross_validate`."""
 
-    model: Source = None  # type: ignore[assignment]  # then a configuration has it
+    model: Source = None  # type: ignore[assignment]  # None: in the configuration
     _: dataclasses.KW_ONLY
     callbacks: Sequence[Callback] = ()
     quiet: bool = False
@@ -69,12 +69,12 @@ class CrossValidationArguments(TrainOptions, _Objects):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainArguments(CrossValidationArguments):
-    """What `train` takes."""
+    """Arguments of `train`."""
 
     folds: Annotated[int, Range(least=2)] | None = redeclare(
         TrainConfig,
         "folds",
-        text="with `fold`: divide the data into K equal parts, and train on all but one of them; "
+        text="with `fold`: divide the data into K equal parts and train on all except one; "
         "`onward.cross_validate` trains K times",
     )
 
@@ -85,22 +85,23 @@ def train(
     config: str | os.PathLike[str] | TrainConfig | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
-    **given: Any,
+    **arguments: Any,
 ) -> Run:
-    """Train a model on data. What comes back is a folder with everything: `run.load_best()` is the model to use.
+    """Train a model on data. Return the run, a folder on disk with the trained model.
 
-    Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
+    `run.load_best()` loads the best model. Ctrl-C finishes the step, saves and returns;
+    `onward.resume` continues the run.
 
-    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`; with a
-      checkpoint, the recipe is what that does not tell: loss, optimizer, schedule, `clip`, `accumulate`, `ema`,
-      `loss_scale`, `freeze`, `trainable`
-    - `recipe`: an `onward.Recipe`: its options as one object
-    - `config`: an `onward.TrainConfig`: all other options as one object. Or a .yaml or .toml file with any of the
-      arguments, such as `config.yaml` of another run; those that are given beside it count
-    - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
-    - `quiet`: show no progress
+    - `model`: a training model, or any model with a recipe: `loss=...`, `optimizer=...` as in
+      `onward.prepare`. With `checkpoint`, the recipe holds only what the checkpoint lacks: loss,
+      optimizer, schedule, `clip`, `accumulate`, `ema`, `loss_scale`, `freeze`, `trainable`
+    - `recipe`: an `onward.Recipe`, which holds the options of the recipe
+    - `config`: an `onward.TrainConfig`, which holds all other options; or a .yaml or .toml file
+      with any of the arguments, such as `config.yaml` of another run. Arguments override the file
+    - `callbacks`: callbacks that follow the run and may stop it: see `onward.Callback`
+    - `quiet`: hide the progress
 
-    Each option can be given by itself, or in its object; in both, it is an error.
+    Pass each option either directly or in its object. Both at once is an error.
 
     Examples:
 
@@ -112,61 +113,63 @@ def train(
         for seed in range(3):
             onward.train("digits.onnx", "digits.npz", recipe=recipe, config=config, seed=seed)
     """
-    asked = settings_from("train", given, recipe, config)
-    refuse_placeholders(asked)
-    run = asked.pop("run", None)
+    settings = settings_from("train", arguments, recipe, config)
+    refuse_placeholders(settings)
+    run = settings.pop("run", None)
     if run is not None and is_restarted() and (Path(run) / TRAINING).exists():
-        return resume(run, asked.get("data"), validation=asked.get("validation"), callbacks=callbacks, quiet=quiet)
-    wanted = Config.from_arguments("train", asked)
-    _check_fold(wanted)
-    data, validation, notes = in_parts(wanted.data, wanted.validation)
-    validation = validation if wanted.fold is None else None  # a part of the data
-    original, imported = _load_model(wanted)
-    options = wanted.recipe if wanted.checkpoint is None else {}
-    _check(wanted.patience if wanted.fold is None else None, validation)
-    group = join_group(wanted.device, wanted.engine)
+        data, validation = settings.get("data"), settings.get("validation")
+        return resume(run, data, validation=validation, callbacks=callbacks, quiet=quiet)
+    requested = Config.from_arguments("train", settings)
+    _check_fold(requested)
+    data, validation, notes = in_parts(requested.data, requested.validation)
+    validation = validation if requested.fold is None else None  # the fold validates
+    original, imported = _load_model(requested)
+    options = requested.recipe if requested.checkpoint is None else {}
+    _check(requested.patience if requested.fold is None else None, validation)
+    group = join_group(requested.device, requested.engine)
     if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
-    seed = wanted.seed or 0
-    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), options, seed, wanted.window)
-    training = made.model
-    if wanted.reset:
-        training = start_over(training if wanted.seed is None else with_seed(training, seed))
-        stored = state_left_as_stored(training)
-        kept = f"; kept as stored: {list_names(stored, 3)}" if stored else ""
-        made.notes.append(f"reset to its initialization{kept}")
+    seed = requested.seed or 0
+    size, window = settings.get("batch_size"), requested.window
+    prepared = prepare_training(original, data, requested.columns, size, options, seed, window)
+    training = prepared.model
+    if requested.reset:
+        training = start_over(training if requested.seed is None else with_seed(training, seed))
+        unreset = state_left_as_stored(training)
+        exceptions = f"; kept as stored: {list_names(unreset, 3)}" if unreset else ""
+        prepared.notes.append(f"reset to its initialization{exceptions}")
     original = with_head_of(options, original, seed)
     if "quantize" in options:
         original = strip(quantize.add(original, options["quantize"]))
-    if wanted.keep_preprocessing:
-        if made.preprocess is None:
-            raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
-        original = with_preprocessing(original, made.preprocess)
-    settled = dataclasses.replace(
-        wanted,
+    if requested.keep_preprocessing:
+        if prepared.preprocess is None:
+            raise RecipeError("there is no preprocessing to keep", hint="add it: `preprocess=...` (`--preprocess`)")
+        original = with_preprocessing(original, prepared.preprocess)
+    resolved = dataclasses.replace(
+        requested,
         data=data,
         validation=validation,
-        batch_size=made.batch_size,
-        metrics=chosen_metrics(training, asked.get("metrics"), wanted.monitor),
-        seed=wanted.seed if wanted.reset else seed,
+        batch_size=prepared.batch_size,
+        metrics=chosen_metrics(training, settings.get("metrics"), requested.monitor),
+        seed=requested.seed if requested.reset else seed,
     ).spread_over(group)
-    measures = measures_of(training, settled.metrics, settled.monitor)
-    folder, at = _folder(run, original, group), Place()
-    with folder.begin(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
-        feed = open_feed(loaded, settled, made.data)
-        settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
-        folder.configure(settled.to_json())
-        at.data = group.gather(feed.identify() if group.is_first else None)[0]
-        said = [
+    measures = measures_of(training, resolved.metrics, resolved.monitor)
+    folder, progress = _folder(run, original, group), Position()
+    with folder.begin(original, training, resolved.to_json(), progress), resolved.start_engine(training) as loaded:
+        feed = open_feed(loaded, resolved, prepared.data)
+        resolved = dataclasses.replace(resolved, classes=list(feed.classes) if feed.classes else None)
+        folder.configure(resolved.to_json())
+        progress.data = group.gather(feed.identify() if group.is_first else None)[0]
+        remarks = [
             *notes,
             *imported,
             *folding_remarks(training),
-            *made.notes,
-            *_schedule_notes(training, settled, feed, at),
+            *prepared.notes,
+            *_schedule_notes(training, resolved, feed, progress),
         ]
-        said += [*feed.notes, *calibrate_on(feed, loaded)]
-        Loop(folder, loaded, settled, feed, measures, at)(said, callbacks, quiet)
-    group.wait()  # until all is written
+        remarks += [*feed.notes, *calibrate_on(feed, loaded)]
+        Loop(folder, loaded, resolved, feed, measures, progress)(remarks, callbacks, quiet)
+    group.wait()  # until every process has written its part
     return Run(folder.path)
 
 
@@ -186,17 +189,18 @@ def resume(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
-    """Go on with a run, as if nothing had happened.
+    """Resume a run from its last save.
 
         run = onward.resume("runs/digits", epochs=20)
 
-    - `run`: its folder, or what `train` returned
-    - `data`, `validation`: given again where they came from Python; else they are where they were
-    - `data_changed`: accept data that are not those of the run; an epoch that was under way starts over with them
-    - `epochs`: how many there are in all: with more of them, a run that has ended goes on
-    - `engine`, `device`, `strategy`, `mesh`, `deepspeed_config`: what it goes on with; as before unless given
-    - `callbacks`: those that are to be told, as for `train`
-    - `quiet`: show no progress
+    - `run`: the folder of the run, or the return value of `train`
+    - `data`, `validation`: needed if they were Python objects (default: the files of the run)
+    - `data_changed`: accept other data than those of the run; an epoch in progress starts over
+    - `epochs`: total number of epochs; more of them continue a finished run
+    - `engine`, `device`, `strategy`, `mesh`, `deepspeed_config`: where to continue (default: as
+      before)
+    - `callbacks`: callbacks, as for `train`
+    - `quiet`: hide the progress
     """
     run = run if isinstance(run, Run) else Run(run)
     run.refuse_if_empty()
@@ -204,42 +208,43 @@ def resume(
     group = join_group(device or stored.get("device", "cpu"), engine or stored.get("engine", "onnxruntime"))
     folder = Folder(run.path) if group.is_first else Follower(run.path)
     with folder.reopen() as training:
-        data, own, _ = in_parts(data, validation)
-        if isinstance(stored.get("validation"), str | list):  # not a share of the data, nor nothing
-            validation = own
+        data, found_validation, _ = in_parts(data, validation)
+        if isinstance(stored.get("validation"), str | list):  # not a fraction of the data, nor None
+            validation = found_validation
         before = Config.from_settings(stored, data=data, validation=validation, epochs=epochs)
         config = before.on_engine(engine or before.engine, device or before.device)
         config = config.shared_out(strategy, mesh, deepspeed_config).spread_over(group)
-        place = Place.of(training)
+        progress = Position.of(training)
         notes = [*folder.notes]
-        if place.best is not None and not (run.path / BEST).exists():
-            notes.append(f"{BEST} is missing: the next result counts as the best")
-            place.best, place.since_best = None, 0
+        if progress.best is not None and not (run.path / BEST).exists():
+            notes.append(f"{BEST} is missing: the next result becomes the best")
+            progress.best, progress.since_best = None, 0
         if config.precision != before.precision:
-            notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
+            notes.append(f"precision `{before.precision}` belongs to {before.engine}; continuing in the model's type")
         with config.start_engine(training) as loaded:
             feed = open_feed(loaded, config)
             facts = group.gather(feed.identify() if group.is_first else None)[0]
-            notes += _recognize(place, facts, data_changed)
+            notes += _recognize(progress, facts, data_changed)
             folder.configure(config.to_json())
             measures = measures_of(training, config.metrics, config.monitor)
             if epochs is not None or data_changed:
-                notes += _schedule_notes(training, config, feed, place)
-            said = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
-            Loop(folder, loaded, config, feed, measures, place)(said, callbacks, quiet)
+                notes += _schedule_notes(training, config, feed, progress)
+            remarks = [*notes, *feed.notes, *calibrate_on(feed, loaded)]
+            Loop(folder, loaded, config, feed, measures, progress)(remarks, callbacks, quiet)
     group.wait()
     return Run(folder.path)
 
 
-def _recognize(place: Place, facts: dict[str, Any], data_changed: bool) -> list[str]:
-    """Compare the data with those of the run. Return what the user should know, with epochs counted for the new data.
+def _recognize(progress: Position, facts: dict[str, Any], data_changed: bool) -> list[str]:
+    """Compare the data with those of the run. Return notes, and reset counts that other data make
+    void.
 
     Raises:
-        DataError: if the data have changed, and that is not accepted.
+        DataError: if the data have changed and `data_changed` is false.
     """
-    before, place.data = place.data, facts
+    before, progress.data = progress.data, facts
     if before is None:
-        return ["the run does not say what its data were: they were not compared"]
+        return ["the run does not record its data: they were not compared"]
     nouns = {"data": "the training data", "validation": "the validation data"}
     changes, notes = {}, []
     for name, noun in nouns.items():
@@ -250,25 +255,25 @@ def _recognize(place: Place, facts: dict[str, Any], data_changed: bool) -> list[
             elif gap := not_compared(old, new):
                 notes.append(f"{noun}: {gap}")
         elif old is not new:
-            changes[name] = f"{noun} have changed: there were {'some' if new is None else 'none'}"
+            changes[name] = f"{noun} have changed: they were {'removed' if new is None else 'added'}"
     if not changes:
         return notes
-    told = "; ".join(changes.values())
+    text = "; ".join(changes.values())
     if not data_changed:
-        raise DataError(told, hint="accept that with `--data-changed` (`onward.resume(run, data_changed=True)`)")
-    if "data" in changes and place.batch:
-        told += f"; epoch {place.epoch + 1} starts over"
-        place.batch, place.losses, place.counted = 0, 0.0, 0
-    if place.best is not None and ("validation" in changes or "validation" not in facts):
-        told += "; the best result so far was on other data, and no longer counts"
-        place.best, place.since_best = None, 0
-    return [*notes, told]
+        raise DataError(text, hint="to accept them: `--data-changed` (`onward.resume(run, data_changed=True)`)")
+    if "data" in changes and progress.batch:
+        text += f"; epoch {progress.epoch + 1} starts over"
+        progress.batch, progress.losses, progress.counted = 0, 0.0, 0
+    if progress.best is not None and ("validation" in changes or "validation" not in facts):
+        text += "; the best result was measured on other data and is dropped"
+        progress.best, progress.since_best = None, 0
+    return [*notes, text]
 
 
-def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -> list[str]:
-    """Warn of a schedule that ends before the run, and leaves next to nothing of the learning rate."""
+def _schedule_notes(training: Model, config: Config, feed: Feed, progress: Position) -> list[str]:
+    """Warn about a schedule that ends before the run at almost zero learning rate."""
     per_epoch = feed.training.per_epoch
-    if per_epoch is None or len(training.steps) > 1:  # then nobody knows how many updates a step makes
+    if per_epoch is None or len(training.steps) > 1:  # the number of updates is unknown
         return []
     with contextlib.suppress(Error), blame_model():
         state = read_training(training, 0)
@@ -276,7 +281,7 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -
         if end is None or not isinstance(lr, int | float):
             return []
         batches = 1 if state.accumulate is None else state.accumulate
-        left = (config.epochs - place.epoch) * per_epoch - place.batch
+        left = (config.epochs - progress.epoch) * per_epoch - progress.batch
         updates = state.step + left // (int(batches) if isinstance(batches, int | float) and batches >= 1 else 1)
         rate = rate_now(state.schedule, float(lr), end)
         if updates > end and rate is not None and abs(rate) < _NO_RATE * abs(lr):
@@ -292,60 +297,61 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, place: Place) -
 
 
 _NO_RATE = 1e-3
-"""The share of the learning rate below which training stands still."""
+"""Fraction of the learning rate below which training stands still."""
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------
 
 
-def _load_model(wanted: Config) -> tuple[Model, list[str]]:
-    """The model, or the training model that goes on from a checkpoint of it, and what is to be known about that."""
-    if wanted.checkpoint is None:
-        if useless := [name for name in _OF_CHECKPOINTS if getattr(wanted, name) is not None]:
+def _load_model(config: Config) -> tuple[Model, list[str]]:
+    """Return the model, or the training model of a checkpoint, and notes about its import."""
+    if config.checkpoint is None:
+        if useless := [name for name in _CHECKPOINT_OPTIONS if getattr(config, name) is not None]:
             raise RecipeError(
-                f"`{useless[0]}` has no effect without a checkpoint", hint="give one: `--checkpoint CHECKPOINT`"
+                f"`{useless[0]}` has no effect without a checkpoint", hint="add one: `--checkpoint CHECKPOINT`"
             )
-        return load(wanted.model), []
-    untold = {field.name for field in dataclasses.fields(MissingOptions)}
-    useless = [name for name in wanted.recipe if name not in untold] + ["reset"] * wanted.reset
+        return load(config.model), []
+    accepted = {field.name for field in dataclasses.fields(MissingOptions)}
+    useless = [name for name in config.recipe if name not in accepted] + ["reset"] * config.reset
     if useless:
         raise RecipeError(
-            f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
+            f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: the checkpoint determines it"
         )
     from onward.importing import apply_plan, plan_import
 
-    counts = {name: getattr(wanted, name) for name in _OF_CHECKPOINTS}
-    planned = plan_import(wanted.checkpoint, wanted.model, **counts, **wanted.recipe)
+    counts = {name: getattr(config, name) for name in _CHECKPOINT_OPTIONS}
+    planned = plan_import(config.checkpoint, config.model, **counts, **config.recipe)
     return apply_plan(planned), list(planned.notes)
 
 
-def _check_fold(wanted: Config) -> None:
-    if (wanted.folds is None) != (wanted.fold is None):
+def _check_fold(config: Config) -> None:
+    if (config.folds is None) != (config.fold is None):
         raise RecipeError(
-            "`fold` needs `folds`" if wanted.folds is None else "`folds` needs `fold`: this trains one run",
+            "`fold` needs `folds`" if config.folds is None else "`folds` needs `fold`: this trains one run",
             hint="all runs: `onward.cross_validate(..., folds=5)`; one of them: `onward.train(..., folds=5, fold=1)`",
         )
-    if wanted.folds is not None and wanted.validation is not None:
-        raise DataError("folds validate each other, and `validation` says otherwise", hint="leave one of them out")
+    if config.folds is not None and config.validation is not None:
+        raise DataError("`validation` has no effect with folds", hint="leave one of them out")
 
 
 def _check(patience: int | None, validation: Any) -> None:
     if isinstance(validation, str) and re.fullmatch(r"[\d.]+%", validation) and not os.path.exists(validation):
-        share = f"{float(validation.removesuffix('%')) / 100:g}"
-        raise DataError(f"`validation={validation}` is no share of the data", hint=f"write `validation={share}`")
+        fraction = f"{float(validation.removesuffix('%')) / 100:g}"
+        raise DataError(f"`validation={validation}` is not a fraction", hint=f"write `validation={fraction}`")
     if isinstance(validation, int | float) and not 0 < validation < 1:
         raise DataError(
-            f"`validation={validation:g}` is no share of the data", hint="give a number between 0 and 1, or more data"
+            f"`validation={validation:g}` is not a fraction between 0 and 1",
+            hint="for example `validation=0.1` (`--validation 0.1`), or a file of validation data",
         )
     if patience is not None and validation is None:
         raise RecipeError(
-            "`patience` waits for better results on validation data, and there are none",
-            hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
+            "`patience` needs validation data",
+            hint="hold out a fraction of the data: `validation=0.1` (`--validation 0.1`)",
         )
 
 
 def _folder(run: str | os.PathLike[str] | None, original: Model, group: ProcessGroup) -> Folder:
-    """The folder of a new run, which the first of several processes chooses and writes to."""
+    """Return the folder of a new run. The first process chooses it and writes to it."""
     if not group.is_first:
         return Follower(group.gather(None)[0])
     folder = Folder(run) if run is not None else new_folder(original)
@@ -354,7 +360,7 @@ def _folder(run: str | os.PathLike[str] | None, original: Model, group: ProcessG
 
 
 def new_folder(model: Model) -> Folder:
-    """A folder that was not there, and is now: another process may look for one in the same second."""
+    """Make a new folder in `runs/`, with another name if a second process takes the same one."""
     name = model.path.stem if model.path else model.graph.name or "model"
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
@@ -362,4 +368,4 @@ def new_folder(model: Model) -> Folder:
         with contextlib.suppress(FileExistsError):
             run.make(new=True)
             return run
-    raise AssertionError("there is always another name")
+    raise AssertionError("unreachable: count() never ends")

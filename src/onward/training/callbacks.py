@@ -1,4 +1,4 @@
-"""Callbacks: told how a run goes, and able to stop it. What Onward itself watches runs with are callbacks, too."""
+"""Callbacks: notified of the progress of a run, and able to stop it. Onward's own are here, too."""
 
 from __future__ import annotations
 
@@ -15,111 +15,115 @@ from onward.recipe.metrics import Measures
 from onward.training.config import Config
 from onward.training.folder import Folder
 from onward.training.log import Log, NoLog
-from onward.training.run import BEST, Place
-from onward.training.sharded_saves import Background, ShardedSaves
+from onward.training.run import BEST, Position
+from onward.training.sharded_saves import BackgroundTask, ShardedSaves
 
 if TYPE_CHECKING:
     from onward.engines import Engine
     from onward.training.data import Batch
-    from onward.training.run import Place, Run
+    from onward.training.run import Position, Run
     from onward.training.tensorboard import EventWriter
 
 
 @dataclasses.dataclass
 class Status:
-    """A run while it goes on: where it stands, what came out of the last step, and what one may ask for."""
+    """State of a run in progress: position, results of the last step, and actions for callbacks."""
 
     run: Run
-    """Its folder."""
+    """The run, with its folder."""
     engine: Engine
-    """What trains. `engine.updated()` is a copy of the training model as it is now."""
-    place: Place
-    """Where it stands, as it is saved: `step`, `epoch`, `samples`, `best` ..."""
+    """The engine. `engine.updated()` returns a copy of the training model in its current state."""
+    place: Position
+    """Position of the run, as it is saved: `step`, `epoch`, `samples`, `best` ..."""
     epochs: int
-    """How many there are to be."""
+    """Total number of epochs."""
     steps_per_epoch: int | None
-    """None where nobody knows it."""
+    """Steps per epoch; None if unknown."""
     log: Callable[..., None]
-    """Adds an event to the log of the run: `status.log("note", step=status.step, text="...")`."""
+    """Add an event to the log of the run: `status.log("note", step=status.step, text="...")`."""
     say: Callable[[str], None]
-    """Prints a line, above the bar of progress."""
+    """Print a line above the progress bar."""
     batches: tuple[Batch, ...] = ()
-    """What the last step took: one batch, or those of a round of steps."""
+    """Batches of the last step: one, or those of a round of steps."""
     samples: int = 0
-    """How many samples that were."""
+    """Number of samples in the last step."""
     seconds: float = 0.0
-    """How long the last step took; at the end, how long it took since the run was started or resumed."""
+    """Duration of the last step; at the end, the time since the run was started or resumed."""
     loss: float = math.nan
-    """Of the last step; after an epoch, the mean over its samples."""
+    """Loss of the last step; after an epoch, the mean over its samples."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Of the last step: `loss`, and what else the training model gives, such as `lr`."""
+    """Metrics of the last step: `loss`, and other outputs of the training model, such as `lr`."""
     results: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The latest on validation data, if there are any: `loss`, and metrics."""
+    """Latest results on validation data, if any: `loss` and metrics."""
     reason: str | None = None
-    """Why it ends: `"finished"`, `"early_stopping"`, `"stopped"`, `"interrupted"`, `"not_finite"` or `"failed"`."""
+    """Reason for the end: `"finished"`, `"early_stopping"`, `"stopped"`, `"interrupted"`,
+    `"not_finite"` or `"failed"`.
+    """
 
     @property
     def step(self) -> int:
-        """How many steps were made."""
+        """Return the number of finished steps."""
         return self.place.step
 
     @property
     def epoch(self) -> int:
-        """How many epochs were finished."""
+        """Return the number of finished epochs."""
         return self.place.epoch
 
     def stop(self, reason: str = "stopped") -> None:
-        """Let the run end after this step or epoch. It is saved, and may be resumed."""
+        """Stop the run after this step or epoch. It is saved and can be resumed."""
         self.reason = self.reason or reason
 
 
 class Callback:
-    """Told how a run goes: override what you need.
+    """Base class of callbacks. Override the methods you need.
 
-    `onward.train(..., callbacks=[MyCallback()])`. Each is called with the same `Status`. What it raises ends the run,
-    whose state is saved before.
+    Pass it with `onward.train(..., callbacks=[MyCallback()])`. All methods get the same `Status`.
+    An exception saves the state and ends the run.
     """
 
     def start(self, status: Status) -> Any:
-        """The run starts or goes on (then `status.step` is not 0); the model was validated as it is."""
+        """Handle the start of a run, after the first validation. In a resumed run, `status.step` is
+        not 0.
+        """
 
     def step(self, status: Status) -> Any:
-        """A step was made."""
+        """Handle the end of a step."""
 
     def epoch(self, status: Status) -> Any:
-        """An epoch was finished, and validated."""
+        """Handle the end of an epoch, after its validation."""
 
     def end(self, status: Status) -> Any:
-        """The run is over and saved; `status.reason` says why. Also called after an error."""
+        """Handle the end of the run, after its save or an error. `status.reason` is the reason."""
 
 
-# ---- watchers --------------------------------------------------------------------------------------------------------
+# ---- Onward's own callbacks ------------------------------------------------------------------------------------------
 
 
 _BINS = 30
-_LOOK_EVERY = 500
-"""Steps after which gradients are looked at again, in epochs that are longer."""
+_GRADIENTS_EVERY = 500
+"""Steps between two measurements of gradients, in longer epochs."""
 _SHORT = 1.0
-"""Seconds. Epochs that are shorter are not saved one by one."""
+"""Seconds. Shorter epochs are not saved one by one."""
 
 
 class NotFiniteError(Exception):
-    """What is not finite, and the loss if it is that."""
+    """A value is NaN or infinite. `loss` is set if it is the loss."""
 
     def __init__(self, what: str, loss: float | None = None):
         super().__init__(what)
         self.loss = loss
 
 
-class LogWatcher(Callback):
-    """Writes what happens into the log of the run."""
+class LogCallback(Callback):
+    """Writes the events of a run to its log."""
 
     def __init__(self, log: Log | NoLog, config: Config, notes: Sequence[str] = ()):
         self._log, self._config, self._notes, self._time = log, config, notes, time.time()
 
     def start(self, status: Status) -> None:
         if status.place.log:
-            self._log.write("save", step=status.step, best=False)  # as the file proves from which it goes on
+            self._log.write("save", step=status.step, best=False)  # the loaded file proves this save
             counts = {"epoch": status.epoch, "batch": status.place.batch, "steps_per_epoch": status.steps_per_epoch}
             self._log.write("resume", step=status.step, time=time.time(), **counts)
             self._write_notes(status)
@@ -163,14 +167,16 @@ class LogWatcher(Callback):
             self._log.write("validation", step=status.step, epoch=status.epoch, **status.results)
 
 
-class StatisticsWatcher(Callback):
-    """Looks closer: norms of gradients once in an epoch, or every 500 steps, and histograms of weights after it."""
+class StatisticsCallback(Callback):
+    """Logs gradient norms once per epoch, or every 500 steps, and weight histograms after each
+    epoch.
+    """
 
     def __init__(self, board: EventWriter | None):
         self._board = board
 
     def step(self, status: Status) -> None:
-        if status.place.batch == 1 or status.step % _LOOK_EVERY == 0:
+        if status.place.batch == 1 or status.step % _GRADIENTS_EVERY == 0:
             gradients = status.engine.gradients(status.batches[0])
             norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in gradients.items()}
             status.log("gradients", step=status.step, norms=norms)
@@ -187,14 +193,16 @@ class StatisticsWatcher(Callback):
         status.log("weights", step=status.step, histograms=histograms)
 
 
-class BestWatcher(Callback):
-    """Keeps the model with the best results on validation data, and stops when it gets no better for long enough."""
+class BestModelCallback(Callback):
+    """Saves the model with the best validation result, and stops without improvement for
+    `patience`.
+    """
 
     def __init__(self, folder: Folder, measures: Measures, patience: int | None):
         self._folder, self._measures, self._patience = folder, measures, patience
 
     def start(self, status: Status) -> None:
-        self.epoch(status)  # the model as it was given is measured, too; one that goes on is not measured again
+        self.epoch(status)  # the original model counts; a resumed run has no results here
 
     def epoch(self, status: Status) -> None:
         at, value = status.place, status.results.get(self._measures.monitor)
@@ -211,24 +219,26 @@ class BestWatcher(Callback):
 
 
 class Saver(Callback):
-    """Saves the state now and then. It comes last, so that what others note about the run is saved with it."""
+    """Saves the state at intervals. It is the last callback, so that it saves the notes of the
+    others.
+    """
 
-    def __init__(self, folder: Folder, every: float, at: Place):
+    def __init__(self, folder: Folder, every: float, at: Position):
         self._folder, self._every = folder, every
         self.files: list[Log | EventWriter] = []
-        """What is written out before it saves."""
+        """Files to flush before a save."""
         self._saved_at = time.monotonic()
         self.saved = (at.step, at.epoch, at.batch) if at.log else None
-        """Where the run stood when it was last saved: steps, epochs, batches."""
+        """Position at the last save: steps, epochs, batches."""
         self._sharded: ShardedSaves | None = None
-        self._under_way: tuple[Background, tuple[int, int, int]] | None = None
-        """A save that goes on in the background, and where the run stood."""
+        self._background: tuple[BackgroundTask, tuple[int, int, int]] | None = None
+        """A save in the background, and its position."""
 
     def start(self, status: Status) -> None:
         self.save(status)
 
     def step(self, status: Status) -> None:
-        if self._under_way is not None and self._under_way[0].is_done:
+        if self._background is not None and self._background[0].is_done:
             self._finish(status)
         self._save_after(self._every, status)
 
@@ -236,48 +246,48 @@ class Saver(Callback):
         self._save_after(min(self._every, _SHORT), status)
 
     def end(self, status: Status) -> None:
-        """The last inference model is that of the state which was saved."""
+        """Wait for the last save, and export its inference model."""
         self._finish(status)
         self._folder.export_last()
 
     def _save_after(self, seconds: float, status: Status) -> None:
-        """Save if that is so long ago, by the clock of the first of several processes."""
+        """Save if the last save was that long ago, by the clock of the first process."""
         group = status.engine.group
         (is_due,) = group.any(group.is_first and time.monotonic() - self._saved_at >= seconds)
         if is_due:
             self.save(status)
 
     def save(self, status: Status) -> None:
-        """Save, unless that was done here already. What several processes hold is written while steps go on."""
-        at, engine = status.place, status.engine
-        here = (at.step, at.epoch, at.batch)
-        if here == (self._under_way[1] if self._under_way else self.saved):
+        """Save, unless this position is saved. Sharded state is written while steps continue."""
+        now, engine = status.place, status.engine
+        position = (now.step, now.epoch, now.batch)
+        if position == (self._background[1] if self._background else self.saved):
             return
         self._finish(status)
-        if at.step and (strange := engine.find_not_finite()):
-            raise NotFiniteError(f"`{strange}` holds NaN or infinity after step {at.step:,}")
+        if now.step and (name := engine.find_not_finite()):
+            raise NotFiniteError(f"`{name}` holds NaN or infinity after step {now.step:,}")
         for file in self.files:
             file.flush()
-        self._folder.note_lengths(at)
+        self._folder.note_lengths(now)
         self._saved_at = time.monotonic()
-        if at.step and (parts := engine.shards()) is not None:
+        if now.step and (parts := engine.shards()) is not None:
             self._sharded = self._sharded or ShardedSaves(self._folder, engine)
-            self._under_way = self._sharded.begin(parts, at), here
+            self._background = self._sharded.begin(parts, now), position
             return
-        # What has not been trained yet has its tensors in files.
-        with engine.snapshot() if at.step else contextlib.nullcontext(engine.model.copy()) as model:
+        # Before the first step, the tensors are still in the user's files.
+        with engine.snapshot() if now.step else contextlib.nullcontext(engine.model.copy()) as model:
             if model is not None:
-                self._folder.save(model, at)
+                self._folder.save(model, now)
         self._saved_at = time.monotonic()
-        self._note(status, here)
+        self._note(status, position)
 
     def _finish(self, status: Status) -> None:
-        """Wait for a save that is under way, if one is."""
-        if self._under_way is not None:
-            (save, here), self._under_way = self._under_way, None
+        """Wait for a save in the background, if any."""
+        if self._background is not None:
+            (save, position), self._background = self._background, None
             save.finish()
-            self._note(status, here)
+            self._note(status, position)
 
-    def _note(self, status: Status, here: tuple[int, int, int]) -> None:
-        self.saved = here
-        status.log("save", step=here[0], best=False)
+    def _note(self, status: Status, position: tuple[int, int, int]) -> None:
+        self.saved = position
+        status.log("save", step=position[0], best=False)

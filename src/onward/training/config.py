@@ -1,4 +1,4 @@
-"""How a run was started: as a file for people, which starts another like it, and is all that is needed to go on."""
+"""Configuration of a run: a file for people that can resume the run or start another like it."""
 
 from __future__ import annotations
 
@@ -33,34 +33,38 @@ from onward.recipe import Recipe
 from onward.recipe.spec import Spec
 
 Natural = Annotated[int, Range(least=0, most=2**53)]
-"""Whole numbers up to there are the same in every language that reads JSON."""
+"""Integers up to this limit are exact in every language that reads JSON."""
 
-EDITED = "was it edited, or written by another version of Onward? undo that, or start a new run"
+EDITED = "the file was edited, or written by another version: undo that, or start a new run"
 
 
-def parse_json_as(text: str | bytes, kind: type, name: str) -> dict[str, Any]:
-    """The object that JSON holds, with the values that are fields of this kind as it wants them."""
+def parse_json_as(text: str | bytes, cls: type, name: str) -> dict[str, Any]:
+    """Return a JSON object, with the values that are fields of the class converted to their types."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name} is not valid JSON: {first_line(error)}", hint=EDITED) from error
     if not isinstance(values, dict):
         raise DataError(f"{name} is not a JSON object", hint=EDITED)
-    return check_values(values, get_type_hints(kind, include_extras=True), name, EDITED)
+    return check_values(values, get_type_hints(cls, include_extras=True), name, EDITED)
 
 
 def check_values(values: dict[str, Any], hints: Mapping[str, Any], name: str, hint: str) -> dict[str, Any]:
-    """The values as their types want them, or one error about all that do not fit; others stay as they are."""
+    """Return the values converted to their types. Other keys are unchanged.
+
+    Raises:
+        DataError: for all values that do not fit, together.
+    """
     problems = []
-    for key, kind in hints.items():
+    for key, value_type in hints.items():
         try:
             if key in values:
-                values |= {key: coerce(f"`{key}`", values[key], kind)}
+                values |= {key: coerce(f"`{key}`", values[key], value_type)}
         except (ArgumentError, RecipeError) as error:
             problems.append(error)
     if problems:
-        told = "; ".join(problem.message for problem in problems)
-        raise DataError(f"{name} cannot be used: {told}", hint=problems[0].hint or hint)
+        messages = "; ".join(problem.message for problem in problems)
+        raise DataError(f"{name} cannot be used: {messages}", hint=problems[0].hint or hint)
     return values
 
 
@@ -69,34 +73,30 @@ _Paths = str | Sequence[str] | Mapping[str, str]
 _SOURCES = ("data", "validation")
 _RECIPE = {field.name for field in dataclasses.fields(RecipeOptions)} - {"seed"}
 
-_OF_RUNS = {field.name for field in dataclasses.fields(TrainOptions)}
+_RUN_OPTIONS = {field.name for field in dataclasses.fields(TrainOptions)}
 
-_OF_ENGINES = {one.name: one.default for one in options_of(TrainConfig) if one.panel == ENGINE and one.name != "engine"}
-"""What the engine is told, where it is not as usual."""
+_ENGINE_DEFAULTS = {o.name: o.default for o in options_of(TrainConfig) if o.panel == ENGINE and o.name != "engine"}
+"""Options of the engine with their defaults."""
 
 PLACEHOLDER = "<object>"
-"""What stands for what was given as an object of Python."""
+"""Stands for a Python object, which a file cannot hold."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stored(TrainOptions):
-    """What files may hold: of some, less than what can be given in Python."""
+    """Options with the types that a file can hold."""
 
     model: str | None = None
     data: _Paths | None = None
     validation: Annotated[float, Range(above=0, below=1)] | _Paths | None = None
 
 
-def read_settings(
-    path: str | os.PathLike[str], hint: str = "`onward train --help` says what is what"
-) -> dict[str, Any]:
-    """The arguments of `onward.train` that a configuration file holds, checked."""
+def read_settings(path: str | os.PathLike[str], hint: str = "see `onward train --help`") -> dict[str, Any]:
+    """Return the arguments of `onward.train` in a configuration file, checked."""
     settings = with_new_names(read_configuration(path), former_names(TrainOptions))
     hints = field_types(_Stored)
     if unknown := [key for key in settings if key not in hints]:
-        raise DataError(
-            f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=suggest(unknown[0], hints) or hint
-        )
+        raise DataError(f"`{path}` has the unknown option `{unknown[0]}`", hint=suggest(unknown[0], hints) or hint)
     typed = {
         name: from_text(value, hints[name]) if isinstance(value, str) else value for name, value in settings.items()
     }
@@ -104,60 +104,60 @@ def read_settings(
 
 
 def write_settings(settings: Mapping[str, Any]) -> str:
-    """The text of a configuration file; what was not said is left out."""
-    remark = "How this run was started. `onward train --config` starts another like it; flags say what differs."
+    """Return the text of a configuration file, without options that are None."""
+    remark = "Options of this run. `onward train --config` starts another run with them; flags override them."
     return write_yaml({name: value for name, value in settings.items() if value not in (None, {})}, remark)
 
 
 def select_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a training's arguments that is its recipe; what is None is not said."""
+    """Return the arguments that belong to the recipe and are not None."""
     return {name: value for name, value in settings.items() if name in _RECIPE and value is not None}
 
 
 def settings_from(
     function: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     recipe: Recipe | None = None,
     config: str | os.PathLike[str] | TrainConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a training: those of objects, those given alone, and those of a file for the rest.
+    """Return the arguments of a training: from objects, keywords, and a file for the rest.
 
     Raises:
-        ArgumentError: if a field of an object that is not at its default is given a second time.
+        ArgumentError: if a changed field of an object is also given as a keyword.
     """
     stored = read_settings(config) if isinstance(config, str | os.PathLike) else {}
-    asked = dict(given)
-    for where, one in (("recipe", recipe), ("config", config)):
-        for name, value in one.changed().items() if isinstance(one, Recipe | TrainConfig) else ():
-            if name not in _OF_RUNS:
+    settings = dict(arguments)
+    for source, fields in (("recipe", recipe), ("config", config)):
+        for name, value in fields.changed().items() if isinstance(fields, Recipe | TrainConfig) else ():
+            if name not in _RUN_OPTIONS:
                 raise RecipeError(
                     f"`{name}` of a recipe has no effect in `{function}`",
                     hint="make the training model first: `recipe.apply(onward.load(model))`",
                 )
-            if name in asked:
-                raise ArgumentError(f"`{function}` is given `{name}` twice, once in `{where}`", hint="give it once")
-            asked[name] = value
-    return stored | asked
+            if name in settings:
+                raise ArgumentError(f"`{function}` is given `{name}` twice, once in `{source}`", hint="pass it once")
+            settings[name] = value
+    return stored | settings
 
 
 def refuse_placeholders(settings: Mapping[str, Any]) -> None:
-    """Fail where a file says that something was an object, which files cannot hold."""
+    """Raise DataError if a file stands for a Python object, which it cannot hold."""
     for name, value in settings.items():
         if isinstance(value, str) and value == PLACEHOLDER:
-            raise DataError(f"the {name} of this run came from Python", hint=f"give it again: `{name}=...`")
+            raise DataError(f"the {name} of this run came from Python", hint=f"pass it again: `{name}=...`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig, ModelAndData):
-    """How a run was started: its options as they were settled, and its recipe as it was given."""
+    """Options of a run, resolved, and its recipe as it was given."""
 
     batch_size: int = 1
     metrics: Sequence[str] = ()
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def start_engine(self, training: Model) -> Engine:
-        """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
-        options = {name: wanted for name, usual in _OF_ENGINES.items() if (wanted := getattr(self, name)) != usual}
+        """Start the engine of the run. Defaults are not passed: not every engine has every option."""
+        options = {name: value for name, usual in _ENGINE_DEFAULTS.items() if (value := getattr(self, name)) != usual}
         if isinstance(self.deepspeed_config, Mapping):
             options["deepspeed_config"] = with_batch_size(
                 self.deepspeed_config, training, self.batch_size, current_group().size
@@ -165,29 +165,32 @@ class Config(TrainConfig, ModelAndData):
         return engines.start(training, self.steps, engine=self.engine, **options)
 
     def on_engine(self, engine: str, device: str) -> Config:
-        """The same on another engine or device. What is the engine's own business stays behind with it."""
+        """Return the configuration for another engine or device, without options of the previous
+        engine.
+        """
         if engine == self.engine:
             return dataclasses.replace(self, device=device)
-        left = {name: usual for name, usual in _OF_ENGINES.items() if name != "compile"}
-        return dataclasses.replace(self, **{**left, "engine": engine, "device": device})
+        defaults = {name: usual for name, usual in _ENGINE_DEFAULTS.items() if name != "compile"}
+        return dataclasses.replace(self, **{**defaults, "engine": engine, "device": device})
 
     def shared_out(self, strategy: Parallel | None, mesh: str | None, deepspeed_config: Any) -> Config:
-        """The same for processes that share the work in another way, if one is given.
-
-        A mesh, and a configuration of DeepSpeed, are part of that.
+        """Return the configuration with another parallel strategy, mesh or DeepSpeed configuration,
+        if given.
         """
         if strategy in (None, self.strategy) and mesh is None and deepspeed_config is None:
-            own = self.deepspeed_config
-            if isinstance(own, Mapping):  # there may be more processes now, or fewer
-                own = without_batch_size(own)
-            return dataclasses.replace(self, deepspeed_config=own)
-        kept = self.strategy if mesh is None else None
-        return dataclasses.replace(self, strategy=strategy or kept, mesh=mesh, deepspeed_config=deepspeed_config)
+            unchanged = self.deepspeed_config
+            if isinstance(unchanged, Mapping):  # the number of processes may differ now
+                unchanged = without_batch_size(unchanged)
+            return dataclasses.replace(self, deepspeed_config=unchanged)
+        previous = self.strategy if mesh is None else None
+        return dataclasses.replace(self, strategy=strategy or previous, mesh=mesh, deepspeed_config=deepspeed_config)
 
     def spread_over(self, group: ProcessGroup) -> Config:
-        """The same for several processes, which each have a part of every batch unless more is said."""
-        of_deepspeed = read_deepspeed_config(self.deepspeed_config)  # as it is now: a run needs nothing but its folder
-        config = dataclasses.replace(self, deepspeed_config=of_deepspeed)
+        """Return the configuration for a process group, with the default strategy: each process
+        gets a shard of every batch.
+        """
+        content = read_deepspeed_config(self.deepspeed_config)  # not its path: a run needs only its folder
+        config = dataclasses.replace(self, deepspeed_config=content)
         if group.size == 1:
             return config
         if self.engine == "jax":
@@ -195,44 +198,44 @@ class Config(TrainConfig, ModelAndData):
         return dataclasses.replace(config, strategy=self.strategy or ("ddp" if self.mesh is None else "tensor"))
 
     def to_json(self) -> dict[str, Any]:
-        """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""
+        """Return the part that files can hold. Paths become absolute, to resume from any folder."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
-        places = {name: _to_stored(own[name]) for name in ("model", "checkpoint", *_SOURCES)}
-        plain = {name: _plain(value, name) for name, value in {**own, **self.recipe}.items() if name not in places}
-        return {**places, **plain}
+        paths = {name: _to_stored(own[name]) for name in ("model", "checkpoint", *_SOURCES)}
+        plain = {name: _plain(value, name) for name, value in {**own, **self.recipe}.items() if name not in paths}
+        return {**paths, **plain}
 
     @classmethod
-    def from_arguments(cls, function: str, given: Mapping[str, Any]) -> Config:
-        """What was given to a function, its recipe apart; what is None is not said."""
-        if missing := [name for name in ("model", "data") if given.get(name) is None]:
-            raise ArgumentError(
-                f"`{function}` needs `{missing[0]}`", hint=f"`help(onward.{function})` says what that is"
-            )
-        recipe = select_recipe(given)
-        own = {name: value for name, value in given.items() if name not in recipe and value is not None}
+    def from_arguments(cls, function: str, arguments: Mapping[str, Any]) -> Config:
+        """Return the configuration of a function call. None counts as not given."""
+        if missing := [name for name in ("model", "data") if arguments.get(name) is None]:
+            raise ArgumentError(f"`{function}` needs `{missing[0]}`", hint=f"see `help(onward.{function})`")
+        recipe = select_recipe(arguments)
+        own = {name: value for name, value in arguments.items() if name not in recipe and value is not None}
         return cls(**own, recipe=recipe)
 
     @property
     def title(self) -> str:
-        """What the model is called that was given."""
+        """Return the path of the original model, or `model.onnx`."""
         path = self.model if isinstance(self.model, str | os.PathLike) else getattr(self.model, "path", None)
         return str(path) if path and path != PLACEHOLDER else "model.onnx"
 
     @classmethod
-    def from_settings(cls, stored: Mapping[str, Any], **given: Any) -> Config:
-        """What was stored, or was given anew; data that were objects must be."""
-        settings = {**stored, **{name: value for name, value in given.items() if value is not None}}
+    def from_settings(cls, stored: Mapping[str, Any], **changes: Any) -> Config:
+        """Return the stored configuration with new values. Data that were Python objects must be
+        new.
+        """
+        settings = {**stored, **{name: value for name, value in changes.items() if value is not None}}
         if missing := [name for name in ("data", "batch_size") if settings.get(name) is None]:
             raise DataError(f"the configuration of this run lacks `{missing[0]}`", hint=EDITED)
         for name in _SOURCES:
             if isinstance(settings.get(name), str) and settings[name] == PLACEHOLDER:
                 raise DataError(
-                    f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
+                    f"the {name} of this run came from Python", hint=f"pass it again: `onward.resume(run, {name}=...)`"
                 )
-            if given.get(name) is None and (gone := _missing_path(settings.get(name))):
+            if changes.get(name) is None and (missing_path := _missing_path(settings.get(name))):
                 raise DataError(
-                    f"the {name} of this run is no longer at `{gone}`",
-                    hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
+                    f"the {name} of this run is no longer at `{missing_path}`",
+                    hint=f"pass the new path: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
                 )
         names = {field.name for field in dataclasses.fields(cls)}
         own = {name: value for name, value in settings.items() if name in names}
@@ -240,7 +243,7 @@ class Config(TrainConfig, ModelAndData):
 
 
 def _plain(value: Any, name: str = "") -> Any:
-    """Return what a file can hold of a setting. Paths become absolute, also those within a spec."""
+    """Return a setting as a file can hold it. Paths become absolute, also within a spec."""
     if isinstance(value, Spec):
         value = str(value)
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".onnx")):
@@ -275,22 +278,22 @@ def _to_stored(source: Any) -> Any:
 
 
 def _absolute(path: str) -> str:
-    """Also of the path in `name=path`."""
+    """Return an absolute path, also in `name=path`."""
     name, path = _parts(path)
     return name + os.path.abspath(path)
 
 
 def _parts(path: str) -> tuple[str, str]:
-    """`name=` and the path in `name=path`; nothing and the path where that is all there is."""
+    """Split `name=path` into `name=` and the path; the first is empty without a name."""
     name = re.match(r"[^=/\\]+=", path)
     return ("", path) if name is None or os.path.exists(path) else (name[0], path[name.end() :])
 
 
 def _missing_path(stored: Any) -> str | None:
-    """A path that leads nowhere, of those that were stored; `file:column` is one, too."""
+    """Return a stored path that does not exist; paths may be `file:column`."""
     paths = [stored] if isinstance(stored, str) else stored.values() if isinstance(stored, Mapping) else stored
     for path in paths if isinstance(paths, Iterable) else ():
         file = _parts(path)[1]
-        if not any(os.path.exists(one) or glob.glob(one, recursive=True) for one in (file, file.rpartition(":")[0])):
+        if not any(os.path.exists(p) or glob.glob(p, recursive=True) for p in (file, file.rpartition(":")[0])):
             return file
     return None

@@ -1,4 +1,4 @@
-"""The folder of a run while it is trained: begun, saved to, gone on with, and nobody else's meanwhile."""
+"""The folder of a run during training: created, locked, saved to, and resumed from."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import write_settings
-from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Place, Run
+from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Position, Run
 from onward.transform.training import strip
 
 LOCK = ".lock"
 _BYTE = 1 << 20
-"""The byte that is locked. Windows lets nobody read what is locked, and who holds the lock is at the beginning."""
+"""The byte that is locked. On Windows a locked byte cannot be read, and the holder's name is at the
+start of the file.
+"""
 _BUSY = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
-_held: set[Path] = set()
-"""Folders that this process has locked: the system knows processes, and not their threads."""
+_locked: set[Path] = set()
+"""Folders locked by this process: the lock of the system does not distinguish threads."""
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Within it, no other process, and no other thread, gets a lock on this folder."""
+    """Lock the folder against other processes and other threads."""
     folder = folder.resolve()
-    if folder in _held:  # not even opened: closing any handle of the file would end the lock
+    if folder in _locked:  # do not open the file: closing any handle of it releases the lock
         raise _refusal(folder, "this process")
-    _held.add(folder)
+    _locked.add(folder)
     try:
         with _open_locked(folder) as file:
-            with contextlib.suppress(OSError):  # a lock holds on a full disk, too
+            with contextlib.suppress(OSError):  # on a full disk the lock still holds
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {platform.node()}".encode())
             yield
     finally:
-        _held.discard(folder)
+        _locked.discard(folder)
 
 
 def _open_locked(folder: Path) -> FileIO:
@@ -64,18 +66,18 @@ def _open_locked(folder: Path) -> FileIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
                 return file
-        file.close()  # whoever held it before has removed it, and somebody else may lock a new one
+        file.close()  # the previous holder has removed this file; another process may lock a new one
 
 
 def remove_lock(folder: Path) -> None:
-    """Remove the lock, within it, with a folder that is not needed any more."""
-    with contextlib.suppress(OSError):  # Windows removes no file that is open
+    """Remove the lock file of a folder that is no longer needed, while it is locked."""
+    with contextlib.suppress(OSError):  # Windows does not remove an open file
         (folder / LOCK).unlink()
 
 
 def _open_file(path: Path) -> FileIO:
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file", hint="remove it")
+        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` is not a file", hint=f"rm -r {path}")
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
@@ -84,11 +86,11 @@ def _open_file(path: Path) -> FileIO:
 
 
 def _refusal(folder: Path, holder: str) -> DataError:
-    return DataError(f"{holder} is training in `{folder}`", hint="wait until it has ended, or stop it")
+    return DataError(f"{holder} is training in `{folder}`", hint="wait for it, stop it, or use another folder")
 
 
 def _lock(file: FileIO) -> bool:
-    """Whether the lock is ours now; also on a file system that has none, where nothing can be done."""
+    """Return True if the lock is acquired, or if the file system does not support locks."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -109,51 +111,51 @@ _EVENTS = "events.out.tfevents.*.onward"
 
 
 class Folder(Run):
-    """The folder of a run while it is trained."""
+    """The folder of a run during training."""
 
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(path)
-        self._made: list[Path] = []
-        """The folder and those around it, if they were made here."""
+        self._created: list[Path] = []
+        """Folders that were created here: this one and its parents."""
         self._form: storage.External = "auto"
-        """Where the model as it was given has its tensors, and so have those that come of it."""
+        """Storage of tensors in the original model, which its successors share."""
         self.notes: list[str] = []
-        """What the user should know about a run that is reopened."""
+        """Notes for the user about a reopened run."""
 
     def refuse_if_in_use(self) -> None:
-        """Fail if this cannot be the folder of a new run."""
+        """Raise DataError if the folder cannot be that of a new run."""
         if (self.path / TRAINING).exists():
             raise DataError(
-                f"`{self.path}` holds a run already",
-                hint=f"go on with it (`onward train --resume {self.path}`), or name another folder",
+                f"`{self.path}` already holds a run",
+                hint=f"resume it (`onward train --resume {self.path}`), or use another folder",
             )
         others = [path for path in self.path.iterdir() if path.name != LOCK] if self.path.is_dir() else []
         if not (self.path / CONFIG).exists() and not all(is_torn(self.path / CONFIG, path) for path in others):
-            raise DataError(f"`{self.path}` holds other files", hint="name a new folder for the run")
+            raise DataError(f"`{self.path}` holds other files", hint="use a new folder for the run")
 
     def make(self, *, new: bool = False) -> None:
-        """Make the folder, if it is not there; one that must be new is not."""
+        """Create the folder if it is missing. With `new`, an existing folder is an error."""
         try:
-            self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self._created += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=not new)
         except OSError as error:
             if new and isinstance(error, FileExistsError):
                 raise
             raise WriteError(
-                f"could not make the folder `{self.path}` of the run: {error.strerror or error}",
-                hint="name another one: `run=...` (`--run FOLDER`)",
+                f"could not create the run folder `{self.path}`: {error.strerror or error}",
+                hint="use another folder: `run=...` (`--run FOLDER`)",
             ) from error
 
     @contextlib.contextmanager
-    def begin(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
-        """The folder of a new run, for a model as it was given. Within it, the folder is ours alone.
+    def begin(self, original: Model, training: Model, config: dict[str, Any], position: Position) -> Iterator[None]:
+        """Create and lock the folder of a new run.
 
-        What training does not change is copied into it, and from then on read from there. If the run fails before it
-        has made a step (`at` says so), the folder is as it was before.
+        Tensors that training does not change are copied into it once. If the run fails before its
+        first step, as `at` tells, the folder is restored to its previous state.
         """
         self.make()
         with lock_folder(self.path):
-            self.refuse_if_in_use()  # again: it may just have been
+            self.refuse_if_in_use()  # again: another process may have been faster
             before = set(self.path.iterdir())
             self._refuse_links()
             try:
@@ -168,14 +170,14 @@ class Folder(Run):
                 )
                 yield
             except BaseException as error:
-                can_go_on = (self.path / TRAINING).exists() and not isinstance(error, Exception)
-                if not (at.step or can_go_on):
+                is_resumable = (self.path / TRAINING).exists() and not isinstance(error, Exception)
+                if not (position.step or is_resumable):
                     self._undo(before)
                 raise
 
     @contextlib.contextmanager
     def reopen(self) -> Iterator[Model]:
-        """The training model as it was last saved. Within it, the folder is ours alone."""
+        """Lock the folder and return the training model of the last save."""
         self.refuse_if_empty()
         with lock_folder(self.path):
             self._refuse_links()
@@ -184,100 +186,109 @@ class Folder(Run):
             model, original, shared = self.load_training(), load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
-                save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # as an older version has left it
+                save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # of an older version
             yield model
 
     def _verify(self) -> None:
-        """Refuse files that have changed since they were saved: a flipped bit can make a weight of 2e37."""
+        """Refuse files that have changed since they were saved: a flipped bit can make a weight of
+        2e37.
+        """
         names = [name for name in (TRAINING, ORIGINAL, BEST) if (self.path / name).exists()]
         for name in names:
             try:
                 if not verify_checksums(self.path / name) and name == TRAINING:
                     self.notes.append(f"{TRAINING} has no checksum: damage to files of this run cannot be detected")
             except InvalidModelError as error:
-                raise DataError(error.message, hint=self._way_around(name)) from error
+                raise DataError(error.message, hint=self._repair_hint(name)) from error
 
-    def _way_around(self, damaged: str) -> str:
+    def _repair_hint(self, damaged: str) -> str:
         if damaged == BEST:
             return f"to resume without it, remove it: rm {self.path / BEST}"
         for name in (BEST, LAST):
             with contextlib.suppress(InvalidModelError):
                 if (self.path / name).exists() and verify_checksums(self.path / name):
                     config = self.path / CONFIG
-                    return f"{name} is intact; to train on from it: onward train {self.path / name} --config {config}"
+                    return f"{name} is intact; to continue from it: onward train {self.path / name} --config {config}"
         return f"restore the folder from a copy, or start again: onward train --config {self.path / CONFIG}"
 
-    # ---- what is written ---------------------------------------------------------------------------------------------
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     def configure(self, config: Mapping[str, Any]) -> None:
         write_file(self.path / CONFIG, write_settings(config))
 
-    def save(self, model: Model, at: Place, writers: Writers | None = None) -> None:
-        """Keep the training model, and where the run stands, all at once; what several write is beside the file."""
+    def save(self, model: Model, position: Position, writers: Writers | None = None) -> None:
+        """Write the training model and the position of the run in one transaction; `writers` write
+        its data file.
+        """
         for step in model.steps:
-            step.metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
+            step.metadata["train.progress"] = json.dumps(dataclasses.asdict(position))
         form = "data" if writers is not None and self._form == "auto" else self._form
         save(model, self.path / TRAINING, form, shared=self._shared_files(), writers=writers, checksums=True)
 
     def export(self, model: Model, name: str) -> Path:
-        """Write the inference model with the weights that a training model has now."""
+        """Write the inference model with the current weights of a training model."""
         return save(self._inference(model), self.path / name, self._form, shared=self._shared_files(), checksums=True)
 
     def export_last(self) -> None:
-        """Write the inference model with the weights that were saved last."""
+        """Write the inference model with the weights of the last save."""
         self.export(self.load_training(), LAST)
 
-    def note_lengths(self, at: Place) -> None:
-        """Note how long the log and the event file are."""
-        at.log = (self.path / LOG).stat().st_size
-        at.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))
+    def note_lengths(self, position: Position) -> None:
+        """Record the lengths of the log and the event file in the position."""
+        position.log = (self.path / LOG).stat().st_size
+        position.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))
 
-    def rewind(self, at: Place) -> None:
-        """Take the steps off the log that a run made after it stood there, and lost when it was killed."""
-        for file, length in [(self.path / LOG, at.log), *((file, at.board) for file in self.path.glob(_EVENTS))]:
+    def rewind(self, position: Position) -> None:
+        """Truncate the log to the last save: a killed run has lost the steps after it."""
+        boards = [(file, position.board) for file in self.path.glob(_EVENTS)]
+        for file, length in [(self.path / LOG, position.log), *boards]:
             if file.exists():
                 os.truncate(file, min(length, file.stat().st_size))
 
     def _refuse_links(self) -> None:
-        """What is written to, cut off or removed here is in this folder: none of it may be a way to something else."""
+        """Refuse links: files that are written, truncated or removed here must be in this folder."""
         folder = self.path.resolve()
         for file in folder.iterdir():
-            ours = file.name in (*_MODELS, CONFIG, LOG) or any(is_own(folder / name, file) for name in _MODELS)
-            if (ours or file.match(_EVENTS)) and not stat.S_ISREG(file.lstat().st_mode):
-                raise DataError(f"`{self.path / file.name}` is not a file, but a link or something else", hint=_OWN)
+            is_ours = file.name in (*_MODELS, CONFIG, LOG) or any(is_own(folder / name, file) for name in _MODELS)
+            if (is_ours or file.match(_EVENTS)) and not stat.S_ISREG(file.lstat().st_mode):
+                raise DataError(f"`{self.path / file.name}` is a link or not a file", hint=_OWN)
 
     def _sweep(self) -> None:
-        """Remove what a process left behind that was killed: half-written files, data that no model refers to."""
+        """Remove what a killed process left behind: half-written files, and data that no model
+        refers to.
+        """
         folder = self.path.resolve()
-        models, there = [folder / name for name in _MODELS], list(folder.glob("*.onnx"))
+        models, existing = [folder / name for name in _MODELS], list(folder.glob("*.onnx"))
         for file in folder.iterdir():
             is_half = any(is_torn(folder / name, file) for name in (*_MODELS, CONFIG))
-            own = any(is_own(model, file) for model in models)
-            if is_half or (own and not any(mentions(model, file.name) for model in there)):
+            is_data = any(is_own(model, file) for model in models)
+            if is_half or (is_data and not any(mentions(model, file.name) for model in existing)):
                 file.unlink(missing_ok=True)
 
     def _undo(self, before: set[Path]) -> None:
-        """Remove what was made since then, and the folder if that was, too."""
+        """Remove the files that were created since, and the folder if it was created."""
         for file in set(self.path.iterdir()) - before:
             with contextlib.suppress(OSError):
                 file.unlink()
-        if self._made:
+        if self._created:
             remove_lock(self.path)
-        for folder in self._made:
-            with contextlib.suppress(OSError):  # others may use it by now
+        for folder in self._created:
+            with contextlib.suppress(OSError):  # another process may use it by now
                 folder.rmdir()
 
     def _shared_files(self) -> set[Path]:
-        """Data files that are written once: those of the model as it was given, and of all that stays as it was."""
+        """Return the data files that are written once: of the original model and of unchanged
+        tensors.
+        """
         folder = self.path.resolve()
         return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}
 
 
 class Follower(Folder):
-    """The folder of a run for a process that is not the first of those that train together: it writes nothing."""
+    """The folder of a run in a process other than the first, which writes nothing."""
 
     @contextlib.contextmanager
-    def begin(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
+    def begin(self, original: Model, training: Model, config: dict[str, Any], position: Position) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager
@@ -288,22 +299,26 @@ class Follower(Folder):
         return self.path / name
 
     def _leave(self, *_: Any, **__: Any) -> None:
-        """Leave it to the first process."""
+        """Do nothing: the first process writes."""
 
     configure = save = export_last = note_lengths = rewind = _leave
 
 
-_OWN = "a run has all its files in its folder: put the file itself there"
+_OWN = "put the file itself into the folder of the run"
 
 
 def _unchanging_places(model: Model) -> list[storage.TensorPlace]:
-    """The places of what training does not change, if that is to be outside the file."""
+    """Return the places of tensors that training does not change and that are stored outside the
+    model file.
+    """
     places, changing = places_of(model), _changing_state(model)
     return [place for place in places if place.holder not in changing] if goes_outside(places) else []
 
 
 def _user_places(model: Model) -> list[storage.TensorPlace]:
-    """The places of what training changes that is in files of the user: an engine may begin with it as it is there."""
+    """Return the places of trainable tensors in files of the user, which an engine may read at the
+    start.
+    """
     changing = _changing_state(model)
     return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]
 

@@ -1,22 +1,22 @@
-"""The log of a run: JSON lines, one event each, added at the end only.
+"""The log of a run: JSON lines, one event each, append-only.
 
-`step` is the number of steps made so far, in every event.
+`step` is the number of steps so far, in every event.
 
-| event | when | what it holds |
+| event | when | content |
 |---|---|---|
 | `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
-| `note` | after these two | `step`, `text`: what was said about the model and the data |
-| `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
+| `note` | after `start` and `resume` | `step`, `text`: a note about the model or the data |
+| `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` so far; `seconds` of the step |
 | `gradients` | after the first step of an epoch, and every 500 | `step`, `norms` by parameter |
 | `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |
 | `epoch` | each epoch | `step`, `epoch`, `loss`: the mean over the samples of the epoch |
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
 | `save` | after saving | `step`, `best` |
 | `resume` | on resuming | `step`, `time`, `epoch`, `batch` in the epoch, `steps_per_epoch` |
-| `end` | last | `step`, `reason`, `seconds` since it was started or resumed; `loss` if that was not finite |
+| `end` | last | `step`, `reason`, `seconds` since the start or resume; `loss` if it was not finite |
 
-The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",
-"Infinity", "-Infinity"). A run may be killed at any moment, so the last line may be torn: readers skip it.
+The lines are strict JSON. NaN and infinities, which JSON lacks, are strings ("NaN", "Infinity",
+"-Infinity"). A killed run may leave a torn last line: readers skip it.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ PathLike = str | os.PathLike[str]
 
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _PATIENCE = 1.0
-"""Seconds that a step may wait for being written: if the process is killed, what waits is lost, and done again."""
+"""Longest time in seconds before a step is written. A killed process loses these steps and repeats
+them.
+"""
 
 
 class NoLog:
-    """The log of a process that is not the first of those that train together."""
+    """The log of a process other than the first, which does not write."""
 
     def write(self, event: str, /, **values: Any) -> None:
-        """Leave it to the first."""
+        """Do nothing: the first process writes."""
 
 
 class Log:
-    """Writes a log, or goes on with one. Steps are gathered and written about once a second, other events at once."""
+    """Writes or continues a log. Steps are flushed about once a second, other events at once."""
 
     def __init__(self, path: PathLike):
         self._file = open(path, "a+b", buffering=1 << 16)  # noqa: SIM115 (open as long as the run lasts)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a line that is torn stays alone
+            if self._file.read(1) != b"\n":  # separate a torn line from the next one
                 self._file.write(b"\n")
         self._written = time.monotonic()
 
     def write(self, event: str, /, **values: Any) -> None:
-        """Add an event. Values may be numbers and arrays of numpy, too."""
+        """Append an event. Values may be NumPy numbers and arrays."""
         self._file.write(_line({"event": event, **values}))
         if event != "step" or time.monotonic() - self._written > _PATIENCE:
             self.flush()
@@ -71,12 +73,12 @@ class Log:
 
 
 def read_log(path: PathLike) -> Iterator[dict[str, Any]]:
-    """The events of a log, one by one. A line that is torn or damaged is passed over; the others are not lost by it."""
+    """Yield the events of a log. Torn or damaged lines are skipped."""
     with open(path, "rb") as file:
         for line in file:
             try:
                 event = json.loads(line)
-            except (ValueError, RecursionError):  # not JSON, or not even text
+            except (ValueError, RecursionError):  # not JSON
                 continue
             if isinstance(event, dict):
                 yield _with_numbers(event) if b'NaN"' in line or b'Infinity"' in line else event
@@ -85,15 +87,15 @@ def read_log(path: PathLike) -> Iterator[dict[str, Any]]:
 def _line(event: Mapping[str, Any]) -> bytes:
     try:
         text = _ENCODER.encode(event)
-    except ValueError:  # there are such numbers: rare, so that only then each value is looked at
+    except ValueError:  # NaN or infinity: rare, so only then is every value checked
         text = _ENCODER.encode(_with_names(event))
     return text.encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """A number or an array of numpy, or of a library like it, as Python has it."""
+    """Return a number or array of NumPy, or of a library like it, as Python numbers."""
     if getattr(value, "dtype", None) == "float32" and value.ndim == 0:
-        return float(str(value))  # the shortest text that is this number, where float64 would need 17 digits
+        return float(str(value))  # prints shorter: as float64 it would need 17 digits
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, os.PathLike):

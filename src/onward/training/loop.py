@@ -1,4 +1,4 @@
-"""The loop: batches in, metrics out. What is seen and saved of it is the business of those who watch it."""
+"""The training loop: batches in, metrics out. Callbacks log, show and save the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from onward.errors import (
 )
 from onward.recipe.metrics import Measures
 from onward.training.callbacks import (
-    BestWatcher,
+    BestModelCallback,
     Callback,
-    LogWatcher,
+    LogCallback,
     NotFiniteError,
     Saver,
-    StatisticsWatcher,
+    StatisticsCallback,
     Status,
 )
 from onward.training.config import PLACEHOLDER, Config
@@ -39,26 +39,26 @@ from onward.training.feed import Feed, evaluate, samples_in, using_averages
 from onward.training.folder import Folder
 from onward.training.log import Log, NoLog
 from onward.training.progress import Progress
-from onward.training.run import LOG, Place, Run
+from onward.training.run import LOG, Position, Run
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Within it, the first Ctrl-C (or SIGTERM) only sets `wanted`; a second one ends the program as usual.
+    """Turns the first Ctrl-C (or SIGTERM) into `is_requested`; a second one ends the program.
 
-    Signals are heard in the main thread alone, so elsewhere this does nothing. One that is ignored stays so: a shell
-    starts jobs in the background like that, for which Ctrl-C is not meant.
+    Signals arrive in the main thread only, so elsewhere this does nothing. An ignored signal stays
+    ignored: shells start background jobs like that.
     """
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._wanted = threading.Event()
+        self._event = threading.Event()
         self._before: dict[int, Any] = {}
 
     @property
-    def wanted(self) -> bool:
-        return self._wanted.is_set()
+    def is_requested(self) -> bool:
+        return self._event.is_set()
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
@@ -71,9 +71,9 @@ class Interruption:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._restore()
-        self._wanted.set()
-        with contextlib.suppress(RuntimeError):  # it may come in the middle of printing something else
-            self._say("finishing the step, then saving; Ctrl-C again to stop at once")
+        self._event.set()
+        with contextlib.suppress(RuntimeError):  # the signal may interrupt another print
+            self._say("finishing the step and saving; press Ctrl-C again to stop at once")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -81,33 +81,33 @@ class Interruption:
         self._before = {}
 
 
-_WAYS_OUT = "try a smaller learning rate or `clip` (`--clip norm:1`), and look for extreme values in the data"
+_NOT_FINITE_HINT = "try a smaller learning rate, `clip` (`--clip norm:1`), or check the data for extreme values"
 
 
 class Loop:
-    """One run, from where it stands to its end."""
+    """A run from its current position to its end."""
 
-    def __init__(self, run: Folder, engine: Engine, config: Config, feed: Feed, measures: Measures, at: Place):
+    def __init__(self, run: Folder, engine: Engine, config: Config, feed: Feed, measures: Measures, at: Position):
         self.run, self.engine, self.config, self.feed, self.measures, self.at = run, engine, config, feed, measures, at
         self._is_new = not at.log
-        self._left_out = False
+        self._has_dropped = False
         self._saver = Saver(run, config.save_every, at)
 
     def __call__(self, notes: Sequence[str] = (), callbacks: Sequence[Callback] = (), quiet: bool = False) -> None:
-        """Go on until the end. `notes` are said to the user first."""
+        """Train until the end. `notes` are printed first."""
         with self._writing(), contextlib.ExitStack() as stack:
             self._open(stack, notes, callbacks, quiet)
             for note in notes:
                 self.status.say(note)
-            if not self._is_new and self.at.epoch >= self.config.epochs:  # as the log shows without a note
+            if not self._is_new and self.at.epoch >= self.config.epochs:  # not logged: the log shows it anyway
                 self.status.say(f"{self.at.epoch} of {self.config.epochs} epochs are done")
             try:
-                self.engine.group.wait()  # until all have read what may be written from now on
+                self.engine.group.wait()  # until all processes have read the files that are now written
                 if self._is_new:
                     self.status.results = self._validate()
-                for watcher in self._watchers:
-                    self._started.append(watcher)
-                    self._tell([watcher], "start")
+                for callback in self._callbacks:
+                    self._started.append(callback)
+                    self._notify([callback], "start")
                 self._interruption = stack.enter_context(Interruption(self.status.say))
                 self._train()
                 self._saver.save(self.status)
@@ -116,7 +116,7 @@ class Loop:
             except NotFiniteError as error:
                 raise self._stop_at(error) from None
             except Exception as error:
-                if not isinstance(error, WriteError):  # then nothing more can be saved
+                if not isinstance(error, WriteError):  # after a write error, saving would fail too
                     self._save_after_failure(error)
                 self.status.reason = "failed"
                 self._end()
@@ -129,7 +129,7 @@ class Loop:
     def _open(
         self, stack: contextlib.ExitStack, notes: Sequence[str], callbacks: Sequence[Callback], quiet: bool
     ) -> None:
-        """The log, as it was when the state was saved, and all else that shows how it goes."""
+        """Open the log at the last save, and create the callbacks."""
         config, at = self.config, self.at
         self.run.rewind(at)
         is_first = self.engine.group.is_first
@@ -150,17 +150,17 @@ class Loop:
             Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
         )
         self._saver.files = [file for file in (log, board) if isinstance(file, Log | Callback)]
-        self._callbacks = list(callbacks)
-        self._watchers: list[Callback] = [
-            LogWatcher(log, config, [note for note in notes if self._is_new or note not in self.feed.notes]),
+        self._user_callbacks = list(callbacks)
+        self._callbacks: list[Callback] = [
+            LogCallback(log, config, [note for note in notes if self._is_new or note not in self.feed.notes]),
             *([board] if board is not None else []),
-            *([StatisticsWatcher(board)] if config.statistics and not self.engine.is_sharded else []),
-            BestWatcher(self.run, self.measures, config.patience),
+            *([StatisticsCallback(board)] if config.statistics and not self.engine.is_sharded else []),
+            BestModelCallback(self.run, self.measures, config.patience),
             progress,
-            *self._callbacks,
+            *self._user_callbacks,
             self._saver,
         ]
-        self._on_step = [watcher for watcher in self._watchers if type(watcher).step is not Callback.step]
+        self._on_step = [callback for callback in self._callbacks if type(callback).step is not Callback.step]
         self._started: list[Callback] = []
         self._began = time.perf_counter()
 
@@ -174,165 +174,167 @@ class Loop:
                     at.batch += 1
                     continue
                 self._step(batch)
-                if self._must_end():  # before the next batch, for which one may have to wait
+                if self._must_end():  # before the wait for the next batch
                     return
             results = self._validate(self._interruption)
-            if self._must_end():  # then what was measured is not of all data, and is measured again
+            if self._must_end():  # the validation was interrupted and is repeated on resume
                 return
             status.loss, status.results = at.loss, results
             at.epoch, at.batch, at.losses, at.counted = at.epoch + 1, 0, 0.0, 0
-            self._tell(self._watchers, "epoch")
+            self._notify(self._callbacks, "epoch")
         status.stop("finished")
 
     def _must_end(self) -> bool:
-        """Whether a process has a reason to end. All end together."""
-        wanted, stopped = self.engine.group.any(self._interruption.wanted, self.status.reason is not None)
-        if wanted or stopped:
-            self.status.stop("interrupted" if wanted else "stopped")
+        """True if any process has a reason to end. All processes end together."""
+        is_interrupted, stopped = self.engine.group.any(self._interruption.is_requested, self.status.reason is not None)
+        if is_interrupted or stopped:
+            self.status.stop("interrupted" if is_interrupted else "stopped")
         return self.status.reason is not None
 
     @property
     def _per_epoch(self) -> int | None:
-        """Steps in an epoch."""
+        """Return the number of steps per epoch."""
         batches = self.feed.training.per_epoch
         return None if batches is None else batches // self.engine.batches
 
     def _remaining(self) -> Iterator[tuple[Batch, ...]]:
-        """What the steps of an epoch that are left take; batches that do not fill a round of several are left out."""
+        """Yield the batches of the remaining steps of the epoch. An incomplete round is dropped."""
         count = self.engine.batches
         batches = self.feed.training.epoch(self.at.epoch, start=self.at.batch * count)
-        while len(together := tuple(itertools.islice(batches, count))) == count:
-            yield together
+        while len(round_batches := tuple(itertools.islice(batches, count))) == count:
+            yield round_batches
 
     def _fits(self, batches: Sequence[Batch]) -> bool:
         size, sizes = self.feed.size, {samples_in(batch) for batch in batches}
         if size is None or sizes == {size}:
             return True
-        if not self._left_out:
-            text = f"a batch of {min(sizes)} was left out, since the model takes {size}; so will be others"
-            self.status.say(text)
-        self._left_out = True
+        if not self._has_dropped:
+            self.status.say(f"dropping batches that do not have {size} samples, such as one with {min(sizes)}")
+        self._has_dropped = True
         return False
 
     def _step(self, batches: tuple[Batch, ...]) -> None:
         at, status, engine = self.at, self.status, self.engine
         start = time.perf_counter()
-        found = engine.step(batches if engine.batches > 1 else batches[0])
-        metrics = {name: float(value) for name, value in found.items() if value.size == 1}
+        outputs = engine.step(batches if engine.batches > 1 else batches[0])
+        metrics = {name: float(value) for name, value in outputs.items() if value.size == 1}
         status.seconds = time.perf_counter() - start
         if engine.loss not in metrics:
             raise TrainingError(
-                "nothing says what is minimised: the step has no `Gradient`, and no output that leads to one",
-                hint="run it with an engine: `onward.engines.start`",
+                "the step has no loss: no `Gradient`, and no output that leads to one",
+                hint="run such a step with `onward.engines.start(model)`",
             )
         loss = metrics[engine.loss]
-        if not math.isfinite(loss):  # the engine has kept the state as it was
+        if not math.isfinite(loss):  # the engine keeps the previous state
             raise NotFiniteError(f"the loss of step {at.step + 1:,} is {loss}", loss)
         samples = sum(map(samples_in, batches))
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
         at.losses, at.counted = at.losses + loss * samples, at.counted + samples
         status.batches, status.samples, status.loss, status.metrics = batches, samples, loss, {"loss": loss} | metrics
-        self._tell(self._on_step, "step")
+        self._notify(self._on_step, "step")
 
-    def _validate(self, unless: Interruption | None = None) -> dict[str, float]:
-        """The results on the validation data; on some of it if it is interrupted, and none if there is none."""
+    def _validate(self, interruption: Interruption | None = None) -> dict[str, float]:
+        """Return the results on the validation data, if any; on part of it if interrupted."""
         if self.feed.validation is None:
             return {}
 
         def batches(source: Batches) -> Iterator[tuple[Batch, int]]:
             for index, batch in enumerate(source.epoch(0)):
-                if unless is not None and unless.wanted and self.engine.group.size == 1:
-                    return  # of several processes, all or none would have to
+                if interruption is not None and interruption.is_requested and self.engine.group.size == 1:
+                    return  # several processes would have to stop at the same batch
                 if self._fits([batch]):
                     yield batch, source.samples(index) if source.is_padded else samples_in(batch)
 
         with using_averages(self.engine):
             return evaluate(self.engine, batches(self.feed.validation), self.measures)
 
-    # ---- watchers ----------------------------------------------------------------------------------------------------
+    # ---- callbacks ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, watchers: Sequence[Callback], hook: str) -> None:
-        for watcher in watchers:
+    def _notify(self, callbacks: Sequence[Callback], hook: str) -> None:
+        for callback in callbacks:
             try:
-                getattr(watcher, hook)(self.status)
+                getattr(callback, hook)(self.status)
             except Exception as error:
-                if watcher in self._callbacks:
-                    raise self._blame(watcher, hook, error) from error
+                if callback in self._user_callbacks:
+                    raise self._blame(callback, hook, error) from error
                 with self._writing():
                     raise
 
     def _blame(self, callback: Callback, hook: str, error: Exception) -> TrainingError:
-        where = f"the callback `{type(callback).__name__}` failed in `{hook}`, after step {self.at.step:,}"
-        again = f"`onward.resume({str(self.run.path)!r}, callbacks=...)` goes on" if self._can_go_on else "start again"
-        return TrainingError(f"{where}: {type(error).__name__}: {message_of(error)}", hint=f"mend it; then {again}")
+        fact = f"the callback `{type(callback).__name__}` failed in `{hook}`, after step {self.at.step:,}"
+        command = f"`onward.resume({str(self.run.path)!r}, callbacks=...)`" if self._is_resumable else "start again"
+        return TrainingError(f"{fact}: {type(error).__name__}: {message_of(error)}", hint=f"fix it, then {command}")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Say what a folder that cannot be written to means for the run."""
+        """Add the state of the run to errors of a folder that cannot be written."""
         try:
             yield
         except WriteError as error:
-            raise WriteError(error.message, hint=self._way_on()) from error
+            raise WriteError(error.message, hint=self._disk_hint()) from error
         except Error:
             raise
         except OSError as error:
             text = f"could not write to `{self.run.path}`: {error.strerror or error}"
-            raise WriteError(text, hint=self._way_on()) from error
+            raise WriteError(text, hint=self._disk_hint()) from error
 
-    def _way_on(self) -> str:
+    def _disk_hint(self) -> str:
         saved = self._saver.saved
-        if saved is None or not self._can_go_on:
-            return "make room, if that is the cause, and start again: nothing was saved yet"
-        return f"make room, if that is the cause; then continue from step {saved[0]:,} with {self._resumption}"
+        if saved is None or not self._is_resumable:
+            return "free disk space if the disk is full, and start again: nothing was saved yet"
+        return f"free disk space if the disk is full, then continue from step {saved[0]:,} with {self._resumption}"
 
     @property
     def _resumption(self) -> str:
-        """What continues the run: the command line has no data that came from Python."""
+        """Return the command that resumes the run, or the call if data came from Python."""
         stored = self.config.to_json()
-        given = [name for name in ("data", "validation") if stored.get(name) == PLACEHOLDER]
-        if not given:
+        python_data = [name for name in ("data", "validation") if stored.get(name) == PLACEHOLDER]
+        if not python_data:
             return f"`onward train --resume {self.run.path}`"
-        arguments = ", ".join(name if name == "data" else f"{name}={name}" for name in given)
+        arguments = ", ".join(name if name == "data" else f"{name}={name}" for name in python_data)
         return f"`onward.resume({str(self.run.path)!r}, {arguments})`"
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
     @property
-    def _can_go_on(self) -> bool:
-        """Whether there is something to go on with: of a run that fails before its first step, nothing is kept."""
+    def _is_resumable(self) -> bool:
+        """True if there is something to resume. A run that fails before its first step leaves
+        nothing.
+        """
         return self.at.step > 0 or not self._is_new
 
     def _end(self) -> list[Exception]:
-        """Tell all watchers, the last one first, whatever they raise."""
+        """Call `end` of the started callbacks in reverse order, and return their exceptions."""
         self.status.seconds = time.perf_counter() - self._began
         problems = []
         while self._started:
             try:
-                self._tell([self._started.pop()], "end")
+                self._notify([self._started.pop()], "end")
             except Exception as error:
                 problems.append(error)
         return problems
 
     def _save_after_failure(self, error: BaseException) -> None:
-        if self._can_go_on and not self.engine.is_sharded:  # others may be in the midst of a step
-            with contextlib.suppress(Exception):  # what went wrong first is what counts
+        if self._is_resumable and not self.engine.is_sharded:  # sharded: other processes may be in a step
+            with contextlib.suppress(Exception):  # the first error matters more
                 self._saver.save(self.status)
-                text = f"saved after step {self.at.step:,}: once the cause is removed, continue with {self._resumption}"
+                text = f"saved after step {self.at.step:,}; fix the cause, then continue with {self._resumption}"
                 if isinstance(error, DataError):
-                    text += "; if you repaired the data, add `--data-changed` (`data_changed=True`)"
+                    text += "; if you changed the data, add `--data-changed` (`data_changed=True`)"
                 self.status.say(text)
 
     def _stop_at(self, error: NotFiniteError) -> TrainingError:
-        """Keep the last state that is good: the one before the step, or else the one that was saved."""
+        """Save the last finite state: before the step, or else the last save."""
         with contextlib.suppress(NotFiniteError):
             self._saver.save(self.status)
         self.status.reason = "not_finite"
         self.status.loss = self.status.loss if error.loss is None else error.loss
         self._end()
         if self._saver.saved is None:
-            return TrainingError(f"{error}: the model itself is not sound", hint="look for NaN in its weights")
-        if not self._can_go_on:
-            return TrainingError(str(error), hint=_WAYS_OUT)
+            return TrainingError(f"{error}: the original model is not finite", hint="check its weights for NaN")
+        if not self._is_resumable:
+            return TrainingError(str(error), hint=_NOT_FINITE_HINT)
         return TrainingError(
-            f"{error}: the state after step {self._saver.saved[0]:,} was kept in `{self.run.path}`", hint=_WAYS_OUT
+            f"{error}: the state after step {self._saver.saved[0]:,} is saved in `{self.run.path}`",
+            hint=_NOT_FINITE_HINT,
         )

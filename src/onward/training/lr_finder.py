@@ -1,4 +1,4 @@
-"""Finding a learning rate: a short run in which it rises until the loss does."""
+"""Learning rate finder: a short run in which the learning rate rises until the loss does."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from onward.training.feed import open_feed
 from onward.training.preparation import prepare_training
 
 _MEMORY = 0.9
-"""How much of the smoothed loss is what it was before."""
+"""Decay of the smoothed loss."""
 _TOO_HIGH = 4.0
-"""The search ends when the loss is so many times the least."""
+"""The search ends at a loss of this many times the minimum."""
 _FEWEST = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a search found: the rate to use, and the curve that says why."""
+    """Result of a search: the learning rate to use, and the loss curve."""
 
     suggested: float
-    """A tenth of the rate at which the loss is least."""
+    """A tenth of the learning rate with the lowest loss."""
     rates: tuple[float, ...]
     losses: tuple[float, ...]
-    """The smoothed loss at each rate."""
+    """Smoothed loss at each learning rate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,54 +48,55 @@ class _Arguments(FeedOptions, RecipeOptions, ModelAndData):
 
 
 @with_options(_Arguments, steps="updates")
-def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **given: Any) -> Rates:
-    """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
+def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **arguments: Any) -> Rates:
+    """Search for a learning rate. Train a copy of the model with a rate that rises from `lowest` to
+    `highest`.
 
         rates = onward.find_lr("digits.onnx", "digits.npz", loss="cross_entropy", optimizer="adam")
         rates.suggested
 
-    `suggested` is what to write into the recipe: `optimizer="adam:lr=..."`. A group of parameters with a rate of its
-    own keeps that in proportion: it is to be multiplied like that of the optimizer.
+    Use `suggested` in the recipe: `optimizer="adam:lr=..."`. Parameter groups with their own
+    learning rate keep its ratio to that of the optimizer.
 
-    - `lowest`, `highest`: the first and the last rate
-    - `updates`: how many there are between them
-    - `model`: one without training
+    - `lowest`, `highest`: first and last learning rate
+    - `updates`: number of updates
+    - `model`: a model without training
     """
     if not lowest < highest:
-        raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="begin with the lower one")
-    config = Config.from_arguments("find_lr", given)
+        raise RecipeError(f"`lowest` is {lowest:g}, not below `highest`, {highest:g}", hint="swap them")
+    config = Config.from_arguments("find_lr", arguments)
     recipe = config.recipe
     if "lr" in recipe:
-        raise RecipeError("the learning rate is what is searched for", hint="leave `lr` (`--lr`) out")
+        raise RecipeError("`lr` has no effect: the learning rate is searched", hint="leave `lr` (`--lr`) out")
     original = load(config.model)
     if original.is_training_model:
-        raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
+        raise RecipeError("the model is a training model", hint="pass the model without training, and a recipe")
     rate = _rate(recipe.get("optimizer", "adamw"))
     growth = (highest / lowest) ** (1 / (updates - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
-    data, size = in_parts(config.data).data, given.get("batch_size")
-    made = prepare_training(original, data, config.columns, size, {**recipe, **rising}, config.seed or 0, config.window)
-    config = dataclasses.replace(config, data=data, batch_size=made.batch_size, seed=config.seed or 0)
-    for group in made.model.step().fact("train.optimizer"):
-        made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
+    data, size = in_parts(config.data).data, arguments.get("batch_size")
+    seed = config.seed or 0
+    prepared = prepare_training(original, data, config.columns, size, {**recipe, **rising}, seed, config.window)
+    config = dataclasses.replace(config, data=data, batch_size=prepared.batch_size, seed=seed)
+    for group in prepared.model.step().fact("train.optimizer"):
+        prepared.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
-    with config.start_engine(made.model) as running:
+    with config.start_engine(prepared.model) as running:
         smoothed = 0.0
-        for batch in itertools.islice(_endless(open_feed(running, config, made.data).training), updates):
+        for batch in itertools.islice(_endless(open_feed(running, config, prepared.data).training), updates):
             loss = float(running.step(batch)[running.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
-            now = smoothed / (1 - _MEMORY ** (len(losses) + 1))
-            if not math.isfinite(loss) or (losses and now > _TOO_HIGH * min(losses)):
+            average = smoothed / (1 - _MEMORY ** (len(losses) + 1))
+            if not math.isfinite(loss) or (losses and average > _TOO_HIGH * min(losses)):
                 break
-            losses.append(now)
+            losses.append(average)
     rates = [lowest * growth**step for step in range(len(losses))]
     return Rates(_suggest(rates, losses), tuple(rates), tuple(losses))
 
 
-def _rate(given: str | Mapping[str, Any] | Spec) -> float:
-    """The learning rate of an optimizer, if it were to be used as it is given."""
-    spec = parse(given)
-    rate = configure(spec).values["lr"]
+def _rate(optimizer: str | Mapping[str, Any] | Spec) -> float:
+    """Return the learning rate of an optimizer."""
+    rate = configure(parse(optimizer)).values["lr"]
     if rate <= 0:
         raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
     return rate
@@ -107,10 +108,12 @@ def _endless(batches: Batches) -> Iterator[Batch]:
 
 
 def _suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """A tenth of the rate at which the loss is least: a little later it rises, and so many steps are yet to come."""
+    """Return a tenth of the learning rate with the lowest loss: just above it the loss rises, and
+    real runs are longer.
+    """
     least = int(np.argmin(losses)) if losses else 0
     if least == 0:
         raise RecipeError(
-            "the loss does not fall at any learning rate", hint="begin lower, or look at the data and the loss"
+            "the loss does not fall at any learning rate", hint="lower `lowest`, or check the data and the loss"
         )
     return rates[least] / 10

@@ -1,7 +1,8 @@
-"""What one wants to know while a model trains: epoch, loss, metric, samples per second, time left.
+"""Progress of a run: epoch, loss, metrics, samples per second, time left.
 
-On a terminal a bar that is drawn again a few times a second, elsewhere plain lines, few of them. Drawing happens inside
-`step`, so there is no thread, and nothing is drawn while nothing happens; most calls only add up numbers.
+On a terminal it is a progress bar, redrawn a few times a second; elsewhere a few plain lines.
+Drawing happens inside `step`, so there is no thread and nothing is drawn between steps. Most calls
+only add numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 _REDRAW, _LINE = 0.2, 5.0
-"""Seconds between two pictures of the bar, and between two plain lines."""
+"""Seconds between two redraws of the bar, and between two plain lines."""
 _MEMORY = 50
-"""The loss that is shown while an epoch goes on is an average over about this many steps."""
+"""Number of steps that the displayed loss is averaged over, about."""
 
 
 class Progress(Callback):
-    """Shows how far a run is. If it is resumed, `done` steps were made before: `epoch` epochs, and `batch` steps.
+    """Shows the progress of a run.
 
-    `steps_per_epoch` is None where nobody knows it; the first epoch tells.
+    A resumed run begins after `done` steps, `epoch` epochs and `batch` steps of an epoch. If
+    `steps_per_epoch` is None, the first epoch determines it.
     """
 
     def __init__(
@@ -50,10 +52,10 @@ class Progress(Callback):
         self._due = self._started + (_REDRAW if self._bar else math.inf if quiet else _LINE)
         self._rate, self._rate_at, self._rate_samples = 0.0, self._started, 0
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def step(self, status: Status) -> None:
-        """A loss that is no number is not averaged, and shown by nobody here."""
+        """Add a step. A loss that is not finite is left out of the average."""
         self._steps += 1
         self._samples += status.samples
         loss = status.loss
@@ -66,16 +68,16 @@ class Progress(Callback):
             self._show(now)
 
     def epoch(self, status: Status) -> None:
-        """A line of its own, which stays."""
+        """Print the line of an epoch."""
         now, loss = time.perf_counter(), status.loss
         self._epoch += 1
         self._steps_per_epoch = self._steps_per_epoch or self._steps - self._epoch_start
         self._metrics = dict(status.results)
-        parts = [f"epoch {self._epoch}/{self._epochs}", f"loss {short(loss) if math.isfinite(loss) else '-'}"]
-        parts += [f"{'validation loss' if name == 'loss' else name} {short(v)}" for name, v in self._metrics.items()]
-        self.say("  ".join([*parts, duration(now - self._epoch_started)]))
+        fields = [f"epoch {self._epoch}/{self._epochs}", f"loss {short(loss) if math.isfinite(loss) else '-'}"]
+        fields += [f"{'validation loss' if name == 'loss' else name} {short(v)}" for name, v in self._metrics.items()]
+        self.say("  ".join([*fields, duration(now - self._epoch_started)]))
         self._epoch_start = self._steps
-        self._epoch_started = self._rate_at = now  # validation has no part in samples per second
+        self._epoch_started = self._rate_at = now  # validation does not count for samples per second
         self._rate_samples = self._samples
         if self._bar:
             self._show(now)
@@ -83,7 +85,7 @@ class Progress(Callback):
             self._due = now + _LINE
 
     def say(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line above the bar."""
         if self._console:
             self._console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
@@ -91,11 +93,11 @@ class Progress(Callback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The bar goes; the lines stay."""
+        """Remove the bar; printed lines stay."""
         if self._bar:
             self._bar.stop()
 
-    # ---- what is shown -----------------------------------------------------------------------------------------------
+    # ---- display -----------------------------------------------------------------------------------------------------
 
     def _show(self, now: float) -> None:
         self._measure(now)
@@ -116,7 +118,7 @@ class Progress(Callback):
             self.say("  ".join([epoch, f"step {self._steps:,}{f'/{total:,}' if total else ''}", *facts]))
 
     def _measure(self, now: float) -> None:
-        """Samples per second, of late: half of what is shown is older than the last measurement."""
+        """Update samples per second, an average in which the latest measurement counts half."""
         if now == self._rate_at:
             return
         rate = (self._samples - self._rate_samples) / (now - self._rate_at)
@@ -124,9 +126,9 @@ class Progress(Callback):
         self._rate_at, self._rate_samples = now, self._samples
 
     def _left(self, total: int, now: float) -> float:
-        """Seconds to the end, if all goes on as it did since the start, with validation and saving."""
-        made = self._steps - self._first
-        return (now - self._started) / max(made, 1) * max(total - self._steps, 0)
+        """Return the estimated seconds to the end, including validation and saving."""
+        steps = self._steps - self._first
+        return (now - self._started) / max(steps, 1) * max(total - self._steps, 0)
 
     def _average(self) -> str:
         return short(self._loss / self._weight) if self._weight else "-"
@@ -154,12 +156,12 @@ def _bar(console: Console) -> Bar:
 
 
 def short(value: float) -> str:
-    """`0.0213`, `1.32e-05`, `nan`."""
+    """Return a number as `0.0213`, `1.32e-05` or `nan`."""
     return f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """`0.8 s`, `1:05`, `2:10:00`."""
+    """Return seconds as `0.8 s`, `1:05` or `2:10:00`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)

@@ -1,14 +1,14 @@
-"""A run that is on disk: what is in its folder, to look at and to use. `folder.py` writes it.
+"""A run on disk: the contents of its folder, to read and use. `folder.py` writes it.
 
-| file | what it is |
+| file | content |
 |---|---|
-| `training.onnx` | the training model with its full state; where the run stands is in its metadata |
+| `training.onnx` | the training model with its full state; its metadata hold the position of the run |
 | `best.onnx`, `last.onnx` | inference models |
-| `original.onnx` | the model as it was given: trained weights go back into it |
-| `original.data` | beside a model that has its tensors outside: those that were given, which the others refer to, too |
-| `config.yaml` | how the run was started; `onward train --config` takes it to start another like it |
-| `log.jsonl` | what happened |
-| `.lock` | who trains here, while somebody does |
+| `original.onnx` | the original model, which gets the trained weights back |
+| `original.data` | tensors of a model with external data, shared by the other models |
+| `config.yaml` | the options of the run; `onward train --config` starts another run with them |
+| `log.jsonl` | the log |
+| `.lock` | the process that trains here, while it does |
 """
 
 from __future__ import annotations
@@ -44,29 +44,28 @@ from onward.transform.training import strip
 
 
 def in_form_of(original: Model, training: Model) -> Model:
-    """The inference model with the weights of a training model: moving averages of them, where it keeps such.
+    """Return the original inference model with the trained weights, or their moving averages.
 
-    They are put into `original`, which stays as it was in all else. Where it has no place for one of them, the result
-    is the graph that was trained.
+    If `original` has no place for one of the weights, return the graph that was trained.
     """
     trained = strip(_put_averages(training))
     if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
-        return trained  # the graph that was given has copies of what is trained
+        return trained  # the original graph has copies of trained tensors
     stored = stored_as_integers(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
     biases = stored_biases(training)
     names = [stored.get(name, name) for name in updated if name in training.graph.initializers and name not in biases]
-    names += [name for both in biases.values() for name in both]
+    names += [name for pair in biases.values() for name in pair]
     if (added := adapters(trained)) and not adapters(original):
         names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
         try:
             trained = lora.merge(trained)
-        except UnsupportedError:  # adapters of quantised weights stay beside them
+        except UnsupportedError:  # adapters of quantized weights cannot be merged
             return trained
         if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):
-            return trained  # a weight that is tied to another place was merged beside it
+            return trained  # a tied weight was merged into a copy
     result = original.copy()
-    write_padding(result)  # as it was trained
+    write_padding(result)  # as in the training model
     return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
 
 
@@ -82,22 +81,22 @@ def _put_averages(training: Model) -> Model:
 
 
 def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
-    """Give the tensor of that name, wherever the graph has it, the trained value; whether it has it."""
+    """Replace the tensor of that name in the graph. Return False if the graph does not have it."""
     tensor = trained.const_value if trained is not None else None
     if tensor is None:
         return False
-    place = graph.initializers.get(tensor.name or "")
-    if place is not None and place.const_value is not None:
-        old = place.const_value
+    initializer = graph.initializers.get(tensor.name or "")
+    if initializer is not None and initializer.const_value is not None:
+        old = initializer.const_value
         if not _is_alike(old, tensor):
             return False
-        place.const_value = _describe_as(old, tensor)
+        initializer.const_value = _describe_as(old, tensor)
         return True
     for node in graph:
         if node.outputs[0].name == tensor.name and (constant := tensor_in(node)) is not None:
             if not _is_alike(constant, tensor):
                 return False
-            node.attributes.clear()  # numbers may be written out under another name
+            node.attributes.clear()  # the constant may be in `value_floats` or similar
             node.attributes["value"] = ir.AttrTensor("value", _describe_as(constant, tensor))
             return True
     return False
@@ -108,7 +107,7 @@ def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
 
 
 def _describe_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The new numbers under the old name, with what was said about the old ones."""
+    """Return the new numbers with the name and metadata of the old tensor."""
     return with_metadata(new, dict(old.metadata_props), like=old)
 
 
@@ -125,53 +124,52 @@ _FORMER = {
     "log": "read_log",
     "results": "read_results",
 }
-"""Attributes of a run that are understood until the next release, and the methods in their place."""
+"""Former attributes of a run -> methods. They work until the next release."""
 
 
 @dataclasses.dataclass
-class Place:
-    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
+class Position:
+    """Position of a run, saved with its state: all that resuming needs."""
 
     step: Natural = 0
     epoch: Natural = 0
     batch: Natural = 0
-    """Batches of the epoch that are done."""
+    """Number of finished batches in the epoch."""
     samples: Natural = 0
     best: float | None = None
     since_best: Natural = 0
     """Epochs since the best result."""
     log: Natural = 0
-    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
+    """Length of the log in bytes. Steps logged after it are repeated."""
     board: Natural = 0
-    """The same for the event file of TensorBoard."""
+    """Length of the TensorBoard event file in bytes."""
     losses: float = 0.0
-    """The sum of the losses of the samples in the epoch so far,"""
+    """Sum of the losses of the samples in the epoch so far."""
     counted: Natural = 0
-    """and their number."""
+    """Number of these samples."""
     data: Mapping[str, Any] | None = None
-    """Facts by which the data are recognized when the run is resumed."""
+    """Facts by which resuming recognizes the data."""
 
     @classmethod
-    def of(cls, model: Model) -> Place:
-        """Where the run stood when this model was saved."""
+    def of(cls, model: Model) -> Position:
+        """Return the position saved in a training model."""
         text = model.step().metadata.get("train.progress", "{}")
         fact = parse_json_as(text, cls, f"the progress in `{model.path}`")
         if missing := [name for name in ("step", "epoch", "batch", "log") if name not in fact]:
             raise DataError(
-                f"`{model.path}` does not say how far the run is: no `{missing[0]}`",
-                hint="restore the file that the run saved, or start a new run from this one: "
-                f"onward train {model.path} --data DATA",
+                f"`{model.path}` lacks the position of the run: no `{missing[0]}`",
+                hint=f"restore the saved file, or start a new run: onward train {model.path} --data DATA",
             )
         return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
     @property
     def loss(self) -> float:
-        """The mean over the samples of the epoch so far."""
+        """Return the mean loss over the samples of the epoch so far."""
         return self.losses / self.counted if self.counted else math.nan
 
 
 class Run:
-    """A run on disk: what `train` and `resume` return, and `onward.Run("runs/digits")` opens.
+    """A run on disk: the return value of `train` and `resume`, or `onward.Run("runs/digits")`.
 
         run = onward.Run("runs/digits")
         run.load_best().save("digits-trained.onnx")
@@ -183,50 +181,51 @@ class Run:
         self.path = Path(path)
 
     def load_training(self) -> Model:
-        """Load the training model as it was last saved."""
+        """Load the training model of the last save."""
         self.refuse_if_empty()
         return load(self.path / TRAINING)
 
     def load_best(self) -> Model:
-        """Load the model with the best result on validation data; without such data, the last one."""
+        """Load the model with the best validation result; without validation data, the last one."""
         return load(self.path / BEST) if (self.path / BEST).exists() else self.load_last()
 
     def load_last(self) -> Model:
-        """Load the model as it was last saved."""
+        """Load the inference model of the last save."""
         return self._inference(self.load_training())
 
     def read_config(self) -> dict[str, Any]:
-        """Read how it was started."""
+        """Read the options of the run."""
         with _reading(self.path / CONFIG) as path:
             return read_settings(path, EDITED)
 
     def read_progress(self) -> dict[str, Any]:
-        """Read where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        place = dataclasses.asdict(Place.of(self.load_training()))
-        return {name: value for name, value in place.items() if name != "data"}
+        """Read the position of the run: `step`, `epoch`, `batch` in the epoch, `samples`."""
+        position = dataclasses.asdict(Position.of(self.load_training()))
+        return {name: value for name, value in position.items() if name != "data"}
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Read what happened, in order."""
+        """Read the events of the run, in order."""
         with _reading(self.path / LOG) as path:
             return list(read_log(path))
 
     def read_results(self) -> dict[str, float]:
-        """Read the latest results on validation data: `loss`, and the metrics."""
+        """Read the latest validation results: `loss` and metrics."""
         measured = [event for event in self.read_log() if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
     def check(self, *, target: str | None = None) -> list[Finding]:
-        """Find what is wrong with the files of the run: `onward.check` of its models, checksums, progress, and the log.
+        """Check the files of the run: `onward.check` of its models, checksums, progress, and the
+        log.
 
-        - `target`: also what would be in the way of a runtime that loads the models, such as `"onnxruntime"`
+        - `target`: also check that a runtime loads the models, such as `"onnxruntime"`
         """
         self.refuse_if_empty()
         findings = []
         for name in (TRAINING, ORIGINAL, BEST, LAST):
             path = self.path / name
             if path.exists():
-                listed = _findings_in(path, target)
-                findings += [dataclasses.replace(one, place=f"{name}: {one.place}") for one in listed]
+                found_here = _findings_in(path, target)
+                findings += [dataclasses.replace(f, place=f"{name}: {f.place}") for f in found_here]
             elif name == ORIGINAL:
                 findings.append(make_finding("OW801", name, "the run cannot be resumed without it", _RESTORE))
         for name, read in ((TRAINING, self.read_progress), (CONFIG, self.read_config), (LOG, self.read_log)):
@@ -238,12 +237,14 @@ class Run:
         return worst_first(findings)
 
     def refuse_if_empty(self) -> None:
-        """Fail if there is no run in the folder."""
+        """Raise DataError if the folder holds no run."""
         if not (self.path / TRAINING).exists():
-            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
+            raise DataError(f"`{self.path}` holds no run: no {TRAINING}", hint="start one with `onward train`")
 
     def _inference(self, model: Model) -> Model:
-        """The model as it was given, with other weights; one that is one file stays so, wherever these are."""
+        """Return the original model with the trained weights, as a single file if the original is
+        one.
+        """
         original = load(self.path / ORIGINAL)
         result = in_form_of(original, model)
         if not goes_outside(places_of(original)):
@@ -252,7 +253,7 @@ class Run:
                     place.tensor = inside(tensor)
         return result
 
-    if not TYPE_CHECKING:  # which is told the new names alone
+    if not TYPE_CHECKING:  # type checkers see the current names only
 
         def __getattr__(self, name: str) -> Any:
             if name not in _FORMER:
@@ -268,7 +269,7 @@ def _findings_in(path: Path, target: str | None) -> list[Finding]:
         findings = check(path, target=target)
     except Error as error:
         return [make_finding("OW802", "file", error.message, error.hint)]
-    return [make_finding("OW803", one.place, one.message, one.hint) if one.code == "OW116" else one for one in findings]
+    return [make_finding("OW803", f.place, f.message, f.hint) if f.code == "OW116" else f for f in findings]
 
 
 @contextlib.contextmanager
@@ -277,4 +278,4 @@ def _reading(path: Path) -> Iterator[Path]:
         regular(path)
         yield path
     except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {reason(error)}", hint="name the folder of a run") from error
+        raise DataError(f"cannot read `{path}`: {reason(error)}", hint="pass the folder of a run") from error

@@ -1,6 +1,6 @@
-"""Saving what several processes hold: each writes its parts into one data file, while steps go on.
+"""Saves of sharded state: each process writes its shards into one data file while steps continue.
 
-What is saved is a whole training model, whoever wrote which bytes of it. See docs/decisions/0044-sharded-saves.md.
+The result is a whole training model. See docs/decisions/0044-sharded-saves.md.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from onward.model.storage.data import DividedTensor, Parts, Writers, write_parts
 from onward.model.storage.files import reason
 from onward.model.storage.tensor_places import inside
 from onward.training.folder import Folder
-from onward.training.run import Place
+from onward.training.run import Position
 
 _SMALL = 1024
-"""Bytes. Smaller tensors are in the model file itself, for which the first process needs all of them."""
+"""Bytes. Smaller tensors are in the model file itself, so the first process gathers them."""
 
 
-class Background:
-    """Something that goes on while steps are made. It does not outlive the program."""
+class BackgroundTask:
+    """A thread that runs a function while steps continue. It ends with the program."""
 
     def __init__(self, work: Callable[[], None]):
         self._work = work
@@ -51,43 +51,45 @@ class Background:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for its end; what went wrong in it goes wrong here."""
+        """Wait for the end, and raise the exception of the function, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 class ShardedSaves:
-    """Saves of a run by all of its processes together, one after the other."""
+    """Saves of a run by all its processes, one after the other."""
 
     def __init__(self, folder: Folder, engine: Engine):
         self._folder, self._engine = folder, engine
         self._group = engine.group.for_thread()
 
-    def begin(self, parts: Mapping[str, StateShard], at: Place) -> Background:
-        """Write the state of which these are this process's parts, and where the run stands with it."""
-        small = {name: part for name, part in parts.items() if part.size * part.numbers.itemsize < _SMALL}
+    def begin(self, parts: Mapping[str, StateShard], position: Position) -> BackgroundTask:
+        """Start to write the state, of which `parts` are the shards of this process, and the
+        position.
+        """
+        small = {name: shard for name, shard in parts.items() if shard.size * shard.numbers.itemsize < _SMALL}
         gathered = self._engine.group.gather(small)
-        large = {name: (part.start, part.numbers) for name, part in parts.items() if name not in small}
+        large = {name: (shard.start, shard.numbers) for name, shard in parts.items() if name not in small}
         if not self._group.is_first:
-            return Background(lambda: _follow(self._group, large))
-        model, place = self._divided_model(gathered, large), dataclasses.replace(at)
-        return Background(lambda: _lead(self._group, lambda others: self._folder.save(model, place, others)))
+            return BackgroundTask(lambda: _follow(self._group, large))
+        model, snapshot = self._divided_model(gathered, large), dataclasses.replace(position)
+        return BackgroundTask(lambda: _lead(self._group, lambda others: self._folder.save(model, snapshot, others)))
 
     def _divided_model(self, gathered: Sequence[Mapping[str, StateShard]], large: Parts) -> Model:
-        def hold(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        def assemble(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
             if tensor.nbytes >= _SMALL:
                 return DividedTensor(name, large.get(name), tensor)
             whole = np.empty(tensor.size, tensor.dtype.numpy())
-            for part in (parts[name] for parts in gathered if name in parts):
-                whole[part.start : part.start + part.numbers.size] = part.numbers.reshape(-1)
+            for shard in (parts[name] for parts in gathered if name in parts):
+                whole[shard.start : shard.start + shard.numbers.size] = shard.numbers.reshape(-1)
             return inside(tensor, whole.reshape(tensor.shape.numpy()))
 
-        return self._engine.with_state(hold)
+        return self._engine.with_state(assemble)
 
 
 def _lead(group: ProcessGroup, save: Callable[[Writers], None]) -> None:
-    others = _Others(group)
+    others = _OtherProcesses(group)
     try:
         save(others)
     finally:
@@ -95,10 +97,10 @@ def _lead(group: ProcessGroup, save: Callable[[Writers], None]) -> None:
 
 
 def _follow(group: ProcessGroup, parts: Parts) -> None:
-    """Write what the first process asks for, and tell it what came of that."""
-    if (asked := group.gather(None)[0]) is None:
+    """Write the shards that the first process requests, and report the result to it."""
+    if (request := group.gather(None)[0]) is None:
         return
-    file, offsets = asked
+    file, offsets = request
     problem, ranges = None, []
     try:
         ranges = write_parts(file, offsets, parts)
@@ -107,8 +109,8 @@ def _follow(group: ProcessGroup, parts: Parts) -> None:
     group.gather((problem, ranges))
 
 
-class _Others:
-    """The other processes, for the first one: they are asked to write, and then whether they have."""
+class _OtherProcesses:
+    """The other processes, as seen by the first: asked to write, and then for their results."""
 
     def __init__(self, group: ProcessGroup):
         self._group = group
@@ -120,20 +122,20 @@ class _Others:
         self._ask((file, dict(offsets)))
 
     def finish(self) -> Ranges:
-        if self._file is None:  # there was nothing to write
+        if self._file is None:  # nothing to write
             return {}
-        answers = list(filter(None, self._ask(None)))  # the first process has none
+        answers = list(filter(None, self._ask(None)))  # the first process does not answer
         if problem := next((problem for problem, _ in answers if problem), None):
             raise WriteError(
-                f"could not write `{self._file}`: {problem}", hint="all processes must reach the folder of the run"
+                f"could not write `{self._file}`: {problem}", hint="put the run folder where all processes can write"
             )
 
-        return {self._file.name: [one for _, ranges in answers for one in ranges]}
+        return {self._file.name: [piece for _, ranges in answers for piece in ranges]}
 
     def release(self) -> None:
-        """Let nobody wait for a question that will not come."""
+        """Answer processes that still wait for a question."""
         if self._asked < 2:
-            with contextlib.suppress(TrainingError):  # they may not be there any more
+            with contextlib.suppress(TrainingError):  # they may have ended
                 self._ask(None)
 
     def _ask(self, question: Any) -> list[Any]:

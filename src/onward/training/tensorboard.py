@@ -1,7 +1,8 @@
-"""Event files for TensorBoard, written without TensorFlow: scalars and histograms.
+"""TensorBoard event files, written without TensorFlow: scalars and histograms.
 
-A file is a sequence of records: length (8 bytes), its checksum, data, its checksum. The data of each is a message
-`Event` of protobuf, of which we need six fields, so they are encoded without its class.
+A file is a sequence of records: length (8 bytes), its checksum, data, its checksum. The data are
+protobuf messages of type `Event`. Only six of their fields are needed, so they are encoded without
+its class.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from onward.model.storage.wire import crc32c, field, fixed_field, mask
 from onward.training.callbacks import Callback, Status
 
 _PATIENCE = 2.0
-"""Seconds that an event may wait for being written."""
+"""Longest time in seconds before an event is written."""
 
 
 class EventWriter(Callback):
-    """Writes what TensorBoard shows into a folder, or goes on with what is there."""
+    """Writes events for TensorBoard into a folder, or continues an existing file."""
 
     def __init__(self, folder: Path):
         earlier = sorted(folder.glob("events.out.tfevents.*.onward"))
@@ -45,11 +46,11 @@ class EventWriter(Callback):
             self.scalars(status.step, {f"{section}/{name}": value for name, value in values.items()})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers by name; a name before a slash becomes a section of the page: `loss/train`."""
+        """Write numbers by name. A prefix such as `loss/` becomes a section of the page."""
         self._add(step, (field(1, tag.encode()) + fixed_field(2, "<f", value) for tag, value in values.items()))
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """How often values lie between each two edges; there is one edge more than counts."""
+        """Write a histogram: counts between edges, one edge more than counts."""
         self._add(step, [field(1, tag.encode()) + field(5, _histogram(edges, counts))])
 
     def flush(self) -> None:
@@ -69,27 +70,27 @@ class EventWriter(Callback):
 
     def _write(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))
-        for part in (length, data):
-            self._file.write(part + struct.pack("<I", mask(crc32c(part))))
+        for chunk in (length, data):
+            self._file.write(chunk + struct.pack("<I", mask(crc32c(chunk))))
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def _event(step: int, what: bytes) -> bytes:
-    return fixed_field(1, "<d", time.time()) + field(2, step) + what
+def _event(step: int, content: bytes) -> bytes:
+    return fixed_field(1, "<d", time.time()) + field(2, step) + content
 
 
 def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
-    """Its message. The sums are those of values in the middle of their intervals: others are not known."""
+    """Return the message of a histogram. Its sums assume values in the middle of their bins."""
     edges, counts = [float(edge) for edge in edges], [float(count) for count in counts]
-    centres = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+    centers = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
     statistics = [
         edges[0],
         edges[-1],
         sum(counts),
-        sum(count * centre for count, centre in zip(counts, centres, strict=True)),
-        sum(count * centre * centre for count, centre in zip(counts, centres, strict=True)),
+        sum(count * center for count, center in zip(counts, centers, strict=True)),
+        sum(count * center * center for count, center in zip(counts, centers, strict=True)),
     ]
     fields = [fixed_field(i, "<d", value) for i, value in enumerate(statistics, start=1)]
     return b"".join([*fields, field(6, _doubles(edges[1:])), field(7, _doubles(counts))])

@@ -38,7 +38,7 @@ _OF_VALIDATION = ("patience", "metrics", "monitor")
 SETTINGS = ("epochs", "steps", "seed")
 """Settings of a call: all epochs, the maximum number of steps (below 0: no limit), the seed."""
 POSITION = {"epoch": _INT, "batch": _INT, "step": _INT, "losses": _DOUBLE, "counted": _INT}
-"""Progress of a run, as `Place` of a run on disk has it."""
+"""Progress of a run, as `Position` of a run on disk has it."""
 JUDGEMENT = {"best": _DOUBLE, "best_epoch": _INT, "since_best": _INT}
 """Progress of the search for the best state, with validation data."""
 FINISHED, MORE, EARLY, NOT_FINITE = range(4)

@@ -19,7 +19,7 @@ from onward.engines.distributed import Alone, Portion, ProcessGroup
 from onward.errors import DataError, UnknownNameError, suggest
 from onward.recipe.spec import check_options, lookup, parse
 from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
-from onward.training.data.matching import Binding, is_float
+from onward.training.data.matching import Binding, columns_of, is_float
 from onward.training.data.objects import Stream
 from onward.training.data.views import Order, WindowOrder
 
@@ -165,7 +165,7 @@ class Batches:
             raise DataError(f"the last batch cannot be `{last}`", hint="use keep, drop or pad")
         self._data = data
         self._bindings = {name: _binding(given) for name, given in matched.items()}
-        self._names = list(dict.fromkeys(column for b in self._bindings.values() for column in b.columns))
+        self._names = columns_of(self._bindings)
         self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
         self._window = window
         self._classes, self._ignore, self._ahead = dict(classes or {}), ignore, ahead

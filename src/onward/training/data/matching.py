@@ -150,7 +150,11 @@ Way = dict[str, Binding]
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
-#
+
+
+def columns_of(bindings: Mapping[str, Binding]) -> list[str]:
+    """Return the columns of all inputs, each once."""
+    return list(dict.fromkeys(column for binding in bindings.values() for column in binding.columns))
 
 
 def match(
