@@ -331,6 +331,6 @@ def test_a_step_of_very_many_nodes_is_not_compiled(monkeypatch):
     model, batches = digits(steps=1)
     expected = trained(model, batches, "torch", compile=False)
     monkeypatch.setattr(engine, "_MOST_NODES_ON_CPU", 3)
-    with pytest.warns(UserWarning, match="the step is not compiled: to compile its .* nodes would take longer"):
+    with pytest.warns(UserWarning, match="the step is not compiled: compiling its .* nodes would take longer"):
         found = trained(model, batches, "torch")
     np.testing.assert_equal(found, expected)

@@ -1,8 +1,8 @@
-"""JAX: operators one by one, or a whole step compiled by XLA.
+"""JAX: eager, or a whole step compiled by XLA.
 
-ONNX has numbers of 64 bits, which JAX has only where it is told so. The switch is a part of JAX's context, of which
-each thread has its own, and of the key of compiled code. So it is on while this engine runs, and the rest of the
-process does not notice. Python's numbers do not count as 64 bits: `x / 2` has the type of x.
+ONNX needs 64-bit types, which JAX has only with `enable_x64`. The engine turns it on only while it
+runs: the switch belongs to the thread's context and to the key of compiled code. Python numbers are
+weakly typed: `x / 2` has the type of x.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onward.engines.framework import Framework, Function, Operators, table
 from onward.engines.jax.layers import derivatives
-from onward.engines.jax.types import known_array
+from onward.engines.jax.types import concrete_array
 from onward.engines.shared.compilation import Compiled, Report, with_products_in
 from onward.errors import UnsupportedError
 
@@ -41,9 +41,11 @@ class Jax(Framework):
         deterministic: bool = False,
         on_compile: Report | None = None,
     ):
-        """`on_compile` is told when a step is compiled, which takes a while.
+        """Create the framework.
 
-        `deterministic` is about GPUs, and about compiled steps; on CPUs the same step always gives the same bits.
+        Args:
+            deterministic: Has an effect on compiled steps on GPUs; CPUs are always deterministic
+            on_compile: Called before a step is compiled
         """
         self.check_device(device, "JAX")
         self._device = jax.local_devices(backend=device)[0]
@@ -57,7 +59,8 @@ class Jax(Framework):
         self._on_compile = on_compile
         self._options = {"xla_gpu_deterministic_ops": True} if deterministic and device != "cpu" else {}
         if device == "cuda" and self._mixed:
-            # XLA would compute some products by kernels of its own, with copies of what they read; cuBLAS is faster.
+            # XLA would use Triton kernels for some matmuls, with copies of their inputs; cuBLAS is
+            # faster.
             self._options["xla_gpu_enable_triton_gemm"] = False
 
     @classmethod
@@ -66,7 +69,7 @@ class Jax(Framework):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        exact = jax.default_matmul_precision("highest")  # and not the 10 bits that GPUs would take of a float32
+        exact = jax.default_matmul_precision("highest")  # GPUs would use 10 bits of a float32
         with jax.enable_x64(True), jax.default_device(self._device), exact:
             yield
 
@@ -74,11 +77,11 @@ class Jax(Framework):
         return dtype.kind not in "OSU"
 
     def tensor(self, array: np.ndarray) -> jax.Array:
-        with self.active(), jax.ensure_compile_time_eval():  # what is known is a constant, also of what is traced
+        with self.active(), jax.ensure_compile_time_eval():  # an array is a constant, also during tracing
             return jax.device_put(array, self._device, may_alias=False)
 
     def array(self, tensor: jax.Array) -> np.ndarray:
-        return known_array(tensor)
+        return concrete_array(tensor)
 
     def typed(self, tensor: jax.Array, dtype: ir.DataType | None) -> jax.Array:
         if not self._mixed or dtype is None or not jnp.issubdtype(tensor.dtype, jnp.floating):
@@ -92,7 +95,7 @@ class Jax(Framework):
             return jax.device_put(jnp.from_dlpack(value), self._device)
 
     def feed(self, value: Any) -> Any:
-        """A copy: compiled functions read an array where it is, and go on reading after they have returned."""
+        """Return a copy: compiled functions read the memory of an array even after they return."""
         return np.array(value) if isinstance(value, np.ndarray) else self.adopt(value)
 
     def copy(self, tensor: Any) -> Any:
@@ -136,8 +139,8 @@ class Jax(Framework):
                 if "lax.while_loop" not in str(error):
                     raise
                 raise UnsupportedError(
-                    "JAX cannot differentiate a Loop that ends by a condition after any number of iterations",
-                    hint="run without compiling: `compile=False`, or `--no-compile`",
+                    "JAX cannot differentiate a Loop without a limit of iterations",
+                    hint="run without compiling: `compile=False` (`--no-compile`)",
                 ) from error
 
         return y, more, gradients

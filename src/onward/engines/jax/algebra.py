@@ -19,7 +19,7 @@ _LARGE = 1024
 
 @operators.define("MatMul")
 def matmul(a, b, *, aligned=False):
-    """The product; `aligned`, with columns added for the while, where tensor cores need a round number of them."""
+    """Return the matmul. With `aligned`, pad columns to a multiple that tensor cores need."""
     columns = b.shape[-1]
     is_half = a.dtype == b.dtype and a.dtype in (jnp.bfloat16, jnp.float16)
     if not aligned or not is_half or b.ndim < 2 or columns < _LARGE or columns % 8 == 0:
@@ -74,8 +74,8 @@ def top_k(x, k, *, axis, largest, sorted):
     count = np.asarray(k).item()
     last = jnp.moveaxis(x, axis, -1)
     if largest:
-        values, places = lax.top_k(last, count)
+        values, indices = lax.top_k(last, count)
     else:
-        places = jnp.argsort(last, -1, stable=True)[..., :count]
-        values = jnp.take_along_axis(last, places, -1)
-    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(places, -1, axis).astype(np.int64)
+        indices = jnp.argsort(last, -1, stable=True)[..., :count]
+        values = jnp.take_along_axis(last, indices, -1)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis).astype(np.int64)

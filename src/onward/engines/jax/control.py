@@ -1,8 +1,7 @@
-"""Control flow: Python's own where conditions are known, and else JAX's, which is compiled as it
-is.
+"""Control flow: in Python if conditions are known, else in `lax`, which is compiled.
 
-A Loop whose condition is not known goes on in `lax` from the iteration on in which that turns out.
-What it collects would then have a size that nobody knows.
+A Loop switches to `lax` at the first unknown condition. It then must not have scan outputs, whose
+size would be unknown.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from onward.engines.step_errors import check_growth
 operators = Operators()
 
 _FEW = 10_000
-"""Up to so many iterations a Loop that may end earlier is a scan, which has a derivative; beyond,
-it is a while.
-"""
+"""Limit of iterations for a `scan`, which has a derivative. A longer Loop is a `while_loop`."""
 
 
 def _if_known(value, framework):
-    """A number that is known, or None."""
+    """Return a number, or None during tracing."""
     try:
         return framework.host(value).item()
     except NotOnHost:
@@ -50,35 +47,35 @@ def branch(condition, *, then_branch, else_branch, framework):
 @operators.define("Loop")
 def loop(trips=None, condition=None, *carried, body, framework):
     count = np.iinfo(np.int64).max if trips is None else _if_known(trips, framework)
-    goes_on = np.array(True) if condition is None else condition
+    running = np.array(True) if condition is None else condition
     values, collected = list(carried), []
-    kinds = body.types[1 + len(carried) :]
+    types = body.types[1 + len(carried) :]
     for i in itertools.count():
-        again = _if_known(goes_on, framework)
+        again = _if_known(running, framework)
         if count is None or again is None:
-            values = _go_on(i, trips if count is None else count, goes_on, values, kinds, body, framework)
+            values = _go_on(i, trips if count is None else count, running, values, types, body, framework)
             break
         if not again or i >= count:
             break
-        goes_on, *results = body(np.array(i, np.int64), np.array(True), *values)
+        running, *results = body(np.array(i, np.int64), np.array(True), *values)
         values = results[: len(carried)]
-        if kinds:
+        if types:
             collected.append(results[len(carried) :])
             check_growth(collected)
-    outputs = (stack(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True))
+    outputs = (stack(framework, items, 0, type_) for items, type_ in zip(columns(collected, types), types, strict=True))
     return (*values, *outputs)
 
 
-def _go_on(start, count, goes_on, values, collected, body, framework):
-    """The iterations from `start` on, of a Loop that ends when its condition says so."""
-    if collected:
+def _go_on(start, count, running, values, types, body, framework):
+    """Run the iterations of a Loop from `start` on in `lax`."""
+    if types:
         raise NotOnHost
 
     def iterate(i, values):
         again, *results = _place(body(i, np.array(True), *values), framework)
         return again.reshape(()), results
 
-    state = _place((goes_on.reshape(()), values), framework)
+    state = _place((running.reshape(()), values), framework)
     if isinstance(count, int) and count - start <= _FEW:
 
         def step(state, i):

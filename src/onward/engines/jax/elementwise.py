@@ -11,7 +11,7 @@ import onnx_ir as ir
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.types import known_array
+from onward.engines.jax.types import concrete_array
 from onward.engines.shared.arrays import dtype_of, is_float
 from onward.engines.shared.elementwise import code_powers_of_two, quantization
 
@@ -20,7 +20,7 @@ operators = Operators()
 
 @operators.define("Div")
 def div(a, b):
-    return jnp.divide(a, b) if is_float(a.dtype) else lax.div(*jnp.broadcast_arrays(a, b))  # which rounds towards 0
+    return jnp.divide(a, b) if is_float(a.dtype) else lax.div(*jnp.broadcast_arrays(a, b))  # rounds towards 0
 
 
 @operators.define("Pow")
@@ -28,7 +28,7 @@ def power(x, exponent):
     if not is_float(x.dtype):
         return jnp.power(x, exponent).astype(x.dtype)
     exponent = exponent.astype(x.dtype)
-    base = jnp.where((x == 0) & (exponent == 0), 1, x)  # which has the same power, and the derivative 0
+    base = jnp.where((x == 0) & (exponent == 0), 1, x)  # same power, with the derivative 0
     return jnp.power(base, exponent)
 
 
@@ -50,8 +50,8 @@ operators(Max=_extreme(jnp.maximum, jnp.max), Min=_extreme(jnp.minimum, jnp.min)
 
 
 @operators.define("BitShift")
-def bit_shift(x, places, *, direction):
-    return jnp.left_shift(x, places) if direction == "LEFT" else jnp.right_shift(x, places)
+def bit_shift(x, bits, *, direction):
+    return jnp.left_shift(x, bits) if direction == "LEFT" else jnp.right_shift(x, bits)
 
 
 operators.define("onward.StopGradient")(lax.stop_gradient)
@@ -62,19 +62,19 @@ def cast(x, *, to, saturate, round_mode):
     if to == ir.DataType.STRING:
         from onward.engines.numpy import Numpy
 
-        return Numpy.operators["Cast"](known_array(x), to=to, saturate=saturate, round_mode=round_mode)
+        return Numpy.operators["Cast"](concrete_array(x), to=to, saturate=saturate, round_mode=round_mode)
     return convert(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
 
 
 def convert(x, dtype, *, saturate=True, round_mode="up"):
-    """Numbers of another type. What is too large for the small ones becomes the largest, unless it may not."""
+    """Convert numbers. With `saturate`, float8 overflows to its largest number."""
     if dtype == jnp.float8_e8m0fnu:
         return lax.bitcast_convert_type(code_powers_of_two(x, saturate, round_mode), dtype)
     if dtype.itemsize == 1 and is_float(dtype) and saturate and is_float(x.dtype):
         limit = jnp.finfo(dtype).max.astype(np.float32)
         x = jnp.clip(x.astype(np.float32), -limit, limit)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        x = x.astype(np.int32)  # of which the last bits are kept
+        x = x.astype(np.int32)  # keeps the lower bits
     return x.astype(dtype)
 
 
@@ -121,7 +121,7 @@ operators(
 
 
 def _unit(x):
-    """Cut off below 0 and above 1, where the slope is 0."""
+    """Clip to [0, 1], with the slope 0 at the bounds."""
     return jnp.where(x <= 0, 0, jnp.where(x >= 1, 1, x)).astype(x.dtype)
 
 
@@ -137,9 +137,9 @@ def softmax(x, axis):
 
 
 @softmax.defjvp
-def _softmax_jvp(axis, given, tangents):
-    """What has no result, as a row that is masked as a whole, has no slope: a NaN that is replaced later stays away."""
-    y, (change,) = softmax(*given, axis), tangents
+def _softmax_jvp(axis, inputs, tangents):
+    """Return 0 as the slope of NaN rows (fully masked), so that a later `Where` can replace them."""
+    y, (change,) = softmax(*inputs, axis), tangents
     slope = jnp.where(jnp.isnan(y), 0, y)
     return y, slope * (change - jnp.sum(slope * change, axis, keepdims=True))
 
@@ -153,8 +153,8 @@ operators(
 
 @operators.define("Hardmax")
 def hardmax(x, *, axis):
-    places = np.arange(x.shape[axis]).reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
-    return (jnp.argmax(x, axis, keepdims=True) == places).astype(x.dtype)
+    classes = np.arange(x.shape[axis]).reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+    return (jnp.argmax(x, axis, keepdims=True) == classes).astype(x.dtype)
 
 
 # ---- quantization ----------------------------------------------------------------------------------------------------

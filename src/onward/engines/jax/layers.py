@@ -1,4 +1,4 @@
-"""Normalization, attention, losses and random numbers. Means and variances are taken in float32 at least."""
+"""Normalization, attention, losses and random numbers. Statistics use float32 or more."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
     exact = x.astype(jnp.promote_types(x.dtype, mean.dtype))
     if not training_mode:
         return _normalize_by(exact, scale, bias, mean, variance, epsilon).astype(x.dtype)
-    y, *found = _normalize_by_batch(exact, scale, bias, epsilon)
+    y, *statistics = _normalize_by_batch(exact, scale, bias, epsilon)
     running = (
         (old * momentum + new * (1 - momentum)).astype(old.dtype)
-        for old, new in zip((mean, variance), found, strict=True)
+        for old, new in zip((mean, variance), statistics, strict=True)
     )
     return (y.astype(x.dtype), *running)
 
@@ -39,21 +39,21 @@ def _normalize_by(x, scale, bias, mean, variance, epsilon):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _normalize_by_batch(x, scale, bias, epsilon):
-    """y, and mean and variance of x.
+    """Return y, and mean and variance of x, by one read of x.
 
-    The variance is the mean square of distances to one of the elements, less the square of their mean: it needs no
-    mean beforehand, so that x is read but once, and loses no digits where the mean is large.
+    The variance is E[d²] - E[d]² of the distances d to one element, which keeps digits if the mean
+    is large.
     """
-    one = x[(0, slice(None), *[0] * (x.ndim - 2))]
-    distance = x - per_channel(one, x)
+    origin = x[(0, slice(None), *[0] * (x.ndim - 2))]
+    distance = x - per_channel(origin, x)
     shift, square = _mean(distance), _mean(distance * distance)
-    mean, variance = one + shift, jnp.maximum(square - shift * shift, 0)
+    mean, variance = origin + shift, jnp.maximum(square - shift * shift, 0)
     return _normalize_by(x, scale, bias, mean, variance, epsilon), mean, variance
 
 
 @_normalize_by_batch.defjvp
 def _normalize_by_batch_tangent(epsilon, inputs, tangents):
-    """Such that the gradient has two sums: that of dy, and that of dy with normalized x."""
+    """Return tangents whose transpose has two sums: dy, and dy times normalized x."""
     x, scale, bias = inputs
     dx, dscale, dbias = tangents
     y, mean, variance = _normalize_by_batch(x, scale, bias, epsilon)
@@ -66,7 +66,7 @@ def _normalize_by_batch_tangent(epsilon, inputs, tangents):
 
 
 def _mean(x):
-    """By channels."""
+    """Return the mean of each channel."""
     return jnp.mean(x, (0, *range(2, x.ndim)))
 
 
@@ -80,7 +80,7 @@ def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _standardize(x, over, epsilon):
-    """Normalized x, its mean, and the inverse of its standard deviation."""
+    """Return normalized x, its mean, and the inverse of its standard deviation."""
     mean = jnp.mean(x, over, keepdims=True)
     deviation = x - mean
     inverse = lax.rsqrt(jnp.mean(deviation * deviation, over, keepdims=True) + epsilon)
@@ -89,13 +89,13 @@ def _standardize(x, over, epsilon):
 
 @_standardize.defjvp
 def _standardize_tangent(over, epsilon, inputs, tangents):
-    """Mean and deviation are taken from the forward pass: XLA would rather compute them again, in several kernels."""
     (x,), (dx,) = inputs, tangents
     normal, mean, inverse = _standardize(x, over, epsilon)
-    kept_mean, kept = lax.optimization_barrier((mean, inverse))
-    same = (x - kept_mean) * kept
+    # Without the barrier, XLA computes mean and deviation again, in several kernels.
+    stored_mean, stored = lax.optimization_barrier((mean, inverse))
+    same = (x - stored_mean) * stored
     dmean, along = jnp.mean(dx, over, keepdims=True), jnp.mean(same * dx, over, keepdims=True)
-    return (normal, mean, inverse), ((dx - dmean - same * along) * kept, dmean, -kept * kept * along)
+    return (normal, mean, inverse), ((dx - dmean - same * along) * stored, dmean, -stored * stored * along)
 
 
 @operators.define("RMSNormalization")
@@ -124,7 +124,7 @@ def instance_normalization(x, scale, bias, *, epsilon):
 
 @operators.define("Attention")
 def attention(q, k, v, mask=None, *, is_causal, kv_num_heads=None, q_num_heads=None, scale=None, fused=False):
-    """`fused` allows for cuDNN's, which computes in few bits."""
+    """Return attention. `fused` permits the kernel of cuDNN, for 16 bits."""
     packed = q.ndim == 3
     if packed:
         q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
@@ -140,14 +140,14 @@ def attention(q, k, v, mask=None, *, is_causal, kv_num_heads=None, q_num_heads=N
     if is_causal:
         scores = jnp.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
     weights = softmax(scores, -1)
-    if mask is not None:  # a query that sees no key gets zeros
+    if mask is not None:  # a query that attends to no key gets zeros
         weights = jnp.where(jnp.max(scores, -1, keepdims=True) == -np.inf, 0, weights)
     y = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     return y.swapaxes(1, 2).reshape(len(y), y.shape[2], -1) if packed else y
 
 
 derivatives: contextvars.ContextVar[int] = contextvars.ContextVar("derivatives", default=0)
-"""How many derivatives there will be: fused attention has only one."""
+"""Number of nested derivatives: fused attention has only a first derivative."""
 
 
 def _has_kernel(q, k, v):
@@ -157,18 +157,18 @@ def _has_kernel(q, k, v):
 
 
 def _fused_attention(q, k, v, is_causal, scale):
-    """(batch, heads, length, size) -> (batch, length, heads, size)."""
+    """Return attention as (batch, length, heads, size)."""
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=bool(is_causal), implementation="cudnn")
 
 
 def _heads(x, count):
-    """(batch, length, heads * size) -> (batch, heads, length, size)."""
+    """Convert (batch, length, heads * size) to (batch, heads, length, size)."""
     return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
 
 
 def _apply_mask(scores, mask):
-    """What is behind the end of a mask is not seen."""
+    """Apply a mask. Keys beyond its end are masked, too."""
     missing = scores.shape[-1] - mask.shape[-1]
     fill = False if mask.dtype == bool else -np.inf
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)], constant_values=fill) if missing else mask
@@ -193,26 +193,26 @@ def _of_classes(log_prob, labels, weights, ignore_index, reduction):
     counted = None if ignore_index is None else labels != ignore_index
     classes = labels if counted is None else jnp.where(counted, labels, 0)
     losses = -_choose_class(log_prob, short(classes, log_prob.shape[1]))
-    share = None if weights is None else jnp.take(weights, wrap_indices(classes, len(weights)), mode="clip")
+    weight = None if weights is None else jnp.take(weights, wrap_indices(classes, len(weights)), mode="clip")
     if counted is not None:
-        share = jnp.where(counted, 1 if share is None else share, 0).astype(losses.dtype)
-    losses = losses if share is None else losses * share
+        weight = jnp.where(counted, 1 if weight is None else weight, 0).astype(losses.dtype)
+    losses = losses if weight is None else losses * weight
     if reduction == "none":
         return losses
     if reduction == "sum":
         return jnp.sum(losses)
-    return jnp.mean(losses) if share is None else jnp.sum(losses) / jnp.sum(share)
+    return jnp.mean(losses) if weight is None else jnp.sum(losses) / jnp.sum(weight)
 
 
 @jax.custom_jvp
 def _choose_class(log_prob, classes):
-    """What there is at the right class."""
+    """Return the element at the class index."""
     return jnp.take_along_axis(log_prob, classes[:, None], 1)[:, 0]
 
 
 @_choose_class.defjvp
 def _choose_class_tangent(inputs, tangents):
-    """By a comparison, which fuses with what is around it; the gradient of an index would go through memory."""
+    # A comparison fuses with its neighbors; the gradient of an index would go through memory.
     log_prob, classes = inputs
     every = jnp.arange(log_prob.shape[1], dtype=classes.dtype).reshape(-1, *[1] * (log_prob.ndim - 2))
     change = jnp.sum(jnp.where(classes[:, None] == every, tangents[0], 0), 1)
@@ -231,8 +231,8 @@ def dropout(x, ratio=None, training_mode=None, *, seed=None):
     rate = 0.5 if ratio is None else ratio.item()
     if training_mode is None or not training_mode.item() or rate == 0:
         return x, jnp.ones(x.shape, bool)
-    kept = jax.random.bernoulli(_key(seed), 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype), kept
+    mask = jax.random.bernoulli(_key(seed), 1 - rate, x.shape)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype), mask
 
 
 @operators.define("Bernoulli")
@@ -242,8 +242,8 @@ def bernoulli(x, *, dtype=None, seed=None):
 
 @operators.define("Multinomial")
 def multinomial(x, *, dtype, sample_size, seed=None):
-    drawn = jax.random.categorical(_key(seed), x[:, None], shape=(len(x), sample_size))
-    return drawn.astype(dtype_of(dtype))
+    draws = jax.random.categorical(_key(seed), x[:, None], shape=(len(x), sample_size))
+    return draws.astype(dtype_of(dtype))
 
 
 def _normal(shape, dtype, seed, mean, scale):

@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.types import known_array
+from onward.engines.jax.types import concrete_array
 from onward.engines.shared.arrays import dtype_of
-from onward.engines.shared.movement import along, cut_for_pad, places_of, short, unique_elements, wrap_indices
+from onward.engines.shared.movement import along, coordinates_of, cut_for_pad, short, unique_elements, wrap_indices
 
 operators = Operators()
 
@@ -44,32 +44,32 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scatter(x, places_of(short(indices, max(x.shape))), updates, reduction)
+    return _scatter(x, coordinates_of(short(indices, max(x.shape))), updates, reduction)
 
 
-def _scatter(x, places, updates, reduction):
+def _scatter(x, coordinates, updates, reduction):
     if reduction == "mul":
-        return _scatter_product(x, places, updates)
-    at = x.at[places]
+        return _scatter_product(x, coordinates, updates)
+    at = x.at[coordinates]
     return {"none": at.set, "add": at.add, "max": at.max, "min": at.min}[reduction](updates)
 
 
 @jax.custom_jvp
-def _scatter_product(x, places, updates):
-    return x.at[places].multiply(updates)
+def _scatter_product(x, coordinates, updates):
+    return x.at[coordinates].multiply(updates)
 
 
 @_scatter_product.defjvp
-def _scatter_product_jvp(given, tangents):
-    """JAX has a derivative only where no two factors meet: here they come one after the other."""
-    x, places, updates = given
-    places = jnp.broadcast_arrays(*places)
-    rows = [at.reshape(-1) for at in places]
+def _scatter_product_jvp(inputs, tangents):
+    """Multiply one factor at a time: JAX has no derivative for factors with the same index."""
+    x, coordinates, updates = inputs
+    coordinates = jnp.broadcast_arrays(*coordinates)
+    rows = [at.reshape(-1) for at in coordinates]
 
     def multiply(x, updates):
-        factors = updates.reshape(-1, *updates.shape[places[0].ndim :])
+        factors = updates.reshape(-1, *updates.shape[coordinates[0].ndim :])
         return lax.scan(
-            lambda x, one: (x.at[one[0]].multiply(one[1], unique_indices=True), None), x, (tuple(rows), factors)
+            lambda x, item: (x.at[item[0]].multiply(item[1], unique_indices=True), None), x, (tuple(rows), factors)
         )
 
     (y, _), (change, _) = jax.jvp(multiply, (x, updates), (tangents[0], tangents[2]))
@@ -78,15 +78,15 @@ def _scatter_product_jvp(given, tangents):
 
 @operators.define("Compress")
 def compress(x, condition, *, axis=None):
-    places = np.flatnonzero(known_array(condition))
-    return jnp.take(x.reshape(-1) if axis is None else x, places, 0 if axis is None else axis)
+    indices = np.flatnonzero(concrete_array(condition))
+    return jnp.take(x.reshape(-1) if axis is None else x, indices, 0 if axis is None else axis)
 
 
 operators(
     NonZero=lambda x: (
-        np.stack(np.nonzero(known_array(x))) if x.ndim else np.zeros((0, int(known_array(x) != 0)), np.int64)
+        np.stack(np.nonzero(concrete_array(x))) if x.ndim else np.zeros((0, int(concrete_array(x) != 0)), np.int64)
     ),
-    Unique=lambda x, *, axis=None, sorted: unique_elements(known_array(x), axis, sorted),
+    Unique=lambda x, *, axis=None, sorted: unique_elements(concrete_array(x), axis, sorted),
 )
 
 
@@ -95,5 +95,5 @@ def non_max_suppression(boxes, scores, *limits, center_point_box):
     from onward.engines.numpy import Numpy
 
     return Numpy.operators["NonMaxSuppression"](
-        known_array(boxes), known_array(scores), *limits, center_point_box=center_point_box, outputs=1
+        concrete_array(boxes), concrete_array(scores), *limits, center_point_box=center_point_box, outputs=1
     )

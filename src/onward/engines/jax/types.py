@@ -1,4 +1,4 @@
-"""Values that are known while a step is compiled."""
+"""Values that are known during tracing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from onward.engines.framework import NotOnHost
 
 
-def known_array(tensor: Any) -> np.ndarray:
-    """A tensor as an array. While it is differentiated it has a value, too; while it is compiled it has none."""
+def concrete_array(tensor: Any) -> np.ndarray:
+    """Return a tensor as an array, also within `jax.grad`. Raise `NotOnHost` within `jax.jit`."""
     try:
         return np.asarray(tensor)
     except jax.errors.TracerArrayConversionError:

@@ -1,9 +1,9 @@
-"""Keras: operators of `keras.ops` one by one, on the CPU of TensorFlow.
+"""Keras: eager operators of `keras.ops`, on the CPU of TensorFlow.
 
-Keras has no derivative that all backends share, so gradients are those of Onward's rules. The same table makes live
-Keras models, on any backend, and the programs that are written for them (see frameworks/keras): a row is a function of
-`keras.ops`, or one of this package whose source is written into the program. So rows call nothing but Keras, numpy and
-one another, and what they take on the host are numbers and lists of Python.
+Gradients come from Onward's rules, since the backends of Keras share no derivative. The same table
+makes live Keras models on any backend, and their written programs (see frameworks/keras): a row is
+a function of `keras.ops`, or a function here whose source is copied into the program. So rows call
+only Keras, numpy and one another, and their host inputs are Python numbers and lists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onward.errors import UnknownNameError, UnsupportedError
 FAMILIES = ("elementwise", "algebra", "movement", "spatial", "layers")
 _NAMED = {name: function_of(row, keras.ops) for name, row in named.items() if isinstance(row, Named)}
 ROWS = Operators({**_NAMED, **collect_operators(__name__, FAMILIES), **layers.functions})
-"""What programs may call."""
+"""Rows that programs may call."""
 CONTROL = Operators({**control.operators, **sequence.operators})
 
 _TYPES = frozenset(
@@ -40,25 +40,25 @@ _TYPES = frozenset(
         "float16", "bfloat16", "float32", "float64",
     }
 )  # fmt: skip
-"""What all backends have, in one way or another."""
+"""Types of all backends, natively or by a wider type."""
 _NAME_TYPES = ("to", "dtype", "stash_type", "softmax_precision")
 _NUMBERS = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 
 
-def as_lists(given: Any) -> Any:
-    """Return an array as numbers of Python, in lists; anything else as it is."""
-    if not isinstance(given, np.ndarray):
-        return given
-    if given.ndim:
-        return [as_lists(np.asarray(item, given.dtype)) for item in given]
-    value = given.item()
-    return float(str(given)) if isinstance(value, float) else value  # 0.1, not 0.10000000149011612
+def as_lists(value: Any) -> Any:
+    """Convert an array to Python numbers in lists. Return other values unchanged."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.ndim:
+        return [as_lists(np.asarray(item, value.dtype)) for item in value]
+    number = value.item()
+    return float(str(value)) if isinstance(number, float) else number  # 0.1, not 0.10000000149011612
 
 
 def as_operator(
     function: Function, on_host: Callable[[Any], Any] = as_lists, compute: Function | None = None
 ) -> Function:
-    """Return a row as the interpreter calls it: arrays on the host become numbers and lists, and types get names."""
+    """Wrap a row for the interpreter: host arrays become numbers and lists, and types become names."""
     call = compute or function
 
     @functools.wraps(function)
@@ -86,7 +86,7 @@ _NUMPYS = (
     "DequantizeLinear", "DFT", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
 )  # fmt: skip
-"""Operators for which Keras has no function, or one that is not exact for all types and values."""
+"""Operators without a function of Keras that is exact for all types and values."""
 
 
 def _by_numpy(function: Function) -> Function:
@@ -105,8 +105,8 @@ def _placed(array: np.ndarray) -> Any:
 
 @functools.wraps(Numpy.operators["Cast"])
 def _cast(x: Any, *, to: int, **others: Any) -> Any:
-    is_known = to != ir.DataType.STRING and ir.DataType(to).numpy().name in _TYPES
-    return _CAST(x, to=to) if is_known else _by_numpy(Numpy.operators["Cast"])(x, to=to, **others)
+    is_available = to != ir.DataType.STRING and ir.DataType(to).numpy().name in _TYPES
+    return _CAST(x, to=to) if is_available else _by_numpy(Numpy.operators["Cast"])(x, to=to, **others)
 
 
 _CAST = as_operator(ROWS["Cast"])
@@ -135,7 +135,7 @@ class Keras(Framework):
         if (backend := keras.backend.backend()) != "tensorflow":
             raise UnsupportedError(
                 f"on {backend} Keras lacks types of training models: those of 64 bits on JAX, uint32 on PyTorch",
-                hint="set KERAS_BACKEND=tensorflow, or take the engine of the framework itself",
+                hint="set KERAS_BACKEND=tensorflow, or use the engine `jax` or `torch`",
             )
 
     def active(self) -> contextlib.AbstractContextManager[None]:
@@ -156,4 +156,4 @@ class Keras(Framework):
         return np.asarray(keras.ops.convert_to_numpy(tensor))
 
     def derivative(self, function: Any, xs: Any) -> Any:
-        raise UnsupportedError("Keras's operations have no derivative", hint="take Onward's own: `rules=True`")
+        raise UnsupportedError("Keras's operations have no derivative", hint="use Onward's rules: `rules=True`")

@@ -30,7 +30,7 @@ operators(Det=ops.det)
 
 
 def reduce(function, x, axes, keepdims, noop_with_empty_axes):
-    """Over all axes where none is given, or over none."""
+    """Reduce over axes (default: all axes, or none with `noop_with_empty_axes`)."""
     rank = len(x.shape)
     if rank == 0 or (not axes and noop_with_empty_axes):
         return ops.cast(function(ops.expand_dims(x, 0), axis=0), dtype_of(x))
@@ -64,7 +64,7 @@ def reduce_product(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
 
 @operators.define("ReduceL2")
 def reduce_l2(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    """Where it is 0, the slope is taken to be 0."""
+    """Return the 2-norm, with the slope 0 at 0."""
     squares = reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
     zero = squares == 0
     return ops.where(zero, ops.zeros_like(squares), ops.sqrt(ops.where(zero, ops.ones_like(squares), squares)))
@@ -75,23 +75,23 @@ def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
     return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
 
 
-def place(function, x, axis, keepdims, select_last_index):
+def index_of(function, x, axis, keepdims, select_last_index):
     if select_last_index:
-        found = x.shape[axis] - 1 - function(ops.flip(x, axis), axis)
+        index = x.shape[axis] - 1 - function(ops.flip(x, axis), axis)
     else:
-        found = function(x, axis)
-    found = ops.cast(found, available("int64"))
-    return ops.expand_dims(found, axis) if keepdims else found
+        index = function(x, axis)
+    index = ops.cast(index, available("int64"))
+    return ops.expand_dims(index, axis) if keepdims else index
 
 
 @operators.define("ArgMax")
-def place_of_largest(x, *, axis=0, keepdims=1, select_last_index=0):
-    return place(ops.argmax, x, axis, keepdims, select_last_index)
+def index_of_largest(x, *, axis=0, keepdims=1, select_last_index=0):
+    return index_of(ops.argmax, x, axis, keepdims, select_last_index)
 
 
 @operators.define("ArgMin")
-def place_of_smallest(x, *, axis=0, keepdims=1, select_last_index=0):
-    return place(ops.argmin, x, axis, keepdims, select_last_index)
+def index_of_smallest(x, *, axis=0, keepdims=1, select_last_index=0):
+    return index_of(ops.argmin, x, axis, keepdims, select_last_index)
 
 
 def running(function, neutral, x, axis, exclusive, reverse):
@@ -115,8 +115,8 @@ def running_product(x, axis, *, exclusive=0, reverse=0):
 
 
 @operators.define("TopK")
-def extremes(x, k, *, axis=-1, largest=1, sorted=1):
+def top_k(x, k, *, axis=-1, largest=1, sorted=1):
     last, count = ops.moveaxis(x, axis, -1), k[0]
-    values, places = ops.top_k(last if largest else -last, count)
+    values, indices = ops.top_k(last if largest else -last, count)
     values = values if largest else -values
-    return ops.moveaxis(values, -1, axis), ops.cast(ops.moveaxis(places, -1, axis), available("int64"))
+    return ops.moveaxis(values, -1, axis), ops.cast(ops.moveaxis(indices, -1, axis), available("int64"))

@@ -1,4 +1,4 @@
-"""Control flow. A branch that only the data decide about is computed on both sides, and then chosen."""
+"""Control flow. If only the data decide about a branch, both are computed, and one is selected."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def scan(*inputs, num_scan_inputs, scan_input_axes, framework, **others):
     length = framework.shape_of(inputs[-num_scan_inputs])[axis]
     if not isinstance(length, int):
         raise UnsupportedError(
-            "Keras computes a `Scan` round by round, and how many there are is not known: the loss or model has an "
-            f"open size along axis {axis}",
-            hint="settle it in the file: `onward set MODEL --shape x=16,N,64`, or `onward.transform.declare`",
+            f"Keras unrolls a `Scan`, but its size along axis {axis} is not known in the loss or model",
+            hint="declare it: `onward set MODEL --shape x=16,N,64`, or `onward.transform.declare`",
         )
     settings = {"num_scan_inputs": num_scan_inputs, "scan_input_axes": scan_input_axes, "framework": framework}
     return control.scan(*inputs, length=length, **settings, **others)

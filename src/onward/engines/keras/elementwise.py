@@ -1,4 +1,4 @@
-"""Elementwise operators and activations. A known number comes as one of Python."""
+"""Elementwise operators and activations. Known numbers are Python numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ operators = Operators()
 
 @operators.define("Add")
 def plus(a, b):
-    """Not `ops.add`: that of TensorFlow takes (1, n, 1) for a bias along the last axis if that has n elements, too."""
+    """Not `ops.add`, which adds (1, n, 1) along the last axis on TensorFlow if that has n elements."""
     return a + b if hasattr(a, "dtype") or hasattr(b, "dtype") else ops.add(a, b)
 
 
@@ -35,7 +35,7 @@ def remainder(a, b, *, fmod=0):
 
 @operators.define("Pow")
 def power(x, exponent):
-    """Where both are 0, the power is 1, and its slope 0."""
+    """Return the power. 0^0 is 1, with the slope 0."""
     if hasattr(exponent, "dtype"):
         exponent = ops.cast(exponent, dtype_of(x))
         return ops.power(ops.where(ops.logical_and(x == 0, exponent == 0), ops.ones_like(x), x), exponent)
@@ -67,14 +67,14 @@ operators(Erf=ops.erf)
 
 @operators.define("IsInf")
 def is_infinite(x, *, detect_negative=1, detect_positive=1):
-    sought = {(1, 1): ops.isinf, (1, 0): ops.isneginf, (0, 1): ops.isposinf}
-    found = sought.get((detect_negative, detect_positive))
-    return ops.zeros_like(x, "bool") if found is None else found(x)
+    tests = {(1, 1): ops.isinf, (1, 0): ops.isneginf, (0, 1): ops.isposinf}
+    test = tests.get((detect_negative, detect_positive))
+    return ops.zeros_like(x, "bool") if test is None else test(x)
 
 
 @operators.define("BitShift")
-def shift(x, places, *, direction):
-    return ops.left_shift(x, places) if direction == "LEFT" else ops.right_shift(x, places)
+def shift(x, bits, *, direction):
+    return ops.left_shift(x, bits) if direction == "LEFT" else ops.right_shift(x, bits)
 
 
 @operators.define("Identity")
@@ -99,7 +99,7 @@ def convert_like(x, like):
 
 @operators.define("Clip")
 def clip(x, low=None, high=None, *, is_relu6=False):
-    """At a bound the slope is that of x."""
+    """Clip x. At a bound the slope is that of x."""
     if is_relu6:
         return ops.relu6(x)
     x = x if low is None else ops.where(x < low, low, x)
@@ -122,7 +122,7 @@ def parametric_relu(x, slope):
 
 
 def _below_zero(x):
-    """Return what is not above 0. At 0 backends do not agree about the slope of `minimum`."""
+    """Return min(x, 0). Backends disagree about the slope of `minimum` at 0."""
     return ops.where(x > 0, ops.zeros_like(x), x)
 
 
@@ -158,7 +158,7 @@ def swish(x, *, alpha=1.0):
 
 @operators.define("HardSigmoid")
 def hard_sigmoid(x, *, alpha=0.2, beta=0.5):
-    y = alpha * x + beta  # at the bounds backends do not agree about the slope of `clip`
+    y = alpha * x + beta  # backends disagree about the slope of `clip` at the bounds
     return ops.where(y <= 0, ops.zeros_like(y), ops.where(y >= 1, ops.ones_like(y), y))
 
 

@@ -23,7 +23,7 @@ def channels(parameter, x):
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0):
-    """In training also the statistics as they are now. Channels come last where that is faster."""
+    """Normalize, and update the statistics in training. Channels come last if that is faster."""
     last = keras.backend.backend() == "tensorflow"
     x = ops.moveaxis(x, 1, -1) if last else x
     channel = len(x.shape) - 1 if last else 1
@@ -50,7 +50,7 @@ def last_axes(x, axis):
 
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type="float32"):
-    """Also the mean and the inverse of the deviation."""
+    """Return y, the mean, and the inverse of the deviation."""
     exact = ops.cast(x, available(stash_type))
     mean = ops.mean(exact, last_axes(x, axis), keepdims=True)
     deviation = exact - mean
@@ -102,7 +102,7 @@ def attention(q, k, v, mask=None, *, is_causal=0, kv_num_heads=None, q_num_heads
         keys, queries = (ops.arange(ops.shape(x)[2], dtype="int32") for x in (k, q))
         scores = ops.where(keys <= queries[:, None], scores, -np.inf)
     weights = ops.softmax(scores, -1)
-    if mask is not None:  # a query that sees no key gets zeros
+    if mask is not None:  # a query that attends to no key gets zeros
         empty = ops.max(scores, -1, keepdims=True) == -np.inf
         some = ops.softmax(ops.where(empty, ops.zeros_like(scores), scores), -1)
         weights = ops.where(empty, ops.zeros_like(weights), some)
@@ -114,12 +114,12 @@ def attention(q, k, v, mask=None, *, is_causal=0, kv_num_heads=None, q_num_heads
 
 
 def heads(x, count):
-    """(batch, length, heads * size) -> (batch, heads, length, size)."""
+    """Convert (batch, length, heads * size) to (batch, heads, length, size)."""
     return ops.swapaxes(ops.reshape(x, (-1, ops.shape(x)[1], count, x.shape[2] // count)), 1, 2)
 
 
 def apply_mask(scores, mask):
-    """What is behind the end of a mask is not seen."""
+    """Apply a mask. Keys beyond its end are masked, too."""
     is_bool, missing = dtype_of(mask) == "bool", (scores.shape[-1] or 0) - (mask.shape[-1] or 0)
     if missing > 0:
         around = [(0, 0)] * (len(mask.shape) - 1) + [(0, missing)]
@@ -137,8 +137,8 @@ def rnn(
 ):  # fmt: skip
     functions = activations_of(activations or ["Tanh"] * w.shape[0], activation_alpha, activation_beta, clip)
 
-    def step(f, given, r, b, more, states):
-        return [f[0](given + ops.matmul(states[0], ops.transpose(r)) + b[1])]
+    def step(f, projected, r, b, more, states):
+        return [f[0](projected + ops.matmul(states[0], ops.transpose(r)) + b[1])]
 
     return layer(step, functions, x, w, r, b, lengths, [h], direction, layout)
 
@@ -151,10 +151,10 @@ def gru(
     names = activations or ["Sigmoid", "Tanh"] * w.shape[0]
     functions = activations_of(names, activation_alpha, activation_beta, clip)
 
-    def step(f, given, r, b, more, states):
+    def step(f, projected, r, b, more, states):
         h = states[0]
-        update, reset, new = ops.split(given, 3, 1)
-        r_update, r_reset, r_new = (ops.transpose(part) for part in ops.split(r, 3, 0))
+        update, reset, new = ops.split(projected, 3, 1)
+        r_update, r_reset, r_new = (ops.transpose(matrix) for matrix in ops.split(r, 3, 0))
         b_update, b_reset, b_new = ops.split(b[1], 3, 0)
         update = f[0](update + ops.matmul(h, r_update) + b_update)
         reset = f[0](reset + ops.matmul(h, r_reset) + b_reset)
@@ -175,9 +175,9 @@ def lstm(
     names = activations or ["Sigmoid", "Tanh", "Tanh"] * w.shape[0]
     functions = activations_of(names, activation_alpha, activation_beta, clip)
 
-    def step(f, given, r, b, more, states):
+    def step(f, projected, r, b, more, states):
         h, c = states
-        i, o, forget, new = ops.split(given + ops.matmul(h, ops.transpose(r)) + b[1], 4, 1)
+        i, o, forget, new = ops.split(projected + ops.matmul(h, ops.transpose(r)) + b[1], 4, 1)
         p_i, p_o, p_forget = (0, 0, 0) if more is None else ops.split(more, 3, 0)
         i = f[0](i + p_i * c)
         forget = 1 - i if input_forget else f[0](forget + p_forget * c)
@@ -188,10 +188,7 @@ def lstm(
 
 
 def layer(step, functions, x, w, r, b, lengths, initial, direction, layout, more=None):
-    """All outputs, and the last of each state.
-
-    Samples that have ended keep their state, and 0 is their output.
-    """
+    """Return all outputs and the last states. An ended sample keeps its state and outputs 0."""
     if layout:
         x, initial = ops.swapaxes(x, 0, 1), [None if s is None else ops.swapaxes(s, 0, 1) for s in initial]
     directions, rows, hidden = r.shape
@@ -200,7 +197,7 @@ def layer(step, functions, x, w, r, b, lengths, initial, direction, layout, more
     for d in range(directions):
         f = functions[d * len(functions) // directions :]
         biases = ops.zeros((2, rows), dtype_of(x)) if b is None else ops.reshape(b[d], (2, rows))
-        given = ops.matmul(x, ops.transpose(w[d])) + biases[0]
+        projected = ops.matmul(x, ops.transpose(w[d])) + biases[0]
         times, size = ops.arange(ops.shape(x)[0], dtype="int32"), None if more is None else more[d]
 
         def advance(states, now, f=f, d=d, biases=biases, size=size):
@@ -212,7 +209,7 @@ def layer(step, functions, x, w, r, b, lengths, initial, direction, layout, more
             return new, [ops.where(lives, state, ops.zeros_like(state)) for state in new]
 
         states = [zero if s is None else s[d] for s in initial]
-        states, results = ops.scan(advance, states, [given, times], reverse=direction == "reverse" or d == 1)
+        states, results = ops.scan(advance, states, [projected, times], reverse=direction == "reverse" or d == 1)
         outputs.append(results[0])
         last.append(states)
     results, finals = ops.stack(outputs, 1), [ops.stack(states) for states in zip(*last, strict=True)]
@@ -230,10 +227,7 @@ def scaled_tanh(x, *, alpha=1.0, beta=1.0):
 
 
 def activations_of(names, alphas, betas, clip):
-    """The activations of all directions.
-
-    Each takes the next of the numbers given, if it has such a parameter.
-    """
+    """Return the activations of all directions. Each takes the next alpha and beta it needs."""
     plain = {
         "Relu": ops.relu,
         "Tanh": ops.tanh,
@@ -249,12 +243,12 @@ def activations_of(names, alphas, betas, clip):
         "HardSigmoid": (hard_sigmoid, ["alpha", "beta"]),
         "Elu": (elu, ["alpha"]),
     }
-    given, found = {"alpha": iter(alphas or ()), "beta": iter(betas or ())}, []
+    remaining, functions = {"alpha": iter(alphas or ()), "beta": iter(betas or ())}, []
     for name in names:
         function, numbers = (plain[name], []) if name in plain else with_numbers[name]
-        chosen = {number: value for number in numbers if (value := next(given[number], None)) is not None}
-        found.append(activation(function, chosen, clip))
-    return found
+        chosen = {number: value for number in numbers if (value := next(remaining[number], None)) is not None}
+        functions.append(activation(function, chosen, clip))
+    return functions
 
 
 def activation(function, numbers, clip):
@@ -264,14 +258,14 @@ def activation(function, numbers, clip):
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 functions = Operators()
-"""Functions that training models draw with. Keras computes them faster than their bodies."""
+"""Random functions of training models. These rows are faster than the function bodies."""
 
 
 @operators.define("Dropout")
 def dropout(x, ratio=None, training_mode=None, *, outputs=1):
-    """In inference. Where training drops something, a graph says by itself how."""
+    """Return x: inference only. Prepared training models draw the mask by graph nodes."""
     if training_mode and ratio != 0:
-        raise NotImplementedError("training with Dropout needs a generator in the graph, as `onward.prepare` puts it")
+        raise NotImplementedError("training with Dropout needs a generator in the graph: `onward.prepare` adds it")
     return x if outputs == 1 else (x, ops.ones_like(x, "bool"))
 
 
@@ -285,7 +279,7 @@ def rotate(word, distance):
 
 
 def threefry2x32(key, word0, word1):
-    """A pair of words encrypted with a key: Threefry-2x32 with 20 rounds."""
+    """Encrypt a pair of words with a key: Threefry-2x32 with 20 rounds."""
     parity = constant(0x1BD11BDA, "uint32")
     keys = (key[0], key[1], ops.bitwise_xor(ops.bitwise_xor(key[0], key[1]), parity))
     word0, word1 = lower_bits(word0 + keys[0]), lower_bits(word1 + keys[1])
@@ -304,23 +298,21 @@ def counters(start, limit):
 
 @functions.define(f"{DOMAIN}.FoldIn")
 def fold_in(key, data):
-    """A new key: the pair (0, data) encrypted with the key."""
+    """Return a new key: the pair (0, data) encrypted with the key."""
     data = ops.reshape(ops.cast(data, "uint32"), (1,))
     return ops.concatenate(threefry2x32(key, ops.zeros_like(data), data))
 
 
 @functions.define(f"{DOMAIN}.RandomBits")
 def random_bits(key, shape):
-    """Random uint32: element i is the xor of the two words that the pair (0, i) is encrypted to."""
-    places = counters(0, product_of(shape))
-    return ops.reshape(ops.bitwise_xor(*threefry2x32(key, ops.zeros_like(places), places)), shape)
+    """Return random uint32. Element i is the xor of the two words of the encrypted pair (0, i)."""
+    indices = counters(0, product_of(shape))
+    return ops.reshape(ops.bitwise_xor(*threefry2x32(key, ops.zeros_like(indices), indices)), shape)
 
 
 @functions.define(f"{DOMAIN}.PairedRandomBits")
 def paired_random_bits(key, shape):
-    """Random uint32, two from each encryption: elements i and i + half are the words of the pair
-    (i, i + half).
-    """
+    """Return random uint32. Elements i and i + half are one encrypted pair (i, i + half)."""
     size = product_of(shape)
     half = (size + 1) // 2
     second = ops.concatenate([counters(half, size), ops.zeros((2 * half - size,), "uint32")])

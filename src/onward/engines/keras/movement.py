@@ -1,7 +1,4 @@
-"""Shapes, and elements that move. What says how large something is, is a list of whole numbers.
-
-On TensorFlow a number that nobody knows yet is a tensor.
-"""
+"""Operators that move elements. Sizes are lists of integers, or tensors if unknown."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def join(*xs, axis):
 
 
 @operators.define("Split")
-def parts(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
+def split(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
     if sizes is None:
         count = num_outputs or outputs
         sizes = [-(-x.shape[axis] // count)] * count
@@ -69,14 +66,14 @@ def parts(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
 
 @operators.define("Slice")
 def cut(x, starts, ends, axes=None, steps=None):
-    """On PyTorch, steps only go forward."""
+    """Return a slice. `x[...]` of PyTorch does not take negative steps."""
     for axis, start, end, step in zip(
         axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
     ):
         if isinstance(step, int) and step < 0:
             size = x.shape[axis]
-            places = np.arange(size)[slice(start, None if end < -size else end, step)]
-            x = ops.take(x, places.astype(np.int32), axis)
+            indices = np.arange(size)[slice(start, None if end < -size else end, step)]
+            x = ops.take(x, indices.astype(np.int32), axis)
         else:
             before = (slice(None),) * (axis % len(x.shape))
             x = x[(*before, slice(start, None if isinstance(end, int) and end >= 2**31 - 1 else end, step))]
@@ -87,7 +84,7 @@ def cut(x, starts, ends, axes=None, steps=None):
 def expand(x, shape):
     rank = max(len(x.shape), len(shape))
     pairs = zip([1] * (rank - len(x.shape)) + list(ops.shape(x)), [1] * (rank - len(shape)) + list(shape), strict=True)
-    return ops.broadcast_to(x, [own if _is(wanted, 1) else wanted for own, wanted in pairs])
+    return ops.broadcast_to(x, [own if _is(target, 1) else target for own, target in pairs])
 
 
 @operators.define("Tile")
@@ -118,13 +115,13 @@ def pad(x, pads, value=None, axes=None, *, mode="constant"):
 @operators.define("Trilu")
 def triangle(x, k=0, *, upper=1):
     rows, columns = (ops.arange(ops.shape(x)[axis], dtype="int32") for axis in (-2, -1))
-    kept = columns - rows[:, None] >= k if upper else columns - rows[:, None] <= k
-    return ops.where(kept, x, ops.zeros_like(x))
+    inside = columns - rows[:, None] >= k if upper else columns - rows[:, None] <= k
+    return ops.where(inside, x, ops.zeros_like(x))
 
 
 @operators.define("ConstantOfShape")
 def fill(shape, *, value=None):
-    """The value is a number and its type."""
+    """Return a filled tensor. The value is a number and its type."""
     number, dtype = value or (0.0, "float32")
     return ops.full(shape, number, dtype=available(dtype))
 
@@ -146,14 +143,14 @@ def join_sequence(sequence, *, axis, new_axis=0):
 
 
 @operators.define("SplitToSequence")
-def sequence_of_parts(x, sizes=None, *, axis=0, keepdims=1):
-    """Parts of given sizes, or of one size but for the last, which may be smaller."""
+def split_to_sequence(x, sizes=None, *, axis=0, keepdims=1):
+    """Split by a list of sizes, or by one size. The last tensor may be smaller then."""
+    pieces = sizes
     if not isinstance(sizes, list):
-        whole, rest = divmod(x.shape[axis], sizes or 1)
-        pieces = parts(x, [sizes or 1] * whole + [rest] * bool(rest), axis=axis)
-    else:
-        pieces = parts(x, sizes, axis=axis)
-    return [ops.squeeze(piece, axis) if sizes is None and not keepdims else piece for piece in pieces]
+        count, rest = divmod(x.shape[axis], sizes or 1)
+        pieces = [sizes or 1] * count + [rest] * bool(rest)
+    tensors = split(x, pieces, axis=axis)
+    return [ops.squeeze(tensor, axis) if sizes is None and not keepdims else tensor for tensor in tensors]
 
 
 # ---- indexing --------------------------------------------------------------------------------------------------------
@@ -164,7 +161,10 @@ def from_start(indices, size):
 
 
 def with_dense_gradient(x):
-    """The same. TensorFlow's gradient would come row by row, and optimizers would square rows that occur twice."""
+    """Return x.
+
+    A sparse gradient of TensorFlow would repeat rows, and optimizers would square each.
+    """
     return x * 1 if keras.backend.backend() == "tensorflow" and is_float(x) else x
 
 
@@ -176,18 +176,18 @@ def take(x, indices, *, axis=0):
 @operators.define("GatherElements")
 def take_along(x, indices, *, axis=0):
     axis %= len(x.shape)
-    places = from_start(indices, ops.shape(x)[axis])
-    rows = x[tuple(slice(None) if i == axis else slice(ops.shape(places)[i]) for i in range(len(x.shape)))]
-    return ops.take_along_axis(rows, places, axis)
+    aligned = from_start(indices, ops.shape(x)[axis])
+    rows = x[tuple(slice(None) if i == axis else slice(ops.shape(aligned)[i]) for i in range(len(x.shape)))]
+    return ops.take_along_axis(rows, aligned, axis)
 
 
-def flat_places(indices, sizes):
-    """Index tuples along the last axis, as places in what the indexed axes are as one."""
-    places = 0
+def flat_indices(indices, sizes):
+    """Convert index tuples along the last axis to indices in the flattened indexed axes."""
+    flat = 0
     for i, size in enumerate(sizes):
         size = ops.cast(size, dtype_of(indices))
-        places = places * size + from_start(indices[..., i], size)
-    return places
+        flat = flat * size + from_start(indices[..., i], size)
+    return flat
 
 
 def product_of(sizes):
@@ -201,47 +201,47 @@ def product_of(sizes):
 def take_nd(x, indices, *, batch_dims=0):
     shape, count = list(ops.shape(x)), indices.shape[-1]
     indexed, rest = shape[batch_dims : batch_dims + count], shape[batch_dims + count :]
-    places = flat_places(indices, indexed)
+    flat = flat_indices(indices, indexed)
     batch = product_of(shape[:batch_dims])
     rows = ops.reshape(x, [batch * product_of(indexed), *rest])
     if batch_dims:
-        first = ops.reshape(ops.arange(batch), [*shape[:batch_dims], *[1] * (len(places.shape) - batch_dims)])
-        places = places + ops.cast(first * product_of(indexed), dtype_of(places))
-    return ops.take(with_dense_gradient(rows), places, 0)
+        first = ops.reshape(ops.arange(batch), [*shape[:batch_dims], *[1] * (len(flat.shape) - batch_dims)])
+        flat = flat + ops.cast(first * product_of(indexed), dtype_of(flat))
+    return ops.take(with_dense_gradient(rows), flat, 0)
 
 
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
     shape, axis = list(ops.shape(x)), axis % len(x.shape)
-    places = 0
+    flat = 0
     for i, size in enumerate(shape):
         along = [-1 if j == i else 1 for j in range(len(shape))]
         own = ops.reshape(ops.arange(ops.shape(indices)[i], dtype=dtype_of(indices)), along)
         own = from_start(indices, size) if i == axis else own
-        places = places * ops.cast(size, dtype_of(indices)) + own
-    y = scatter(ops.reshape(x, [-1]), ops.reshape(places, [-1]), ops.reshape(updates, [-1]), reduction)
+        flat = flat * ops.cast(size, dtype_of(indices)) + own
+    y = scatter(ops.reshape(x, [-1]), ops.reshape(flat, [-1]), ops.reshape(updates, [-1]), reduction)
     return ops.reshape(y, shape)
 
 
-def scatter(x, places, updates, reduction):
-    """Rows of a table replaced by others, or combined with them."""
-    kinds = {"none": None, "add": "add", "max": "max", "min": "min", "mul": "mul"}
-    return ops.scatter_update(x, places[:, None], updates, reduction=kinds[reduction])
+def scatter(x, indices, updates, reduction):
+    """Replace rows of a table, or combine them with updates."""
+    names = {"none": None, "add": "add", "max": "max", "min": "min", "mul": "mul"}
+    return ops.scatter_update(x, indices[:, None], updates, reduction=names[reduction])
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction="none"):
     shape, count = list(ops.shape(x)), indices.shape[-1]
-    places = ops.reshape(flat_places(indices, shape[:count]), [-1])
+    flat = ops.reshape(flat_indices(indices, shape[:count]), [-1])
     rows = ops.reshape(x, [product_of(shape[:count]), *shape[count:]])
     new = ops.reshape(updates, [-1, *shape[count:]])
-    return ops.reshape(scatter(rows, places, new, reduction), shape)
+    return ops.reshape(scatter(rows, flat, new, reduction), shape)
 
 
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis=-1):
     size = depth[0] if isinstance(depth, list) else depth
-    places = ops.expand_dims(from_start(indices, size), axis)
-    axis %= len(places.shape)
-    every = np.arange(size).reshape([-1 if i == axis else 1 for i in range(len(places.shape))])
-    return ops.where(places == ops.convert_to_tensor(every, dtype_of(places)), values[1], values[0])
+    classes = ops.expand_dims(from_start(indices, size), axis)
+    axis %= len(classes.shape)
+    every = np.arange(size).reshape([-1 if i == axis else 1 for i in range(len(classes.shape))])
+    return ops.where(classes == ops.convert_to_tensor(every, dtype_of(classes)), values[1], values[0])

@@ -1,4 +1,4 @@
-"""Imports Keras, and TensorFlow before it if that is its backend, without what TensorFlow prints."""
+"""Import of Keras, after a quiet import of TensorFlow if that is its backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Convolutions, pools, and images of other sizes.
-
-Channels come second; on TensorFlow's CPUs they must come last.
-"""
+"""Convolutions, pools and resizing. TensorFlow's CPU kernels need channels last."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ operators = Operators()
 
 
 def on_windows(function, x, amounts, fill=0):
-    """What a function of a tensor and its layout makes of a tensor with something around it."""
+    """Apply a function of a tensor and its layout to a padded tensor."""
     around = [(0, 0), (0, 0), *amounts]
     last = keras.backend.backend() == "tensorflow"
     if last:
@@ -38,7 +35,7 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, pads=No
     count = len(x.shape) - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
     amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
-    if max(strides) > 1 and max(dilations) > 1:  # which TensorFlow does not do at once
+    if max(strides) > 1 and max(dilations) > 1:  # TensorFlow does not take both
         w, dilations = spread_elements(w, dilations), [1] * count
     kernel = ops.transpose(w, (*range(2, count + 2), 1, 0))
 
@@ -69,7 +66,7 @@ def conv_transpose(
 
 
 def spread_elements(x, strides):
-    """Zeros between the elements of the last axes."""
+    """Insert zeros between the elements of the last axes."""
     for axis, stride in enumerate(strides, 2):
         if stride > 1:
             size, rest = x.shape[axis], x.shape[axis + 1 :]
@@ -85,7 +82,7 @@ def spread_elements(x, strides):
 
 
 def place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
-    """Strides, dilations, what the node adds around, and what is added in the end."""
+    """Return strides, dilations, the padding of the node, and the padding with `ceil_mode`."""
     count = len(x.shape) - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
     asked = paddings(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
@@ -94,7 +91,7 @@ def place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides
 
 
 def over_windows(combine, tensors, fills, kernel, strides, dilations, added):
-    """Tensors, the same windows of which are combined, one axis after the other."""
+    """Combine the elements of windows, one axis after the other. All tensors have the same windows."""
     amounts = [(0, 0), (0, 0), *added]
     tensors = [ops.pad(x, amounts, constant_values=fill) for x, fill in zip(tensors, fills, strict=True)]
     for axis in reversed(range(2, len(amounts))):
@@ -109,7 +106,7 @@ def over_windows(combine, tensors, fills, kernel, strides, dilations, added):
 
 
 def larger(first, second):
-    """Whichever is larger, with what belongs to it; the first where they are equal."""
+    """Return the larger elements, and the tensors that belong to them. The first wins a tie."""
     better = second[0] > first[0]
     return [ops.where(better, b, a) for a, b in zip(first, second, strict=True)]
 
@@ -134,8 +131,8 @@ def max_pool(
     if outputs == 1:
         return over_windows(larger, [x], [lowest], kernel_shape, strides, dilations, added)[0]
     order = range(len(x.shape)) if storage_order == 0 else (0, 1, *reversed(range(2, len(x.shape))))
-    places = np.arange(math.prod(x.shape)).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
-    tensors = [x, ops.convert_to_tensor(places, available("int64"))]
+    indices = np.arange(math.prod(x.shape)).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
+    tensors = [x, ops.convert_to_tensor(indices, available("int64"))]
     return tuple(over_windows(larger, tensors, [lowest, 0], kernel_shape, strides, dilations, added))
 
 
@@ -194,10 +191,10 @@ def resize(
     cubic_coeff_a=-0.75, exclude_outside=0, extrapolation_value=0.0, keep_aspect_ratio_policy="stretch",
     mode="nearest", nearest_mode="round_prefer_floor",
 ):  # fmt: skip
-    """A size that is not known stays as it is."""
+    """Resize x. Unknown sizes stay."""
     changes = resized_axes(
         [size or 1 for size in x.shape],
-        *(None if given is None else np.asarray(given) for given in (roi, scales, sizes)),
+        *(None if x is None else np.asarray(x) for x in (roi, scales, sizes)),
         antialias=antialias,
         axes=axes,
         coordinate_transformation_mode=coordinate_transformation_mode,

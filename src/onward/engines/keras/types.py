@@ -1,4 +1,4 @@
-"""Types of tensors, as all of Keras's backends have them."""
+"""Types of tensors on all backends of Keras."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 
 @functools.cache
 def available(dtype):
-    """The type, or the widest that the backend has: JAX has 32 bits, unless it is told otherwise."""
+    """Return the type, or its 32-bit form if the backend has no 64 bits (JAX by default)."""
     is_wide = dtype_of(ops.convert_to_tensor(np.zeros(()))) == "float64"
     return dtype if is_wide else _NARROW.get(dtype, dtype)
 
@@ -31,11 +31,11 @@ def constant(array, dtype):
 
 
 def plain_name(name):
-    """A name that every backend has variables of."""
+    """Return a variable name that every backend accepts."""
     return "".join(sign if sign.isascii() and sign.isalnum() else "_" for sign in name).strip("_") or "variable"
 
 
-# ---- what a model is given -------------------------------------------------------------------------------------------
+# ---- inputs and targets of a model------------------------------------------------------------------------------------
 
 
 def as_single(inputs):
@@ -43,7 +43,7 @@ def as_single(inputs):
 
 
 def fit_target(target, dtype, rank):
-    """A target in the type and rank of the loss: labels may have a last axis of size 1, or lack one."""
+    """Cast a target, and add or remove a last axis of size 1, to fit the loss."""
     target = ops.cast(target, available(dtype))
     if rank is not None and len(target.shape) == rank + 1:
         return ops.squeeze(target, -1)

@@ -1,6 +1,6 @@
-"""The reference: what a training model means, in numpy. Short rather than fast.
+"""The reference implementation in numpy: short rather than fast.
 
-Its derivatives are central differences, for checks; the engine takes those that our rules write.
+Its derivative is central differences, for checks. Training takes gradients from Onward's rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onward.errors import UnknownNameError
 
 
 def _table() -> Operators:
-    """Return the table; shared rows of two families compute narrow floats in float32."""
+    """Return the table. Shared rows of algebra and spatial compute narrow floats in float32."""
     rows = table(__name__, np)
     rows.update({name: in_float32(rows[name]) for name in (*algebra.operators, *spatial.operators)})
     return rows
@@ -55,11 +55,11 @@ class Numpy(Framework):
 
 
 def _differences(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Central differences, one element after the other."""
+    """Return central differences, one element after the other."""
     step = np.cbrt(np.finfo(x.dtype).eps)
     gradient = np.zeros_like(x)
-    for place in np.ndindex(x.shape):
+    for index in np.ndindex(x.shape):
         nudge = np.zeros_like(x)
-        nudge[place] = step * max(1, abs(x[place]))
-        gradient[place] = (function(x + nudge) - function(x - nudge)) / (2 * nudge[place])
+        nudge[index] = step * max(1, abs(x[index]))
+        gradient[index] = (function(x + nudge) - function(x - nudge)) / (2 * nudge[index])
     return gradient

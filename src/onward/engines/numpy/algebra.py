@@ -58,7 +58,7 @@ operators(
 
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
-    """Sorted in any case; of what is equal, the first comes first."""
+    """Return the top k, always sorted. Of equal elements the first comes first."""
     keys = widen(x)
     if largest:
         order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(keys, axis), axis, kind="stable"), axis)

@@ -25,7 +25,7 @@ def div(x, y):
 
 @operators.define("Pow")
 def power(x, y):
-    if x.dtype.kind in "iu" and y.dtype.kind == "i" and (y < 0).any():  # which numpy refuses
+    if x.dtype.kind in "iu" and y.dtype.kind == "i" and (y < 0).any():  # numpy refuses these
         return np.power(x.astype(np.float64), y).astype(x.dtype)
     return np.power(x, y).astype(x.dtype, copy=False)
 
@@ -84,7 +84,7 @@ _SATURATING = frozenset(
 
 
 def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str = "up") -> np.ndarray:
-    """Numbers or text as another type."""
+    """Cast numbers or strings."""
     if dtype == x.dtype:
         return x
     if dtype.kind in "OU":
@@ -111,7 +111,7 @@ def gelu(x, *, approximate):
 
 @in_float32
 def sigmoid(x):
-    small = np.exp(-np.abs(x))  # which cannot overflow
+    small = np.exp(-np.abs(x))  # cannot overflow
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
@@ -148,7 +148,7 @@ operators(
 
 @operators.define("Softmax")
 def softmax(x, *, axis):
-    """In the type of `x` throughout, as the standard's body of it is, on which its own results rest."""
+    """Compute in the type of `x`, as the function body of the standard does."""
     powers = np.exp(x - x.max(axis, keepdims=True))
     return powers / powers.sum(axis, keepdims=True)
 

@@ -17,13 +17,13 @@ operators = Operators()
 
 
 def from_reference(name: str) -> Function:
-    """The function of an operator as `onnx.reference` has it."""
+    """Return the function of an operator in `onnx.reference`."""
 
     def compute(*inputs, outputs, **attributes):
         from onnx.reference.ops import load_op
 
-        given = {key: value for key, value in attributes.items() if value is not None}
-        return load_op("", name).eval(*inputs, n_outputs=outputs, **given)
+        present = {key: value for key, value in attributes.items() if value is not None}
+        return load_op("", name).eval(*inputs, n_outputs=outputs, **present)
 
     compute.asks_for = [*defs.get_schema(name).attributes, "outputs"]  # type: ignore[attr-defined]
     return compute
@@ -33,12 +33,15 @@ def from_reference(name: str) -> Function:
 
 
 def _window(*coefficients):
-    """The row of a sum of cosines; a periodic window is one element longer, and lacks its last."""
+    """Return the operator of a sum of cosines.
+
+    A periodic window has the period `size`, not `size - 1`.
+    """
 
     def window(size, *, output_datatype, periodic):
         count = size.item()
-        turn = 2 * np.pi * np.arange(count) / (count if periodic else count - 1)
-        total = sum(c * np.cos(i * turn) for i, c in enumerate(coefficients))
+        angle = 2 * np.pi * np.arange(count) / (count if periodic else count - 1)
+        total = sum(c * np.cos(i * angle) for i, c in enumerate(coefficients))
         return np.asarray(total).astype(ir.DataType(output_datatype).numpy())
 
     return window
@@ -79,21 +82,21 @@ def label_encoder(
     default_float, default_int64, default_string, default_tensor, keys_floats, keys_int64s, keys_strings, keys_tensor,
     values_floats, values_int64s, values_strings, values_tensor,
 ):  # fmt: skip
-    keys = next(_items(found) for found in (keys_tensor, keys_strings, keys_int64s, keys_floats) if found is not None)
+    keys = next(_items(keys) for keys in (keys_tensor, keys_strings, keys_int64s, keys_floats) if keys is not None)
     choices = [
         (values_tensor, default_tensor, None if values_tensor is None else values_tensor.dtype),
         (values_strings, default_string, np.dtype(object)),
         (values_int64s, default_int64, np.dtype(np.int64)),
         (values_floats, default_float, np.dtype(np.float32)),
     ]
-    values, default, kind = next(choice for choice in choices if choice[0] is not None)
+    values, default, dtype = next(choice for choice in choices if choice[0] is not None)
     default = _items(default)[0] if isinstance(default, np.ndarray) else default
     table = {_key(key): value for key, value in zip(keys, _items(values), strict=True)}
-    return np.array([table.get(_key(key), default) for key in _items(x)], kind).reshape(x.shape)
+    return np.array([table.get(_key(key), default) for key in _items(x)], dtype).reshape(x.shape)
 
 
 def _key(key):
-    """One NaN is not equal to another, but is to be found by it."""
+    """Return a dictionary key. NaN is not equal to itself, but must match."""
     return "nan" if isinstance(key, float) and math.isnan(key) else key
 
 

@@ -1,4 +1,4 @@
-"""Normalization, and random numbers. A node with a seed draws the same numbers each time."""
+"""Normalization and random numbers. A node with a seed always draws the same numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ operators = Operators()
 def batch_normalization(x, scale, bias, mean, var, *, epsilon, momentum, training_mode):
     wide = widen(x)
     old_mean, old_var = widen(mean), widen(var)
-    here_mean, here_var = old_mean, old_var
+    batch_mean, batch_var = old_mean, old_var
     if training_mode:
         axes = (0, *range(2, x.ndim))
-        here_mean, here_var = wide.mean(axes), wide.var(axes)
-    y = (wide - per_channel(here_mean, x)) / np.sqrt(per_channel(here_var, x) + epsilon)
+        batch_mean, batch_var = wide.mean(axes), wide.var(axes)
+    y = (wide - per_channel(batch_mean, x)) / np.sqrt(per_channel(batch_var, x) + epsilon)
     y = (y * per_channel(widen(scale), x) + per_channel(widen(bias), x)).astype(x.dtype)
     if not training_mode:
         return y
-    new_mean = momentum * old_mean + (1 - momentum) * here_mean
-    new_var = momentum * old_var + (1 - momentum) * here_var
+    new_mean = momentum * old_mean + (1 - momentum) * batch_mean
+    new_var = momentum * old_var + (1 - momentum) * batch_var
     return y, new_mean.astype(mean.dtype), new_var.astype(var.dtype)
 
 

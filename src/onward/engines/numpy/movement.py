@@ -7,7 +7,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.engines.numpy.host import from_reference
 from onward.engines.shared.arrays import dtype_of
-from onward.engines.shared.movement import along, cut_for_pad, places_of, unique_elements
+from onward.engines.shared.movement import along, coordinates_of, cut_for_pad, unique_elements
 
 operators = Operators()
 
@@ -41,7 +41,7 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scatter(x, places_of(indices), updates, reduction)
+    return _scatter(x, coordinates_of(indices), updates, reduction)
 
 
 operators(
@@ -55,10 +55,10 @@ operators(
 _REDUCTIONS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
-def _scatter(x, places, updates, reduction):
+def _scatter(x, indices, updates, reduction):
     result = x.copy()
     if reduction == "none":
-        result[places] = updates
+        result[indices] = updates
     else:
-        _REDUCTIONS[reduction].at(result, places, updates)
+        _REDUCTIONS[reduction].at(result, indices, updates)
     return result

@@ -28,10 +28,10 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
 
 
 def _convolve(view, w, group):
-    """The product of windows [N, C, *counts, *kernel] with weights [M, C / group, *kernel]."""
+    """Return the matmul of windows [N, C, *counts, *kernel] and weights [M, C / group, *kernel]."""
     rank = w.ndim - 2
     n, counts = view.shape[0], view.shape[2 : 2 + rank]
-    columns = np.moveaxis(view, range(2, 2 + rank), range(-rank, 0))  # the longest runs last: they are copied fastest
+    columns = np.moveaxis(view, range(2, 2 + rank), range(-rank, 0))  # long runs last, which are copied fastest
     columns = columns.reshape(n, group, math.prod(w.shape[1:]), math.prod(counts))
     y = w.reshape(group, w.shape[0] // group, -1) @ columns
     return y.reshape(n, w.shape[0], *counts)
@@ -48,10 +48,10 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     weights = w.reshape(group, c // group, -1).swapaxes(1, 2)
     values = (weights @ x.reshape(n, group, c // group, -1)).reshape(n, group * w.shape[1], *kernel, *sizes)
     y = np.zeros((*values.shape[:2], *covered), values.dtype)
-    for place in np.ndindex(*kernel):
-        starts = [p * d for p, d in zip(place, dilations, strict=True)]
+    for offset in np.ndindex(*kernel):
+        starts = [p * d for p, d in zip(offset, dilations, strict=True)]
         ends = [b + (n - 1) * s + 1 for b, n, s in zip(starts, sizes, strides, strict=True)]
-        y[(..., *map(slice, starts, ends, strides))] += values[(slice(None), slice(None), *place)]
+        y[(..., *map(slice, starts, ends, strides))] += values[(slice(None), slice(None), *offset)]
     ends = [(-before, m - after) for (before, after), m in zip(cut, more, strict=True)]
     y = np.pad(y, [(0, 0), (0, 0), *((max(before, 0), max(after, 0)) for before, after in ends)])
     return add_bias(y[(..., *(slice(max(-before, 0), min(after, 0) or None) for before, after in ends))], b)

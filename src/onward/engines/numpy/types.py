@@ -1,4 +1,4 @@
-"""Types that numpy itself lacks, and how narrow floats are computed."""
+"""Narrow floats, and the limits of types."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from onward.engines.shared.arrays import is_float
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Whether a type is one of floats of fewer than 32 bits."""
+    """True for floats of fewer than 32 bits."""
     return dtype.itemsize < 4 and is_float(dtype)
 
 
 def lowest(dtype: np.dtype) -> Any:
-    """What is not greater than any number."""
+    """Return the lowest value of a type: -inf for floats."""
     if dtype.kind == "b":
         return False
     return -np.inf if is_float(dtype) else ml_dtypes.iinfo(dtype).min
 
 
 def highest(dtype: np.dtype) -> Any:
-    """What is not less than any number."""
+    """Return the highest value of a type: inf for floats."""
     if dtype.kind == "b":
         return True
     return np.inf if is_float(dtype) else ml_dtypes.iinfo(dtype).max
 
 
 def widen(value: Any) -> Any:
-    """Narrow floats as float32; all else as it is."""
+    """Cast arrays of narrow floats to float32."""
     return value.astype(np.float32) if isinstance(value, np.ndarray) and is_narrow(value.dtype) else value
 
 
 def in_float32(function: Function) -> Function:
-    """A function that computes narrow floats in float32, and rounds once, to the type of its first input."""
+    """Wrap a function to compute narrow floats in float32, and to round results once."""
 
     @functools.wraps(function)
     def compute(x, *others, **attributes):

@@ -1,1 +1,1 @@
-"""What tables have in common: rows that are the same in several frameworks, and what rows are made of."""
+"""Table rows that several frameworks share, and helpers of rows."""

@@ -11,11 +11,12 @@ operators = Operators()
 
 
 def reduction(function):
-    """The row of a function of a tensor, axes (None: all of them), and whether these are kept."""
+    """Return the operator of a function of a tensor, `axis` (None: all) and `keepdims`."""
 
     def reduce(x, axes=None, *, keepdims, noop_with_empty_axes):
-        given = axes is not None and axes.size
-        over = tuple(axes.tolist()) if given else () if noop_with_empty_axes else None
+        over = () if noop_with_empty_axes else None
+        if axes is not None and axes.size:
+            over = tuple(axes.tolist())
         return function(x, axis=over, keepdims=bool(keepdims)).astype(x.dtype)
 
     return reduce
@@ -37,12 +38,12 @@ operators(
 
 
 def root(squares):
-    """The square root; where it is 0 the slope is taken to be 0."""
+    """Return the square root, with the slope 0 at 0."""
     return xp.where(squares == 0, 0, xp.sqrt(xp.where(squares == 0, 1, squares)))
 
 
-def place(function):
-    """The row of a function that finds the first of some elements along an axis."""
+def index_of(function):
+    """Return the operator of a function that returns the first index along an axis."""
 
     def find(x, *, axis, keepdims, select_last_index):
         if select_last_index:
@@ -52,26 +53,26 @@ def place(function):
     return find
 
 
-operators(ArgMax=place(xp.argmax), ArgMin=place(xp.argmin))
+operators(ArgMax=index_of(xp.argmax), ArgMin=index_of(xp.argmin))
 
 
 def running(function, neutral):
-    """The row of a function that goes along an axis, from one end or the other."""
+    """Return the operator of a cumulative function."""
 
     def run(x, axis, *, exclusive, reverse):
         rank = len(x.shape)
         axis = axis.item() % rank
         if exclusive:
-            added, kept = ((0, 1), slice(1, None)) if reverse else ((1, 0), slice(0, -1))
+            added, inside = ((0, 1), slice(1, None)) if reverse else ((1, 0), slice(0, -1))
             padded = xp.pad(x, [added if i == axis else (0, 0) for i in range(rank)], constant_values=neutral)
-            x = padded[tuple(kept if i == axis else slice(None) for i in range(rank))]
+            x = padded[tuple(inside if i == axis else slice(None) for i in range(rank))]
         return function(x, axis, reverse=bool(reverse))
 
     return run
 
 
 def both_ways(function):
-    """A function that goes along an axis from its beginning, for `running`."""
+    """Add `reverse` to a cumulative function."""
 
     def accumulate(x, axis, reverse):
         y = function(xp.flip(x, (axis,)) if reverse else x, axis, dtype=x.dtype)
@@ -88,11 +89,11 @@ operators(CumSum=running(both_ways(xp.cumsum), 0), CumProd=running(both_ways(xp.
 
 @operators.define("DFT")
 def dft(x, length=None, axis=None, *, inverse, onesided):
-    place = (-2 if axis is None else axis.item()) % x.ndim
+    axis_index = (-2 if axis is None else axis.item()) % x.ndim
     count = None if length is None else length.item()
     exact = x.astype(np.promote_types(x.dtype, np.float32))
     values = exact[..., 0] if x.shape[-1] == 1 else exact[..., 0] + 1j * exact[..., 1]
     if inverse and onesided:
-        return xp.fft.irfft(values, count, place)[..., None].astype(x.dtype)
-    y = (xp.fft.ifft if inverse else xp.fft.rfft if onesided else xp.fft.fft)(values, count, place)
+        return xp.fft.irfft(values, count, axis_index)[..., None].astype(x.dtype)
+    y = (xp.fft.ifft if inverse else xp.fft.rfft if onesided else xp.fft.fft)(values, count, axis_index)
     return xp.stack([y.real, y.imag], -1).astype(x.dtype)

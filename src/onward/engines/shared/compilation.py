@@ -1,4 +1,4 @@
-"""Steps that are compiled as a whole, and products with fewer bits."""
+"""Compiled steps, and matmuls in fewer bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Report = Callable[[str], None]
 
 
 class Compiled:
-    """A step that is compiled when it is first called with a batch of some shapes, or executed as it is if it must."""
+    """A step that is compiled at the first call per set of batch shapes, if possible."""
 
     def __init__(self, framework: Framework, step: Function, compiled: Function, report: Report | None):
         self._framework = framework
@@ -47,44 +47,44 @@ class Compiled:
             return self(state, constants, batch)
 
 
-# ---- products with fewer bits, for frameworks that have no switch for it ---------------------------------------------
+# ---- matmuls in fewer bits, for frameworks without autocast ----------------------------------------------------------
 
 _PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "onward.Linear")
-"""What is computed in the chosen precision: products, where time goes."""
+"""Operators in the chosen precision: they take most of the time."""
 _EXACT = (
     "Exp", "Log", "Pow", "Softmax", "LogSoftmax", "CumSum", "CumProd", "SoftmaxCrossEntropyLoss",
     "NegativeLogLikelihoodLoss", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
     "ReduceLogSumExp", "ReduceSumSquare",
 )  # fmt: skip
-"""What needs all bits, of what may be given the result of a product."""
+"""Operators that compute in float32, even on results of `_PRODUCTS`."""
 
 _FULL = "float32"
 
 Cast = Callable[[Any, Any, Any], Any]
-"""`(tensors, old, new)`: those that have the type `old`, in any nesting, as `new`."""
+"""`(tensors, old, new)`: cast nested tensors of the type `old` to `new`."""
 
 
 def with_products_in(
     precision: str, operators: Operators, types: Mapping[str, Any], cast: Cast, *, promotes: bool
 ) -> Operators:
-    """The table with products in a precision, by the names of types.
+    """Return the table with matmuls in a precision.
 
-    In a framework that promotes, operators take tensors of two types and compute in the wider: there results of
-    products stay as they are, until an operator needs more. Elsewhere they are float32 again.
+    If the framework `promotes` operands of two types to the wider one, results keep the narrow type
+    until an operator needs float32. Else they are cast back to float32 at once.
     """
     if precision not in types:
         raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(types)}")
     if precision == _FULL:
         return operators
     few, full = types[precision], types[_FULL]
-    made = Operators(operators)
+    result = Operators(operators)
     for name in _PRODUCTS:
         if name in operators:
             after = (lambda results: results) if promotes else lambda results: cast(results, few, full)
-            made[name] = _between(operators[name], lambda inputs: cast(inputs, full, few), after)
+            result[name] = _between(operators[name], lambda inputs: cast(inputs, full, few), after)
     if promotes:
-        made.update({name: _between(operators[name], lambda inputs: cast(inputs, few, full)) for name in _EXACT})
-    return made
+        result.update({name: _between(operators[name], lambda inputs: cast(inputs, few, full)) for name in _EXACT})
+    return result
 
 
 def _between(

@@ -74,7 +74,7 @@ operators(
 
 
 def code_powers_of_two(x, saturate, round_mode):
-    """The bytes of numbers of the type that has nothing but an exponent, from 2**-127 to 2**127, and NaN."""
+    """Encode numbers as float8_e8m0fnu: only an exponent, from 2**-127 to 2**127, and NaN."""
     mantissa, exponent = xp.frexp(xp.abs(x.astype(np.float32)))  # in [0.5, 1), so that 0.5 is a power of two
     up = {"up": mantissa > 0.5, "down": False, "nearest": mantissa >= 0.75}[round_mode]
     exponent = xp.where(up, exponent, exponent - 1) + 127
@@ -87,7 +87,7 @@ def code_powers_of_two(x, saturate, round_mode):
 
 
 def broadcast_parameter(parameter, x, axis, block_size):
-    """A scale or zero point in a shape that broadcasts with x: one number, one per index of an axis, or per block."""
+    """Reshape a scale or zero point (scalar, per axis index or per block) to broadcast with x."""
     if math.prod(parameter.shape) == 1:
         return xp.reshape(parameter, ())
     if block_size:
@@ -97,7 +97,7 @@ def broadcast_parameter(parameter, x, axis, block_size):
 
 
 def quantization(convert):
-    """The row of QuantizeLinear, with a function that casts, and saturates or not."""
+    """Return QuantizeLinear with a function that casts, with or without saturation."""
 
     def quantize(x, scale, zero=None, *, axis, block_size, output_dtype, precision, saturate):
         exact = dtype_of(precision) if precision else scale.dtype

@@ -1,4 +1,4 @@
-"""Operators that move elements, and that choose elements by index."""
+"""Operators that move elements, or choose elements by index."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def split(x, sizes=None, *, axis, num_outputs=None, outputs):
 def slices(x, starts, ends, axes=None, steps=None):
     axes = range(len(starts)) if axes is None else axes.tolist()
     steps = [1] * len(starts) if steps is None else steps.tolist()
-    kept, backwards = [slice(None)] * len(x.shape), []
+    chosen, backwards = [slice(None)] * len(x.shape), []
     for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
-        places = range(*slice(start, end, step).indices(x.shape[axis]))
+        indices = range(*slice(start, end, step).indices(x.shape[axis]))
         if step < 0:
-            places = places[::-1]
+            indices = indices[::-1]
             backwards.append(axis)
-        kept[axis] = slice(places.start, places.stop, places.step) if places else slice(0, 0)
-    return xp.flip(x[tuple(kept)], tuple(backwards)) if backwards else x[tuple(kept)]
+        chosen[axis] = slice(indices.start, indices.stop, indices.step) if indices else slice(0, 0)
+    return xp.flip(x[tuple(chosen)], tuple(backwards)) if backwards else x[tuple(chosen)]
 
 
 operators(
@@ -73,7 +73,7 @@ operators(
 
 
 def cut_for_pad(x, pads, axes):
-    """A tensor without what negative padding takes away, and how much is added before and after each axis."""
+    """Crop a tensor by negative padding. Return it and the (before, after) padding per axis."""
     amounts = [(0, 0)] * len(x.shape)
     count = len(pads) // 2
     for i, axis in enumerate(range(count) if axes is None else axes.tolist()):
@@ -110,9 +110,9 @@ def split_to_sequence(x, sizes=None, *, axis, keepdims):
     total = x.shape[axis]
     if sizes is not None and sizes.ndim:
         return list(xp.split(x, np.cumsum(sizes)[:-1].tolist(), axis))
-    each = 1 if sizes is None else sizes.item()
-    parts = xp.split(x, list(range(each, total, each)), axis)
-    return [xp.squeeze(part, axis) for part in parts] if sizes is None and not keepdims else list(parts)
+    size = 1 if sizes is None else sizes.item()
+    tensors = xp.split(x, list(range(size, total, size)), axis)
+    return [xp.squeeze(tensor, axis) for tensor in tensors] if sizes is None and not keepdims else list(tensors)
 
 
 # ---- indexing: negative positions count from the end -----------------------------------------------------------------
@@ -123,23 +123,21 @@ def wrap_indices(indices, size):
 
 
 def short(indices, size):
-    """In 32 bits where these suffice: a compiled caller whose JAX has no others can then take them, too."""
+    """Cast indices to 32 bits if they suffice, for compiled callers whose JAX has no 64 bits."""
     return indices.astype(np.int32) if size < 2**31 else indices
 
 
 def along(indices, axis):
-    """The places of all elements of `indices`, which say where along one axis."""
-    places = list(np.ix_(*map(np.arange, indices.shape)))
-    places[axis] = indices
-    return tuple(places)
+    """Return the full coordinates of `indices` along one axis, for all their elements."""
+    coordinates = list(np.ix_(*map(np.arange, indices.shape)))
+    coordinates[axis] = indices
+    return tuple(coordinates)
 
 
-def places_of(indices, batch_dims=0):
-    """Index tuples along the last axis, as one array per axis; the first axes go along with those of the result."""
+def coordinates_of(indices, batch_dims=0):
+    """Return index tuples along the last axis as one array per axis, batch axes first."""
     free = indices.ndim - 1 - batch_dims
-    batch = (
-        places.reshape(*places.shape, *[1] * free) for places in np.ix_(*map(np.arange, indices.shape[:batch_dims]))
-    )
+    batch = (rows.reshape(*rows.shape, *[1] * free) for rows in np.ix_(*map(np.arange, indices.shape[:batch_dims])))
     return (*batch, *xp.moveaxis(indices, -1, 0))
 
 
@@ -150,14 +148,14 @@ def gather_elements(x, indices, *, axis):
 
 @operators.define("GatherND")
 def gather_nd(x, indices, *, batch_dims):
-    return x[places_of(short(indices, max(x.shape)), batch_dims)]
+    return x[coordinates_of(short(indices, max(x.shape)), batch_dims)]
 
 
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis):
     size = int(depth.item())
-    places = xp.expand_dims(xp.where(indices < 0, indices + size, indices), axis)
-    hot = places == place_along(np.arange(size).astype(places.dtype), axis, places.ndim)
+    classes = xp.expand_dims(xp.where(indices < 0, indices + size, indices), axis)
+    hot = classes == place_along(np.arange(size).astype(classes.dtype), axis, classes.ndim)
     return xp.where(hot, values[1], values[0])
 
 

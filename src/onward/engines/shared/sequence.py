@@ -1,4 +1,4 @@
-"""Sequences are lists, and an optional that is empty is None."""
+"""Sequences and optionals. A sequence is a list, and an empty optional is None."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ operators(
 
 @operators.define("SequenceInsert")
 def sequence_insert(sequence, item, position=None):
-    place = len(sequence) if position is None else position.item()
-    return [*sequence[:place], item, *sequence[place:]]
+    index = len(sequence) if position is None else position.item()
+    return [*sequence[:index], item, *sequence[index:]]
 
 
 @operators.define("SequenceErase")
 def sequence_erase(sequence, position=None):
-    place = -1 if position is None else position.item()
-    return [item for i, item in enumerate(sequence) if i != place % len(sequence)]
+    index = -1 if position is None else position.item()
+    return [item for i, item in enumerate(sequence) if i != index % len(sequence)]
 
 
 operators(

@@ -1,6 +1,6 @@
-"""Pools, and values between the elements of a grid.
+"""Pools and resizing.
 
-A pool combines slices of whole tensors, one axis after the other: XLA makes one loop of them.
+A pool combines slices of full tensors, one axis after the other, which XLA fuses to one loop.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ operators = Operators()
 
 
 class Windows(NamedTuple):
-    """How windows slide over an image, per axis."""
+    """Parameters of sliding windows, per axis."""
 
     kernel: list[int]
     strides: list[int]
     dilations: list[int]
     asked: list[Pair]
-    """What the node adds around the image."""
+    """Padding of the node."""
     added: list[Pair]
-    """What is added in the end, for windows that are not full."""
+    """Padding with `ceil_mode`, for windows that are not full."""
 
 
 def place_windows(x, kernel, auto_pad, ceil_mode, dilations, pads, strides):
@@ -38,30 +38,30 @@ def place_windows(x, kernel, auto_pad, ceil_mode, dilations, pads, strides):
 
 
 def combine_windows(combine, tensors, fills, windows):
-    """Tensors, the same windows of which are combined."""
+    """Combine the elements of windows. All tensors have the same windows."""
     widths = [(0, 0), (0, 0), *windows.added]
     tensors = [xp.pad(x, widths, constant_values=fill) for x, fill in zip(tensors, fills, strict=True)]
     for i, (length, stride, dilation) in reversed(list(enumerate(zip(*windows[:3], strict=True)))):
         last = (tensors[0].shape[2 + i] - reach(length, dilation)) // stride * stride
         starts = range(0, length * dilation, dilation)
-        places = ((slice(None),) * (2 + i) + (slice(start, start + last + 1, stride),) for start in starts)
-        tensors = functools.reduce(combine, ([x[place] for x in tensors] for place in places))
+        slices = ((slice(None),) * (2 + i) + (slice(start, start + last + 1, stride),) for start in starts)
+        tensors = functools.reduce(combine, ([x[index] for x in tensors] for index in slices))
     return tensors
 
 
 def _larger(first, second):
-    """Whichever is larger, with what belongs to it; the first where they are equal."""
+    """Return the larger elements, and the tensors that belong to them. The first wins a tie."""
     better = (second[0] > first[0]) | (second[0] != second[0])
     return [xp.where(better, b, a) for a, b in zip(first, second, strict=True)]
 
 
 def find_largest(x, windows, lowest, storage_order, outputs):
-    """The largest elements of windows, and where on the whole tensor, laid out flat, they are."""
+    """Return the maxima of windows, and their flat indices in the tensor."""
     if outputs == 1:
         return combine_windows(_larger, [x], [lowest], windows)[0]
     order = list(range(len(x.shape))) if storage_order == 0 else [0, 1, *reversed(range(2, len(x.shape)))]
-    places = np.arange(math.prod(x.shape)).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
-    return tuple(combine_windows(_larger, [x, places], [lowest, 0], windows))
+    indices = np.arange(math.prod(x.shape)).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
+    return tuple(combine_windows(_larger, [x, indices], [lowest, 0], windows))
 
 
 def sum_windows(x, windows):
@@ -69,7 +69,7 @@ def sum_windows(x, windows):
 
 
 def count_elements(x, windows, count_include_pad):
-    """How many elements of each window count."""
+    """Return the number of elements of each window."""
     counted = windows.asked if count_include_pad else [(0, 0)] * len(windows.asked)
     return functools.reduce(np.multiply.outer, map(counts, x.shape[2:], windows.added, counted, *windows[:3]))
 
@@ -94,7 +94,7 @@ def lp_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, p, pads=Non
 
 
 def root(x, p):
-    """The derivative at 0 is 0."""
+    """Return the p-th root, with the derivative 0 at 0."""
     return xp.where(x == 0, x, xp.where(x == 0, xp.ones_like(x), x) ** (1 / p))
 
 
@@ -117,9 +117,9 @@ class ResizedAxis(NamedTuple):
     matrix: np.ndarray
     """[size after, size before]"""
     outside: np.ndarray
-    """Which elements lie outside of the image, and are extrapolated."""
+    """True for elements outside of the image, which are extrapolated."""
     picks: bool
-    """Whether each element is one of those before."""
+    """True if each element is one of the old elements."""
 
 
 def resized_axes(
@@ -137,7 +137,7 @@ def resized_axes(
     mode: str,
     nearest_mode: str,
 ) -> list[ResizedAxis]:
-    """What a Resize with these inputs and attributes does to an image of a shape, axis by axis; others stay."""
+    """Return the changes of a Resize with these inputs and attributes, for each changed axis."""
     chosen = list(range(len(shape))) if axes is None else [axis % len(shape) for axis in axes]
     before = [shape[axis] for axis in chosen]
     if sizes is not None and sizes.size:
@@ -152,13 +152,13 @@ def resized_axes(
     for axis, n, factor, count, region in zip(chosen, before, factors, after, regions, strict=True):
         if factor == 1 and n == count and not crops:
             continue
-        places = _places(coordinate_transformation_mode, n, count, factor, region)
+        positions = _positions(coordinate_transformation_mode, n, count, factor, region)
         if mode == "nearest":
-            matrix = _pick(places, n, nearest_mode)
+            matrix = _pick(positions, n, nearest_mode)
         else:
             stretch = min(factor, 1.0) if antialias else 1.0
-            matrix = _weigh_neighbours(places, n, mode, cubic_coeff_a, stretch, bool(exclude_outside))
-        outside = (places < 0) | (places > n - 1) if crops else np.zeros(count, bool)
+            matrix = _weigh_neighbors(positions, n, mode, cubic_coeff_a, stretch, bool(exclude_outside))
+        outside = (positions < 0) | (positions > n - 1) if crops else np.zeros(count, bool)
         results.append(ResizedAxis(axis, matrix, outside, mode == "nearest"))
     return results
 
@@ -170,7 +170,7 @@ ATTRIBUTES = (
 
 
 def as_resize(function: Callable[..., Any], shape_of: Callable[[Any], Sequence[int]] = lambda x: x.shape) -> Any:
-    """The row of a table, of a function of the image, what is done along its axes, and two attributes."""
+    """Return Resize for a function of the image, its changed axes, and two attributes."""
 
     def resize(x, roi=None, scales=None, sizes=None, *, mode, extrapolation_value, axes=None, **others):
         along = resized_axes(shape_of(x), roi, scales, sizes, mode=mode, axes=axes, **others)
@@ -188,14 +188,14 @@ def _by_sizes(before: list[int], sizes: list[int], policy: str) -> tuple[list[fl
     return [factor] * len(before), [math.floor(n * factor + 0.5) for n in before]
 
 
-def _places(mode: str, n: int, count: int, factor: float, region: Sequence[float]) -> np.ndarray:
-    """Where the elements of the result are on the image."""
+def _positions(mode: str, n: int, count: int, factor: float, region: Sequence[float]) -> np.ndarray:
+    """Return the positions of the new elements in the old image."""
     x = np.arange(count, dtype=np.float64)
     start, end = region
     match mode:
         case "half_pixel":
             return (x + 0.5) / factor - 0.5
-        case "half_pixel_symmetric":  # the centre stays where it is, although sizes are whole numbers
+        case "half_pixel_symmetric":  # keeps the center, although sizes are integers
             return n / 2 * (1 - count / (factor * n)) + (x + 0.5) / factor - 0.5
         case "pytorch_half_pixel":
             return (x + 0.5) / factor - 0.5 if count > 1 else x * 0
@@ -209,36 +209,36 @@ def _places(mode: str, n: int, count: int, factor: float, region: Sequence[float
     return x / factor  # asymmetric
 
 
-def _pick(places: np.ndarray, n: int, rounding: str) -> np.ndarray:
+def _pick(positions: np.ndarray, n: int, rounding: str) -> np.ndarray:
     roundings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "round_prefer_floor": lambda x: np.ceil(x - 0.5),
         "round_prefer_ceil": lambda x: np.floor(x + 0.5),
         "floor": np.floor,
         "ceil": np.ceil,
     }
-    return np.eye(n)[np.clip(roundings[rounding](places), 0, n - 1).astype(int)]
+    return np.eye(n)[np.clip(roundings[rounding](positions), 0, n - 1).astype(int)]
 
 
-def _weigh_neighbours(
-    places: np.ndarray, n: int, mode: str, a: float, stretch: float, exclude_outside: bool
+def _weigh_neighbors(
+    positions: np.ndarray, n: int, mode: str, a: float, stretch: float, exclude_outside: bool
 ) -> np.ndarray:
-    """Weights of the neighbours of each place. What is outside counts as the border, or is left out."""
+    """Return the weights of the neighbors of positions. Outside, the border counts, or nothing."""
     reach = math.ceil((1 if mode == "linear" else 2) / stretch)
-    first = np.floor(places).astype(int)[:, None]
-    neighbours = first + np.arange(1 - reach, 1 + reach)
-    distance = np.abs(neighbours - places[:, None]) * stretch
+    first = np.floor(positions).astype(int)[:, None]
+    neighbors = first + np.arange(1 - reach, 1 + reach)
+    distance = np.abs(neighbors - positions[:, None]) * stretch
     weights = np.maximum(1 - distance, 0) if mode == "linear" else _cubic(distance, a)
     if exclude_outside:
-        weights = np.where((neighbours >= 0) & (neighbours < n), weights, 0)
+        weights = np.where((neighbors >= 0) & (neighbors < n), weights, 0)
     if exclude_outside or stretch < 1:
         weights = weights / weights.sum(1, keepdims=True)
-    matrix = np.zeros((len(places), n))
-    np.add.at(matrix, (np.arange(len(places))[:, None], np.clip(neighbours, 0, n - 1)), weights)
+    matrix = np.zeros((len(positions), n))
+    np.add.at(matrix, (np.arange(len(positions))[:, None], np.clip(neighbors, 0, n - 1)), weights)
     return matrix
 
 
 def _cubic(x: np.ndarray, a: float) -> np.ndarray:
-    """The piecewise cubic kernel of Keys, of distances."""
+    """Return the piecewise cubic kernel of Keys at distances x."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0))
@@ -258,7 +258,7 @@ def resize(x, along, extrapolation_value, mode):
 
 
 def _combine(x, matrix, axis):
-    """New elements along an axis, each a weighted sum of the old ones."""
+    """Return new elements along an axis, as weighted sums of the old ones."""
     exact = np.promote_types(x.dtype, np.float32)
     y = xp.moveaxis(xp.tensordot(x.astype(exact), matrix.astype(exact), (axis, 1)), -1, axis)
     return y.astype(x.dtype) if is_float(x.dtype) else xp.rint(y).astype(x.dtype)

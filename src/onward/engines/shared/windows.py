@@ -1,4 +1,4 @@
-"""Where the windows of convolutions and pools lie. Numbers are per spatial axis."""
+"""Padding and windows of convolutions and pools. Numbers are per spatial axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 
 
 def paddings(auto_pad: str, pads: Ints | None, sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints) -> list[Pair]:
-    """How much is added before and after each axis."""
+    """Return the (before, after) padding per axis."""
     count = len(sizes)
     if auto_pad in ("NOTSET", "VALID"):
         pads = pads if pads and auto_pad == "NOTSET" else [0] * 2 * count
@@ -29,14 +29,14 @@ def cut_off(
     auto_pad: str, pads: Ints | None, sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints, more: Ints,
     output_shape: Ints | None,
 ) -> list[Pair]:  # fmt: skip
-    """How much is left out before and after each axis of a transposed convolution, to which `more` was added."""
+    """Return the (before, after) cropping per axis of a transposed convolution."""
     if not output_shape and auto_pad.startswith("SAME"):
         output_shape = [size * stride for size, stride in zip(sizes, strides, strict=True)]
     if not output_shape:
         return paddings(auto_pad, pads, sizes, kernel, strides, dilations)
     reaches = map(reach, kernel, dilations)
-    whole = [(n - 1) * s + covered + m for n, s, covered, m in zip(sizes, strides, reaches, more, strict=True)]
-    totals = [size - wanted for size, wanted in zip(whole, output_shape[-len(sizes) :], strict=True)]
+    full = [(n - 1) * s + covered + m for n, s, covered, m in zip(sizes, strides, reaches, more, strict=True)]
+    totals = [size - target for size, target in zip(full, output_shape[-len(sizes) :], strict=True)]
     return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
 
 
@@ -46,12 +46,12 @@ def halves(total: int, *, larger_last: bool) -> Pair:
 
 
 def reach(length: int, dilation: int) -> int:
-    """How many elements a window covers."""
+    """Return the extent of a window in elements."""
     return (length - 1) * dilation + 1
 
 
 def with_ceiling(amounts: Sequence[Pair], sizes: Ints, kernel: Ints, strides: Ints, dilations: Ints) -> list[Pair]:
-    """More at the end, so that windows that are not full count; none that starts in what is added there."""
+    """Return padding for `ceil_mode`: more at the end, unless a window would start in the padding."""
     more = []
     for (before, after), size, length, stride, dilation in zip(amounts, sizes, kernel, strides, dilations, strict=True):
         covered = reach(length, dilation)
@@ -62,7 +62,7 @@ def with_ceiling(amounts: Sequence[Pair], sizes: Ints, kernel: Ints, strides: In
 
 
 def counts(size: int, amount: Pair, counted: Pair, length: int, stride: int, dilation: int) -> np.ndarray:
-    """How many elements each window along an axis has, with as many of those that are added as `counted`."""
+    """Return the number of elements of each window along an axis, with the `counted` padding."""
     before, after = amount
     inside = np.zeros(before + size + after, np.int64)
     inside[before - counted[0] : before + size + counted[1]] = 1

@@ -20,7 +20,7 @@ _PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.flo
 
 
 _DLPACK_CPU = 1
-"""The number of the device in the protocol by which frameworks exchange tensors."""
+"""DLPack device type of the CPU."""
 
 
 class TensorFlow(Framework):
@@ -37,7 +37,7 @@ class TensorFlow(Framework):
         deterministic: bool = False,
         on_compile: Report | None = None,
     ):
-        """`deterministic` holds for all of TensorFlow in this process, and cannot be taken back."""
+        """Create the framework. `deterministic` cannot be undone in this process."""
         self.check_device(device, "TensorFlow")
         self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast, promotes=False)
         self._device = f"/{_DEVICES[device]}:0"
@@ -47,7 +47,7 @@ class TensorFlow(Framework):
 
     @classmethod
     def devices(cls) -> list[str]:
-        return [name for name, kind in _DEVICES.items() if tf.config.list_physical_devices(kind)]
+        return [name for name, type_ in _DEVICES.items() if tf.config.list_physical_devices(type_)]
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return tf.device(self._device)
@@ -63,7 +63,7 @@ class TensorFlow(Framework):
         return to_numpy(tensor)
 
     def adopt(self, value: Any) -> Any:
-        """Always a copy: TensorFlow ends the process where memory is not aligned as its own is."""
+        """Return a copy: TensorFlow aborts the process if memory is not aligned as it requires."""
         if isinstance(value, np.ndarray | tf.Tensor):
             return super().adopt(value)
         if value.__dlpack_device__()[0] == _DLPACK_CPU:
@@ -77,9 +77,9 @@ class TensorFlow(Framework):
         def run(state: Any, constants: Any, batch: Any) -> Any:
             try:
                 return graph(state, constants, batch)
-            except tf.errors.InvalidArgumentError as error:  # an index that is out of range, a label
-                said = error.message.rpartition("\n\n")[2].partition("\n")[0]
-                raise DataError(f"tensorflow fails: {said}", hint="`compile=False` tells in which node") from error
+            except tf.errors.InvalidArgumentError as error:  # such as an index or label out of range
+                reason = error.message.rpartition("\n\n")[2].partition("\n")[0]
+                raise DataError(f"tensorflow fails: {reason}", hint="`compile=False` names the node") from error
 
         return Compiled(self, function, run, self._on_compile)
 
@@ -87,13 +87,13 @@ class TensorFlow(Framework):
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
         with tf.GradientTape() as tape:
-            variables = [tf.identity(x) for x in xs]  # others may read the same tensor under another name
+            variables = [tf.identity(x) for x in xs]  # other nodes may read the same tensor
             tape.watch(variables)
             y, more = function(variables)
 
         def gradients() -> list[tf.Tensor]:
-            found = tape.gradient(y, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-            return [tf.convert_to_tensor(gradient) for gradient in found]  # those of Gather are sparse
+            results = tape.gradient(y, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return [tf.convert_to_tensor(gradient) for gradient in results]  # gradients of Gather are sparse
 
         return y, more, gradients
 

@@ -16,12 +16,12 @@ _INTEGERS = SMALL | UNSIGNED
 
 @operators.define("MatMul")
 def matmul(a, b):
-    """A vector is a row on the left side, a column on the right."""
+    """Return the matmul. A vector is a row on the left, and a column on the right."""
     left = a[None] if a.shape.rank == 1 else a
     right = b[:, None] if b.shape.rank == 1 else b
     product = compute_as(tf.matmul, _INTEGERS)(left, right)
-    gone = [axis for axis, x in ((-2, a), (-1, b)) if x.shape.rank == 1]
-    return tf.squeeze(product, gone) if gone else product
+    removed = [axis for axis, x in ((-2, a), (-1, b)) if x.shape.rank == 1]
+    return tf.squeeze(product, removed) if removed else product
 
 
 @operators.define("Gemm")
@@ -43,7 +43,7 @@ operators(
 
 
 def _reduction(reduce):
-    """A reduction over the axes that a node names: all if it names none, unless that is to change nothing."""
+    """Return the operator of a function of a tensor, axes (None: all) and `keepdims`."""
 
     def reduced(x, axes=None, *, keepdims, noop_with_empty_axes):
         if axes is not None and axes.size:
@@ -54,29 +54,29 @@ def _reduction(reduce):
 
 
 def _product(x, axes, keepdims):
-    """Halves times halves. TensorFlow's own has a second derivative that is wrong at zeros."""
+    """Multiply halves with halves: the second derivative of `tf.reduce_prod` is wrong at zeros."""
     if not x.dtype.is_floating:
         return tf.reduce_prod(x, axes, keepdims)
     rank = x.shape.rank
-    gone = list(range(rank)) if axes is None else [axis % rank for axis in axes]
-    kept = [axis for axis in range(rank) if axis not in gone]
-    lines = tf.reshape(tf.transpose(x, [*kept, *gone]), [*(x.shape[axis] for axis in kept), -1])
+    over = list(range(rank)) if axes is None else [axis % rank for axis in axes]
+    rest = [axis for axis in range(rank) if axis not in over]
+    lines = tf.reshape(tf.transpose(x, [*rest, *over]), [*(x.shape[axis] for axis in rest), -1])
     while (size := lines.shape[-1]) > 1:
         middle = size // 2
         product = lines[..., :middle] * lines[..., middle : 2 * middle]
         lines = tf.concat([product, lines[..., 2 * middle :]], -1) if size % 2 else product
-    shape = [1 if axis in gone else x.shape[axis] for axis in range(rank) if keepdims or axis not in gone]
+    shape = [1 if axis in over else x.shape[axis] for axis in range(rank) if keepdims or axis not in over]
     return tf.reshape(lines, shape) if size else tf.ones(shape, x.dtype)
 
 
 def _log_sum_exp(x, axes, keepdims):
-    """The derivative where all is -inf is 0."""
+    """Return log-sum-exp, with the derivative 0 if all elements are -inf."""
     largest = tf.stop_gradient(tf.reduce_max(x, axes, keepdims=True))
     largest = tf.where(tf.math.is_inf(largest), scalar(0, x), largest)
     total = tf.reduce_sum(tf.exp(x - largest), axes, keepdims)
     zero = total == 0
     logarithm = tf.where(zero, scalar(-math.inf, x), tf.math.log(tf.where(zero, scalar(1, x), total)))
-    return logarithm + tf.reshape(largest, tf.shape(total))  # whose sizes may be open
+    return logarithm + tf.reshape(largest, tf.shape(total))  # sizes may be unknown
 
 
 def _of_truth_values(reduce, logical):
@@ -84,7 +84,7 @@ def _of_truth_values(reduce, logical):
 
 
 def _length(x, axes, keepdims):
-    """The derivative at the zero vector is 0."""
+    """Return the 2-norm, with the derivative 0 at the zero vector."""
     total = tf.reduce_sum(x * x, axes, keepdims)
     if not x.dtype.is_floating:
         return tf.cast(tf.sqrt(tf.cast(total, tf.float64)), x.dtype)
@@ -93,7 +93,7 @@ def _length(x, axes, keepdims):
 
 
 def _in_floats(function):
-    """What ends in a logarithm; of integers its whole part."""
+    """Compute integers in float64, and truncate the result."""
 
     def compute(x, axes, keepdims):
         if x.dtype.is_floating:
@@ -122,34 +122,34 @@ operators(CumSum=lambda x, axis, *, exclusive, reverse: tf.cumsum(x, axis.item()
 
 @operators.define("CumProd")
 def cumulative_product(x, axis, *, exclusive, reverse):
-    """The product of ever longer pieces. TensorFlow's own has a derivative that is wrong at zeros."""
-    place = axis.item() % x.shape.rank
-    y = tf.reverse(x, [place]) if reverse else x
-    y = _shift_along(y, 1, place) if exclusive else y
+    """Double the factors in each round: `tf.math.cumprod` has a wrong derivative at zeros."""
+    axis = axis.item() % x.shape.rank
+    y = tf.reverse(x, [axis]) if reverse else x
+    y = _shift_along(y, 1, axis) if exclusive else y
     step = 1
-    while step < x.shape[place]:
-        y, step = y * _shift_along(y, step, place), 2 * step
-    return tf.reverse(y, [place]) if reverse else y
+    while step < x.shape[axis]:
+        y, step = y * _shift_along(y, step, axis), 2 * step
+    return tf.reverse(y, [axis]) if reverse else y
 
 
 def _shift_along(x, step, axis):
-    """Further along an axis, with ones at its beginning."""
+    """Shift elements along an axis, and fill in ones."""
     size = x.shape[axis]
-    kept = tf.gather(x, range(max(size - step, 0)), axis=axis)
-    return tf.pad(kept, [(min(step, size) * (i == axis), 0) for i in range(x.shape.rank)], constant_values=1)
+    rest = tf.gather(x, range(max(size - step, 0)), axis=axis)
+    return tf.pad(rest, [(min(step, size) * (i == axis), 0) for i in range(x.shape.rank)], constant_values=1)
 
 
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
-    """Of elements that tie the one with the lower index comes first."""
+    """Return the top k. Of equal elements the first comes first."""
     last = _swap_with_last(x, axis)
     order = last if largest else (tf.bitwise.invert(last) if last.dtype.is_integer else -last)
-    places = tf.math.top_k(order, k.item(), bool(sorted), index_type=tf.int64).indices
-    return tuple(_swap_with_last(y, axis) for y in (tf.gather(last, places, batch_dims=x.shape.rank - 1), places))
+    indices = tf.math.top_k(order, k.item(), bool(sorted), index_type=tf.int64).indices
+    return tuple(_swap_with_last(y, axis) for y in (tf.gather(last, indices, batch_dims=x.shape.rank - 1), indices))
 
 
 def _swap_with_last(x, axis):
-    """With `axis` and the last axis in each other's place."""
+    """Swap an axis with the last axis."""
     order = list(range(x.shape.rank))
     order[axis], order[-1] = order[-1], order[axis]
     return tf.transpose(x, order)
@@ -160,10 +160,10 @@ def _swap_with_last(x, axis):
 
 @operators.define("DFT")
 def dft(x, length=None, axis=None, *, inverse, onesided):
-    """Complex numbers are pairs in the last axis. A one-sided inverse transform gives real ones."""
-    place = (-2 if axis is None else axis.item()) % x.shape.rank
+    """Return the DFT. The last axis is (real, imaginary). A one-sided inverse transform is real."""
+    axis = (-2 if axis is None else axis.item()) % x.shape.rank
     order = list(range(x.shape.rank - 1))
-    order[place], order[-1] = order[-1], order[place]
+    order[axis], order[-1] = order[-1], order[axis]
     lines = tf.transpose(_complex(wide(x)), order)
     real = bool(inverse and onesided)
     size = length.item() if length is not None else 2 * (lines.shape[-1] - 1) if real else lines.shape[-1]
@@ -178,7 +178,7 @@ def dft(x, length=None, axis=None, *, inverse, onesided):
 
 
 def _with_length(x, size):
-    """With zeros behind the end, or cut there."""
+    """Pad the end with zeros, or cut it."""
     missing = [(0, 0)] * (x.shape.rank - 1) + [(0, max(size - x.shape[-1], 0))]
     return tf.pad(x[..., :size], missing)
 

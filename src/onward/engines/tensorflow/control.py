@@ -1,8 +1,6 @@
-"""Control flow: by Python's own where it is known which way it goes, and as part of the graph where
-it is traced.
+"""Control flow: in Python if the conditions are known, else in the traced graph.
 
-What is short is unrolled when it is traced: that is faster, and shapes may differ from one
-iteration to the next.
+Short loops are unrolled during tracing: that is faster, and shapes may differ between iterations.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from onward.engines.shared import control
 operators = Operators()
 
 UNROLLED = 64
-"""Iterations up to which a loop is unrolled."""
+"""Limit of iterations of an unrolled loop."""
 
 
 def _place(framework: Framework, values: Any) -> tuple[Any, ...]:
@@ -31,12 +29,12 @@ def branch(condition, *, then_branch, else_branch, framework):
         return control.branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
     results = []
 
-    def way(body):
+    def run(body):
         results.append(_place(framework, body()))
         return tf.nest.flatten(results[-1])
 
-    chosen = tf.cond(tf.reshape(condition, []), lambda: way(then_branch), lambda: way(else_branch))
-    return tf.nest.pack_sequence_as(results[0], tf.nest.flatten(chosen))  # in which a sequence is one result
+    chosen = tf.cond(tf.reshape(condition, []), lambda: run(then_branch), lambda: run(else_branch))
+    return tf.nest.pack_sequence_as(results[0], tf.nest.flatten(chosen))  # a sequence is one result
 
 
 @operators.define("Loop")
@@ -46,10 +44,10 @@ def loop(trips=None, condition=None, *carried, body, framework):
     values = _place(framework, carried)
     start = tf.constant(True) if condition is None else tf.reshape(framework.place(condition), [])
     last = None if trips is None else tf.reshape(framework.place(trips), [])
-    first = _place(framework, body(tf.constant(0, tf.int64), np.array(True), *values))  # only to know the types
+    first = _place(framework, body(tf.constant(0, tf.int64), np.array(True), *values))  # only for types
     collected = first[1 + len(carried) :]
 
-    def goes_on(i, again, *_):
+    def is_running(i, again, *_):
         return again if last is None else again & (i < last)
 
     def iteration(i, _, values, lists):
@@ -59,14 +57,12 @@ def loop(trips=None, condition=None, *carried, body, framework):
         return i + 1, tf.reshape(again, []), tuple(results[: len(values)]), written
 
     lists = tuple(tf.TensorArray(item.dtype, 0, dynamic_size=True, element_shape=item.shape) for item in collected)
-    _, _, values, lists = tf.while_loop(goes_on, iteration, (tf.constant(0, tf.int64), start, values, lists))
+    _, _, values, lists = tf.while_loop(is_running, iteration, (tf.constant(0, tf.int64), start, values, lists))
     return (*values, *(items.stack() for items in lists))
 
 
 def _is_traced(trips, condition, carried, body, framework):
-    """Whether a loop must be part of the graph: nobody knows yet how often it will go round, or it
-    is too often.
-    """
+    """True if a loop must be in the graph: its number of iterations is unknown or large."""
     if any(tf.is_symbolic_tensor(value) for value in (trips, condition)):
         return True
     if tf.executing_eagerly() or any(isinstance(value, list) for value in carried):
@@ -86,7 +82,7 @@ def scan(
     scan_output_directions, framework,
 ):  # fmt: skip
     values, scanned = _place(framework, inputs[:-num_scan_inputs]), _place(framework, inputs[-num_scan_inputs:])
-    kinds = body.types[len(values) :]
+    types = body.types[len(values) :]
     axes = scan_input_axes or [0] * num_scan_inputs
     rows = [
         _flip_if(_move_axis(x, axis, 0), back)
@@ -94,8 +90,8 @@ def scan(
     ]
     count = rows[0].shape[0]
     short = tf.executing_eagerly() or (count is not None and count <= UNROLLED)
-    values, collected = (_unroll if short else _in_graph)(body, values, rows, kinds, framework)
-    axes, reversals = scan_output_axes or [0] * len(kinds), scan_output_directions or [0] * len(kinds)
+    values, collected = (_unroll if short else _in_graph)(body, values, rows, types, framework)
+    axes, reversals = scan_output_axes or [0] * len(types), scan_output_directions or [0] * len(types)
     outputs = zip(collected, axes, reversals, strict=True)
     return (*values, *(_move_axis(_flip_if(y, back), 0, axis) for y, axis, back in outputs))
 
@@ -110,22 +106,22 @@ def _move_axis(x, before, after):
     return tf.transpose(x, order) if order != sorted(order) else x
 
 
-def _unroll(body, values, rows, kinds, framework):
+def _unroll(body, values, rows, types, framework):
     collected = []
     for slices in zip(*map(tf.unstack, rows), strict=True):
         results = _place(framework, body(*values, *slices))
         collected.append(results[len(values) :])
         values = results[: len(values)]
-    columns = zip(control.columns(collected, kinds), kinds, strict=True)
+    columns = zip(control.columns(collected, types), types, strict=True)
     return values, [
-        tf.stack(items) if items else framework.place(control.stack(framework, items, 0, kind))
-        for items, kind in columns
+        tf.stack(items) if items else framework.place(control.stack(framework, items, 0, type_))
+        for items, type_ in columns
     ]
 
 
-def _in_graph(body, values, rows, kinds, framework):
+def _in_graph(body, values, rows, types, framework):
     count = tf.shape(rows[0])[0] if rows[0].shape[0] is None else rows[0].shape[0]
-    first = _place(framework, body(*values, *(row[0] for row in rows)))  # only to know the types
+    first = _place(framework, body(*values, *(row[0] for row in rows)))  # only for types
     sources = [tf.TensorArray(row.dtype, count).unstack(row) for row in rows]
 
     def iteration(i, values, lists):

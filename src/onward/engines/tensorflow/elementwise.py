@@ -16,7 +16,7 @@ operators = Operators()
 
 
 def _either(choose, reduce):
-    """The larger or smaller of tensors; those that tie share the gradient evenly."""
+    """Return `Max` or `Min`. Equal elements share the gradient evenly."""
 
     def of_two(a, b):
         return tf.where(a == b, a / 2 + b / 2, choose(a, b)) if a.dtype.is_floating else choose(a, b)
@@ -35,7 +35,7 @@ def _quotient(a, b):
     y = a / b
 
     def gradient(dy):
-        """Times 0, infinity is 0: where the graph has chosen something else, that counts, and not NaN."""
+        """Return 0 for 0 * infinity, so that a `Where` can drop an infinite quotient."""
         inverse = tf.math.reciprocal(b)
         slopes = (a, inverse), (b, -inverse * y)
         return [_sum_like(x, tf.math.multiply_no_nan(slope, dy)) for x, slope in slopes]
@@ -44,7 +44,7 @@ def _quotient(a, b):
 
 
 def _sum_like(x, dx):
-    """A gradient, added up along the axes along which x was broadcast."""
+    """Sum a gradient over the axes along which x was broadcast."""
     if x.shape.is_fully_defined() and x.shape == dx.shape:
         return dx
     axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.shape(dx))
@@ -61,7 +61,7 @@ def mod(a, b, *, fmod):
     remainder = compute_as(tf.truncatemod, FLOATS | SMALL | UNSIGNED)(tf.stop_gradient(a), tf.stop_gradient(b))
     if not a.dtype.is_floating:
         return remainder
-    # TensorFlow has no derivative of it. What is added is 0, and has one: a remainder is a - n b.
+    # TensorFlow has no derivative of it. The added terms are 0 and have the derivative of a - n b.
     n = tf.stop_gradient(tf.round((a - remainder) / b))
     return remainder + (a - tf.stop_gradient(a)) - n * (b - tf.stop_gradient(b))
 
@@ -72,8 +72,8 @@ def power(x, exponent):
         if isinstance(exponent, np.ndarray) and exponent.item() in _POWERS:
             return _POWERS[exponent.item()](x)
         exponent = tf.cast(exponent, x.dtype)
-        none = (x == 0) & (exponent == 0)  # 0^0 is 1, and has the derivative 0
-        return tf.pow(tf.where(none, scalar(1, x), x), exponent)
+        both_zero = (x == 0) & (exponent == 0)  # 0^0 is 1, with the derivative 0
+        return tf.pow(tf.where(both_zero, scalar(1, x), x), exponent)
     exponent = tf.convert_to_tensor(exponent)
     if exponent.dtype.is_floating:
         return tf.cast(tf.pow(tf.cast(x, exponent.dtype), exponent), x.dtype)
@@ -88,14 +88,14 @@ _POWERS = {
     0.5: lambda x: operators["Sqrt"](x),
     -1: lambda x: operators["Reciprocal"](x),
 }
-"""What is faster and has better derivatives, if the exponent is known."""
+"""Known exponent -> a function that is faster and has a better derivative."""
 
 
 operators(Max=_either(tf.maximum, tf.reduce_max), Min=_either(tf.minimum, tf.reduce_min))
 
 
 def _with_slope(function, slope):
-    """A function with a derivative (of x and y) that may be infinite: times a gradient of 0 that is 0, and not NaN."""
+    """Give a function the derivative `slope(x, y)`. An infinite slope times a gradient of 0 is 0."""
 
     @tf.custom_gradient
     def compute(x):
@@ -128,14 +128,14 @@ operators(
 
 @operators.define("Where")
 def where(condition, x, y):
-    if condition.shape.rank == 0 and x.shape == y.shape:  # hands on one of them, without a copy
+    if condition.shape.rank == 0 and x.shape == y.shape:  # returns one of them without a copy
         return tf.raw_ops.Select(condition=condition, x=x, y=y)
     return tf.where(condition, x, y)
 
 
 @operators.define("BitShift")
 def bit_shift(x, count, *, direction):
-    """By as many bits as there are, or more, nothing is left but the sign. Less than 0 counts as more."""
+    """Shift bits. A count beyond the bits, or below 0, leaves only the sign."""
     last = x.dtype.size * 8 - 1
     shift = tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift
     too_far = (count < 0) | (count > last)
@@ -167,7 +167,7 @@ def bit_cast(x, *, to):
 
 
 def _same_bits(x, dtype):
-    """TensorFlow does not cast the bits of truth values, which are bytes of 0 and 1."""
+    """Cast bits. TensorFlow does not take bool, whose bytes are 0 and 1."""
     if x.dtype == tf.bool:
         return tf.bitcast(tf.cast(x, tf.uint8), dtype)
     return tf.cast(tf.bitcast(x, tf.uint8), tf.bool) if dtype == tf.bool else tf.bitcast(x, dtype)
@@ -175,7 +175,7 @@ def _same_bits(x, dtype):
 
 @operators.define("Clip")
 def clip(x, low=None, high=None, *, is_relu6=False):
-    """At a bound the gradient is that of x; if they are crossed, the upper one holds."""
+    """Clip x. At a bound the gradient is that of x. If the bounds are crossed, the upper one wins."""
     if is_relu6:
         return tf.nn.relu6(x)
     x = x if low is None else tf.maximum(x, low)
@@ -192,7 +192,7 @@ operators(
 
 
 def _below_zero(x, scale, width=1.0):
-    """scale (exp(x / width) - 1) where x is not positive; elsewhere finite."""
+    """Return scale * (exp(x / width) - 1) for x <= 0, and a finite number elsewhere."""
     return scale * tf.math.expm1(tf.minimum(x, 0) / width)
 
 
@@ -213,12 +213,15 @@ operators(
 
 
 def _cut(x):
-    """Between 0 and 1; at both ends the derivative is 0."""
+    """Clip to [0, 1], with the derivative 0 at the bounds."""
     return tf.where(x <= 0, scalar(0, x), tf.where(x >= 1, scalar(1, x), x))
 
 
 def _softmax(x, axis):
-    """A row of nothing but -inf, which a mask leaves, is NaN. Its derivative is 0, for the graph to choose another."""
+    """Return the softmax.
+
+    A fully masked row (-inf) is NaN, with the derivative 0 for a later `Where`.
+    """
 
     @tf.custom_gradient
     def softmax(x):
@@ -251,10 +254,10 @@ operators(
 
 # ---- quantization ----------------------------------------------------------------------------------------------------
 
-# Quantization, and products of quantized tensors. Rounding counts as the identity when it is differentiated.
+# The derivative treats rounding as the identity.
 #
-# Integers have no derivative in TensorFlow. So a quantized tensor carries its levels as floating-point numbers, which
-# `DequantizeLinear` finds there.
+# Integers have no derivative in TensorFlow. So a quantized tensor has its float levels as an
+# attribute, for `DequantizeLinear`.
 
 
 @operators.define("QuantizeLinear")
@@ -266,8 +269,8 @@ def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, prec
     if dtype is None:
         attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
         return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
-    kind = dtype_of(precision) if precision else scale.dtype
-    divided = wide(tf.cast(x, kind) / tf.cast(broadcast_parameter(scale, x, axis, block_size), kind))
+    exact = dtype_of(precision) if precision else scale.dtype
+    divided = wide(tf.cast(x, exact) / tf.cast(broadcast_parameter(scale, x, axis, block_size), exact))
     levels = divided + tf.stop_gradient(tf.round(divided) - divided)
     if zero is not None:
         levels += tf.cast(broadcast_parameter(zero, x, axis, block_size), levels.dtype)

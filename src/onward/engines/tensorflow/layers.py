@@ -1,4 +1,4 @@
-"""Normalization, losses and random numbers. Statistics of narrow floats are taken in float32."""
+"""Normalization, losses and random numbers. Statistics of narrow floats use float32."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from onward.engines.tensorflow.types import dtype_of, scalar, sizes, wide
 operators = Operators()
 
 
-def _standardise(x, axes, epsilon):
-    """The mean, the inverse of the deviation, and x standardised."""
+def _standardize(x, axes, epsilon):
+    """Return the mean, the inverse of the deviation, and standardized x."""
     mean = tf.reduce_mean(x, axes, keepdims=True)
-    centred = x - mean
-    inverse = tf.math.rsqrt(tf.reduce_mean(tf.square(centred), axes, keepdims=True) + epsilon)
-    return mean, inverse, centred * inverse
+    centered = x - mean
+    inverse = tf.math.rsqrt(tf.reduce_mean(tf.square(centered), axes, keepdims=True) + epsilon)
+    return mean, inverse, centered * inverse
 
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode):
-    """Channels last, which makes it twice as fast. What is the same for a channel is put together first."""
+    """Normalize with channels last, which is twice as fast."""
     last = channels_last(wide(x))
     used = old = [tf.cast(value, last.dtype) for value in (mean, variance)]
-    if training_mode:  # not tf.nn.moments, whose second derivative is wrong: it takes the mean for a constant
+    if training_mode:  # tf.nn.moments has a wrong second derivative: the mean is a constant to it
         axes = list(range(x.shape.rank - 1))
-        centre = tf.reduce_mean(last, axes)
-        used = [centre, tf.reduce_mean(tf.square(last - centre), axes)]
+        center = tf.reduce_mean(last, axes)
+        used = [center, tf.reduce_mean(tf.square(last - center), axes)]
     slope = tf.cast(scale, last.dtype) * tf.math.rsqrt(used[1] + epsilon)
     y = channels_first(tf.cast(last * slope + (tf.cast(bias, last.dtype) - used[0] * slope), x.dtype))
     if not training_mode:
@@ -41,7 +41,7 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
     axes = list(range(axis % x.shape.rank, x.shape.rank))
-    mean, inverse, normal = _standardise(wide(x), axes, epsilon)
+    mean, inverse, normal = _standardize(wide(x), axes, epsilon)
     y = tf.cast(normal, x.dtype) * scale
     stash = dtype_of(stash_type)
     return y if bias is None else y + bias, tf.cast(mean, stash), tf.cast(inverse, stash)
@@ -58,14 +58,14 @@ def rms_normalization(x, scale, *, axis, epsilon):
 def group_normalization(x, scale, bias, *, epsilon, num_groups):
     image = sizes(x, 1)
     groups = tf.reshape(wide(x), [-1, num_groups, math.prod(image) // num_groups])
-    normal = tf.reshape(_standardise(groups, [2], epsilon)[2], [-1, *image])
+    normal = tf.reshape(_standardize(groups, [2], epsilon)[2], [-1, *image])
     return tf.cast(normal, x.dtype) * per_channel(scale, x.shape.rank - 2) + per_channel(bias, x.shape.rank - 2)
 
 
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon):
     rank = x.shape.rank - 2
-    normal = _standardise(wide(x), list(range(2, x.shape.rank)), epsilon)[2]
+    normal = _standardize(wide(x), list(range(2, x.shape.rank)), epsilon)[2]
     return tf.cast(normal, x.dtype) * per_channel(scale, rank) + per_channel(bias, rank)
 
 
@@ -77,8 +77,8 @@ def softmax_cross_entropy(scores, labels, weights=None, *, ignore_index, reducti
     if outputs > 1:
         logarithms = tf.nn.log_softmax(scores, 1)
         return negative_log_likelihood(logarithms, labels, weights, ignore_index, reduction), logarithms
-    known, weight = _weigh_labels(labels, weights, ignore_index, scores.dtype)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(known, channels_last(scores))
+    classes, weight = _weigh_labels(labels, weights, ignore_index, scores.dtype)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(classes, channels_last(scores))
     return _reduce(losses, weight, reduction)
 
 
@@ -88,19 +88,19 @@ def _negative_log_likelihood(logarithms, labels, weights=None, *, ignore_index, 
 
 
 def negative_log_likelihood(logarithms, labels, weights, ignore_index, reduction):
-    known, weight = _weigh_labels(labels, weights, ignore_index, logarithms.dtype)
-    losses = -tf.gather(channels_last(logarithms), known, batch_dims=labels.shape.rank)
+    classes, weight = _weigh_labels(labels, weights, ignore_index, logarithms.dtype)
+    losses = -tf.gather(channels_last(logarithms), classes, batch_dims=labels.shape.rank)
     return _reduce(losses, weight, reduction)
 
 
 def _weigh_labels(labels, weights, ignore_index, dtype):
-    """Labels, 0 for those that are ignored, and the weight of each, which then is 0; None if all are 1."""
+    """Return labels and their weights: both 0 for ignored labels. None if all weights are 1."""
     if ignore_index is None:
         return labels, None if weights is None else tf.gather(weights, labels)
     counts = labels != ignore_index
-    known = tf.where(counts, labels, 0)
-    return known, tf.where(
-        counts, tf.ones([], dtype) if weights is None else tf.gather(weights, known), tf.zeros([], dtype)
+    classes = tf.where(counts, labels, 0)
+    return classes, tf.where(
+        counts, tf.ones([], dtype) if weights is None else tf.gather(weights, classes), tf.zeros([], dtype)
     )
 
 
@@ -113,7 +113,7 @@ def _reduce(losses, weight, reduction):
     if weight is None:
         return tf.reduce_mean(losses)
     total = tf.reduce_sum(weight)
-    nothing = total == 0  # the mean of it is NaN, and has the derivative 0
+    nothing = total == 0  # the mean is NaN, with the derivative 0
     mean = tf.reduce_sum(losses) / tf.where(nothing, scalar(1, total), total)
     return tf.where(nothing, scalar(math.nan, mean), mean)
 
@@ -135,17 +135,17 @@ def _whole(seed):
 
 @operators.define("Dropout")
 def dropout(x, ratio=None, training=None, *, seed):
-    share = 0.5 if ratio is None else float(ratio)
-    if training is None or not training or share == 0:
+    rate = 0.5 if ratio is None else float(ratio)
+    if training is None or not training or rate == 0:
         return x, tf.ones_like(x, tf.bool)
-    mask = _uniform(sizes(x), tf.float32, seed) >= share
-    return tf.where(mask, x / scalar(1 - share, x), scalar(0, x)), mask
+    mask = _uniform(sizes(x), tf.float32, seed) >= rate
+    return tf.where(mask, x / scalar(1 - rate, x), scalar(0, x)), mask
 
 
 @operators.define("Bernoulli")
 def bernoulli(p, *, dtype, seed):
-    kind = _like(p, dtype)
-    return tf.cast(tf.cast(_uniform(sizes(p), tf.float32, seed), p.dtype) < p, kind)
+    type_ = _like(p, dtype)
+    return tf.cast(tf.cast(_uniform(sizes(p), tf.float32, seed), p.dtype) < p, type_)
 
 
 @operators.define("Multinomial")

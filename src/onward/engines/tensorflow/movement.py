@@ -42,15 +42,15 @@ def size(x):
 
 @operators.define("Reshape")
 def reshape(x, shape, *, allowzero):
-    wanted = elements(shape)
-    if is_size(x) and len(wanted) == 1:
+    target = elements(shape)
+    if is_size(x) and len(target) == 1:
         return vector([number(x)])
     if not allowzero:
-        wanted = [size_of(x, i) if isinstance(size, int) and size == 0 else size for i, size in enumerate(wanted)]
-    unknown = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
-    if len(unknown) == 1 and all(size > 0 for i, size in enumerate(wanted) if i not in unknown):
-        wanted[unknown[0]] = -1
-    return tf.reshape(x, vector(wanted))
+        target = [size_of(x, i) if isinstance(size, int) and size == 0 else size for i, size in enumerate(target)]
+    unknown = [i for i, size in enumerate(target) if not isinstance(size, int)]
+    if len(unknown) == 1 and all(size > 0 for i, size in enumerate(target) if i not in unknown):
+        target[unknown[0]] = -1
+    return tf.reshape(x, vector(target))
 
 
 @operators.define("Flatten")
@@ -81,19 +81,19 @@ def slice_(x, starts, ends, axes=None, steps=None):
     begins, ends = elements(starts), elements(ends)
     axes = range(len(begins)) if axes is None else elements(axes)
     steps = [1] * len(begins) if steps is None else elements(steps)
-    places = [slice(None)] * x.shape.rank
+    slices = [slice(None)] * x.shape.rank
     for axis, begin, end, step in zip(axes, begins, ends, steps, strict=True):
-        places[axis] = _places(begin, end, step, x.shape[axis])
-    if is_vector_of_sizes(x) and all(isinstance(part, int | None) for part in (places[0].start, places[0].stop)):
-        return vector(elements(x)[places[0]])
-    return x[tuple(places)]
+        slices[axis] = _slice(begin, end, step, x.shape[axis])
+    if is_vector_of_sizes(x) and all(isinstance(end, int | None) for end in (slices[0].start, slices[0].stop)):
+        return vector(elements(x)[slices[0]])
+    return x[tuple(slices)]
 
 
-def _places(begin, end, step, size):
-    """A slice along an axis, within its size where that is known; else None for what is beyond any end."""
+def _slice(begin, end, step, size):
+    """Return a slice within a known size. Else None stands for a bound beyond any size."""
     if size is None or not (isinstance(begin, int) and isinstance(end, int)):
         return slice(
-            *(None if isinstance(place, int) and abs(place) >= _FAR else place for place in (begin, end)), step
+            *(None if isinstance(bound, int) and abs(bound) >= _FAR else bound for bound in (begin, end)), step
         )
     begin, end, step = slice(begin, end, step).indices(size)
     return slice(begin, None if end < 0 else end, step) if begin >= 0 else slice(0, 0)
@@ -104,9 +104,9 @@ _FAR = (1 << 31) - 1
 
 @operators.define("Expand")
 def expand(x, shape):
-    own, wanted = shape_of(x), elements(shape)
-    rank = max(len(own), len(wanted))
-    pairs = zip(*([1] * (rank - len(sizes)) + sizes for sizes in (own, wanted)), strict=True)
+    own, target = shape_of(x), elements(shape)
+    rank = max(len(own), len(target))
+    pairs = zip(*([1] * (rank - len(sizes)) + sizes for sizes in (own, target)), strict=True)
     return tf.broadcast_to(x, vector([wider(a, b) for a, b in pairs]))
 
 
@@ -115,16 +115,16 @@ operators(Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, 
 
 @operators.define("Pad")
 def pad(x, pads, value=None, axes=None, *, mode):
-    kept, widths = cut_for_pad(x, pads, axes)
+    y, widths = cut_for_pad(x, pads, axes)
     if mode == "constant" and value is None:
-        return tf.pad(kept, widths)
-    if mode == "constant":  # in tf.pad it has no derivative
-        inside = tf.pad(tf.ones_like(kept, tf.bool), widths)
-        return tf.where(inside, tf.pad(kept, widths), tf.reshape(value, []))
+        return tf.pad(y, widths)
+    if mode == "constant":  # the value has no derivative in tf.pad
+        inside = tf.pad(tf.ones_like(y, tf.bool), widths)
+        return tf.where(inside, tf.pad(y, widths), tf.reshape(value, []))
     for axis, width in enumerate(widths):
         if any(width):
-            kept = tf.gather(kept, np.pad(np.arange(kept.shape[axis]), width, mode), axis=axis)
-    return kept
+            y = tf.gather(y, np.pad(np.arange(y.shape[axis]), width, mode), axis=axis)
+    return y
 
 
 operators(
@@ -134,10 +134,10 @@ operators(
 
 @operators.define("Trilu")
 def trilu(x, k=None, *, upper):
-    place = 0 if k is None else k.item()
+    diagonal = 0 if k is None else k.item()
     columns, rows = (tf.range(tf.cast(size_of(x, axis), tf.int64)) for axis in (-1, -2))
     distance = columns[None] - rows[:, None]
-    return tf.where(distance >= place if upper else distance <= place, x, scalar(0, x))
+    return tf.where(distance >= diagonal if upper else distance <= diagonal, x, scalar(0, x))
 
 
 @operators.define("ConstantOfShape")
@@ -150,8 +150,8 @@ def constant_of_shape(shape, *, value):
 @operators.define("EyeLike")
 def eye_like(x, *, dtype, k):
     rows, columns = x.shape
-    kind = x.dtype if dtype is None else dtype_of(dtype)
-    return on_host("EyeLike")(x, dtype=dtype, k=k) if kind is None else tf.cast(np.eye(rows, columns, k), kind)
+    type_ = x.dtype if dtype is None else dtype_of(dtype)
+    return on_host("EyeLike")(x, dtype=dtype, k=k) if type_ is None else tf.cast(np.eye(rows, columns, k), type_)
 
 
 @operators.define("Range")
@@ -165,7 +165,7 @@ def range_(*numbers):
 
 
 def from_start(indices, size):
-    """Indices, of which negative ones count from the end."""
+    """Return indices without negative ones, which count from the end."""
     return tf.where(indices < 0, indices + tf.cast(size, indices.dtype), indices)
 
 
@@ -184,9 +184,9 @@ def gather(x, indices, *, axis):
 def gather_elements(x, indices, *, axis):
     rank = x.shape.rank
     order = [i for i in range(rank) if i != axis % rank] + [axis % rank]
-    places = tf.transpose(from_start(indices, size_of(x, axis)), order)
-    rows = tf.transpose(x, order)[tuple(map(slice, shape_of(places)[:-1]))]  # there may be fewer of indices
-    return tf.transpose(tf.gather(rows, places, batch_dims=rank - 1), np.argsort(order))
+    aligned = tf.transpose(from_start(indices, size_of(x, axis)), order)
+    rows = tf.transpose(x, order)[tuple(map(slice, shape_of(aligned)[:-1]))]  # indices may have fewer rows
+    return tf.transpose(tf.gather(rows, aligned, batch_dims=rank - 1), np.argsort(order))
 
 
 @operators.define("GatherND")
@@ -197,9 +197,9 @@ def gather_nd(x, indices, *, batch_dims):
 
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    places = tf.meshgrid(*(tf.range(tf.cast(size, indices.dtype)) for size in shape_of(indices)), indexing="ij")
-    places[axis] = from_start(indices, size_of(x, axis))
-    return scatter(x, tf.stack(places, -1), updates, reduction)
+    coordinates = tf.meshgrid(*(tf.range(tf.cast(size, indices.dtype)) for size in shape_of(indices)), indexing="ij")
+    coordinates[axis] = from_start(indices, size_of(x, axis))
+    return scatter(x, tf.stack(coordinates, -1), updates, reduction)
 
 
 @operators.define("ScatterND")
@@ -215,13 +215,13 @@ _REDUCTIONS = {
 }
 
 
-def scatter(x, places, updates, reduction):
-    """What is there, with updates at places that count from the start."""
+def scatter(x, coordinates, updates, reduction):
+    """Return x with updates at coordinates, which must not be negative."""
     if reduction in _REDUCTIONS:
-        return _REDUCTIONS[reduction](x, places, updates)
-    depth = places.shape[-1]
+        return _REDUCTIONS[reduction](x, coordinates, updates)
+    depth = coordinates.shape[-1]
     steps = [math.prod(x.shape[i + 1 : depth]) for i in range(depth)]
-    rows = tf.reshape(tf.reduce_sum(places * tf.constant(steps, places.dtype), -1), [-1])
+    rows = tf.reshape(tf.reduce_sum(coordinates * tf.constant(steps, coordinates.dtype), -1), [-1])
     factors = tf.reshape(updates, [-1, *x.shape[depth:]])
     return x * tf.reshape(tf.math.unsorted_segment_prod(factors, rows, math.prod(x.shape[:depth])), x.shape)
 
@@ -229,8 +229,8 @@ def scatter(x, places, updates, reduction):
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis):
     size = int(depth.item())
-    places = tf.cast(indices, tf.int64)
-    chosen = tf.one_hot(from_start(places, size), size, True, False, axis % (places.shape.rank + 1), tf.bool)
+    classes = tf.cast(indices, tf.int64)
+    chosen = tf.one_hot(from_start(classes, size), size, True, False, axis % (classes.shape.rank + 1), tf.bool)
     return tf.where(chosen, values[1], values[0])
 
 

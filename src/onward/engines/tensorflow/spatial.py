@@ -1,8 +1,8 @@
-"""Convolutions, pools, and values between the elements of a grid.
+"""Convolutions, pools and resizing.
 
-TensorFlow's kernels for the CPU have channels last: tensors are transposed on the way in and out. Inputs are padded
-explicitly. Its derivatives of dilated and of grouped convolutions are not complete on the CPU. So a dilated kernel is
-one with zeros in it if there are strides too, and groups are convolutions of their own.
+TensorFlow's CPU kernels need channels last, so tensors are transposed before and after. Inputs are
+padded explicitly. Its derivatives of dilated and grouped convolutions are incomplete on the CPU:
+with strides, a dilated kernel is filled with zeros, and each group is a separate convolution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
 
 
 def per_channel(b, rank):
-    """One number for each channel, in the shape of what has `rank` axes behind them."""
+    """Reshape one number per channel to broadcast with an image of `rank` spatial axes."""
     return tf.reshape(b, [-1, *[1] * rank])
 
 
@@ -44,7 +44,7 @@ def channels_first(x):
 
 
 def _kernel_last(w):
-    """[out, in, ...] as [..., in, out]."""
+    """Transpose [out, in, ...] to [..., in, out]."""
     return tf.transpose(w, [*range(2, w.shape.rank), 1, 0])
 
 
@@ -53,7 +53,7 @@ def _pad(x, widths):
 
 
 _LAYOUTS = {4: "NHWC", 5: "NDHWC"}
-"""For derivatives it has to be said."""
+"""Rank of an image -> its layout, which derivatives need."""
 
 
 def _convolve(x, w, group, strides, dilations):
@@ -68,20 +68,20 @@ def _convolve(x, w, group, strides, dilations):
     elif group == channels and len(strides) == 2 and strides[0] == strides[1]:
         y = tf.nn.depthwise_conv2d(x, _depthwise(w, channels), [1, *strides, 1], "VALID")
     else:
-        parts = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+        groups = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
         y = tf.concat(
-            [tf.nn.convolution(part, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for part, kernel in parts], -1
+            [tf.nn.convolution(image, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for image, kernel in groups], -1
         )
     return y[:, 0] if rank == 1 else y
 
 
 def _depthwise(w, channels):
-    """[..., 1, channels * multiplier] as [..., channels, multiplier]."""
+    """Reshape [..., 1, channels * multiplier] to [..., channels, multiplier]."""
     return tf.reshape(w, [*w.shape[:-2], channels, -1])
 
 
 def _with_gaps(w, dilations):
-    """A kernel whose elements lie apart, with zeros between."""
+    """Insert zeros between the elements of a kernel."""
     for axis, dilation in enumerate(dilations):
         if dilation > 1:
             size = w.shape[axis]
@@ -98,35 +98,34 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     rank = x.shape.rank - 2
     strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
     reaches = map(reach, w.shape[2:], dilations)
-    whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
+    full = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
     cut = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, more, output_shape)
-    y = _convolve_transposed(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
-    # Cut off at both ends; where less than nothing is, zeros are added.
-    ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
+    y = _convolve_transposed(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, full)
+    ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]  # negative: crop, positive: pad
     y = _pad(y, [(max(low, 0), max(high, 0)) for low, high in ends])
-    kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
-    y = y[(slice(None), *kept)]
+    inside = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
+    y = y[(slice(None), *inside)]
     return channels_first(y if b is None else y + b)
 
 
-def _convolve_transposed(x, w, group, strides, whole):
-    """The transposed convolution, whole. The kernel is [..., out, in]."""
+def _convolve_transposed(x, w, group, strides, sizes):
+    """Return the transposed convolution without cropping. The kernel is [..., out, in]."""
     rank, strides = len(strides), list(strides)
     if rank == 1:
-        x, w, strides, whole = x[:, None], w[None], [1, *strides], [1, *whole]
-    pieces = [
-        tf.nn.conv_transpose(part, kernel, [x.shape[0], *whole, kernel.shape[-2]], strides, "VALID")
-        for part, kernel in zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+        x, w, strides, sizes = x[:, None], w[None], [1, *strides], [1, *sizes]
+    results = [
+        tf.nn.conv_transpose(image, kernel, [x.shape[0], *sizes, kernel.shape[-2]], strides, "VALID")
+        for image, kernel in zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
     ]
-    y = tf.concat(pieces, -1)
+    y = tf.concat(results, -1)
     return y[:, 0] if rank == 1 else y
 
 
-# ---- pools: windows that TensorFlow has kernels for slide over an image with channels last ---------------------------
+# ---- pools: TensorFlow's kernels need channels last ------------------------------------------------------------------
 
 
 def _native(pool, x, windows, filling):
-    """A pooling function of TensorFlow, on an image that is filled up on all sides."""
+    """Apply a pooling function of TensorFlow to a padded image."""
     widths = [(0, 0), (0, 0), *windows.added]
     filled = tf.pad(x, widths, constant_values=tf.cast(filling, x.dtype)) if np.any(widths) else x
     last, kernel, strides = channels_last(filled), windows.kernel, windows.strides
@@ -142,7 +141,7 @@ def _has_kernel(x, windows):
 
 @operators.define("MaxPool")
 def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, outputs):
-    sizes(x, 2)  # which must be known
+    sizes(x, 2)  # raises if they are unknown
     windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
     if outputs == 1 and _has_kernel(x, windows):
         return _native(tf.nn.max_pool3d if len(kernel_shape) == 3 else tf.nn.max_pool2d, x, windows, -math.inf)
@@ -160,8 +159,8 @@ def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel
     return means if (numbers == all_of_them).all() else means * tf.constant(all_of_them / numbers, x.dtype)
 
 
-def _whole(reduce):
-    """A function of all elements of each channel: [N, C, elements] -> [N, C, 1]."""
+def _globally(reduce):
+    """Return the global pool of a function [N, C, elements] -> [N, C]."""
 
     def pooled(x, **attributes):
         channels, *shape = sizes(x, 1)
@@ -172,14 +171,14 @@ def _whole(reduce):
 
 
 def _largest(x):
-    """The first of the largest elements along the last axis, which has the whole gradient."""
+    """Return the maximum along the last axis. The first of equal elements has the full gradient."""
     return tf.gather(x, tf.argmax(x, -1), batch_dims=x.shape.rank - 1)
 
 
 operators(
-    GlobalMaxPool=_whole(_largest),
-    GlobalAveragePool=_whole(lambda x: tf.reduce_mean(x, -1)),
-    GlobalLpPool=lambda x, *, p: _whole(lambda y: root(tf.reduce_sum(tf.abs(y) ** p, -1), p))(x),
+    GlobalMaxPool=_globally(_largest),
+    GlobalAveragePool=_globally(lambda x: tf.reduce_mean(x, -1)),
+    GlobalLpPool=lambda x, *, p: _globally(lambda y: root(tf.reduce_sum(tf.abs(y) ** p, -1), p))(x),
 )
 
 
@@ -191,15 +190,19 @@ operators(
 def resize(x, along, extrapolation_value, mode):
     rank, y = x.shape.rank, x if mode == "nearest" or x.dtype.is_floating else tf.cast(x, tf.float32)
     outside = np.zeros([1] * rank, bool)
-    for one in along:
-        y = tf.gather(y, one.matrix.argmax(1), axis=one.axis) if one.picks else _times(y, one.matrix, one.axis)
-        outside = outside | one.outside.reshape([-1 if axis == one.axis else 1 for axis in range(rank)])
+    for change in along:
+        y = (
+            tf.gather(y, change.matrix.argmax(1), axis=change.axis)
+            if change.picks
+            else _times(y, change.matrix, change.axis)
+        )
+        outside = outside | change.outside.reshape([-1 if axis == change.axis else 1 for axis in range(rank)])
     y = y if y.dtype == x.dtype else tf.cast(tf.round(y), x.dtype)
     return tf.where(outside, tf.cast(extrapolation_value, y.dtype), y) if outside.any() else y
 
 
 def _times(x, matrix, axis):
-    """Each line of a tensor along an axis times a matrix."""
+    """Multiply each line along an axis with a matrix."""
     rank = x.shape.rank
     product = tf.tensordot(x, tf.constant(matrix, x.dtype), [[axis], [1]])
     return tf.transpose(product, [*range(axis), rank - 1, *range(axis, rank - 1)])

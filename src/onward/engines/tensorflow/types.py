@@ -1,4 +1,4 @@
-"""Types of tensors, sizes that only a run knows, and what TensorFlow leaves to the host."""
+"""Types of tensors, dynamic sizes, and operators that run on the host."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ TYPES = frozenset(
         tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64,
     )
 )  # fmt: skip
-"""Types that have kernels for nearly all operators; float8 and what is smaller than a byte have few."""
+"""Types with kernels for nearly all operators. float8 and types below a byte have few."""
 
 
 def _keeping(find: Function) -> Function:
-    """A function that finds places along an axis, which may be kept."""
+    """Add `keepdims` to a function that returns indices along an axis."""
 
-    def place(x, axis, keepdims):
+    def call(x, axis, keepdims):
         return tf.expand_dims(find(x, axis), axis) if keepdims else find(x, axis)
 
-    return place
+    return call
 
 
 class Functions:
-    """Functions of TensorFlow under the names that numpy has for them."""
+    """Functions of TensorFlow under the names of numpy."""
 
     argmax = staticmethod(_keeping(tf.argmax))
     argmin = staticmethod(_keeping(tf.argmin))
@@ -51,28 +51,28 @@ class Functions:
         return tf.pad(x, widths, constant_values=tf.cast(constant_values, x.dtype)) if np.any(widths) else x
 
     @staticmethod
-    def split(x, places, axis):
-        return tf.split(x, [*np.diff([0, *places]), -1], axis)
+    def split(x, ends, axis):
+        return tf.split(x, [*np.diff([0, *ends]), -1], axis)
 
     def __getattr__(self, name: str) -> Function:
         return next(getattr(module, name) for module in (tf, tf.math, tf.bitwise) if hasattr(module, name))
 
 
 def dtype_of(number: int) -> tf.DType | None:
-    """The type that a `to` or `dtype` attribute names, None if it is not one of `TYPES`."""
+    """Return the type of an attribute `to` or `dtype`, or None if it is not in `TYPES`."""
     dtype = ir.DataType(number)
     return tf.as_dtype(dtype.numpy()) if dtype != ir.DataType.STRING and dtype.numpy() in TYPES else None
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A tensor as an array."""
+    """Return a tensor as an array. Raise `NotOnHost` during tracing."""
     if tf.is_symbolic_tensor(x):
         raise NotOnHost
     return x.numpy() if isinstance(x, tf.Tensor) else np.asarray(x)
 
 
 def on_host(operator: str) -> Function:
-    """An operator that is computed by numpy: its result has no gradient, and often a shape that depends on values."""
+    """Return an operator of numpy: without a gradient, often with a shape that depends on values."""
     function = Numpy.operators[operator]
 
     @functools.wraps(function)
@@ -87,7 +87,7 @@ def scalar(number: float, like: tf.Tensor) -> tf.Tensor:
 
 
 def compute_as(function: Function, wider: dict[tf.DType, tf.DType]) -> Function:
-    """A function whose inputs of some types are cast, and its results cast back."""
+    """Wrap a function to compute some types in wider ones, and cast the result back."""
 
     @functools.wraps(function)
     def compute(x, *others, **attributes):
@@ -103,16 +103,16 @@ def compute_as(function: Function, wider: dict[tf.DType, tf.DType]) -> Function:
 FLOATS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 SMALL = dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32)
 UNSIGNED = {tf.uint32: tf.int64, tf.uint64: tf.int64}
-"""Wider types to compute in. In the arithmetic of int64 the bits of uint64 are right."""
+"""Type -> wider type to compute in. int64 arithmetic gives the right bits of uint64."""
 
 
 def wide(x: tf.Tensor) -> tf.Tensor:
-    """Narrow floats as float32; all else as it is."""
+    """Cast narrow floats to float32."""
     return tf.cast(x, FLOATS.get(x.dtype, x.dtype))
 
 
 def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
-    """The shape of a tensor from an axis on, which is known unless it depends on values."""
+    """Return the sizes from an axis on. Raise `NotOnHost` if one depends on values."""
     if not x.shape[first:].is_fully_defined():
         raise NotOnHost
     return x.shape[first:].as_list()
@@ -120,18 +120,18 @@ def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
-# Sizes of tensors: numbers as far as they are known, and scalar tensors where only a run knows them.
+# Sizes of tensors: numbers if they are known during tracing, else scalar tensors.
 #
-# A vector of sizes is an array where all are known. Else it is the stack of its elements, which are found in it again:
-# what depends on known sizes stays known, and only the rest is computed when a graph runs.
+# A vector of sizes is an array if all are known. Else it is a stack, from which its elements can be
+# read back. So known sizes stay known, and the graph computes only the others.
 
 Size = Any
-"""A number of Python, or a scalar tensor."""
+"""An int, or a scalar tensor."""
 
 
 def size_of(x: tf.Tensor, axis: int) -> Size:
-    known = x.shape[axis]
-    return tf.shape(x, tf.int64)[axis] if known is None else known
+    size = x.shape[axis]
+    return tf.shape(x, tf.int64)[axis] if size is None else size
 
 
 def shape_of(x: tf.Tensor) -> list[Size]:
@@ -139,32 +139,33 @@ def shape_of(x: tf.Tensor) -> list[Size]:
 
 
 def product(sizes: Sequence[Size]) -> Size:
-    """Of numbers first, so that what is not known is multiplied once."""
-    known = functools.reduce(operator.mul, (size for size in sizes if isinstance(size, int)), 1)
-    return functools.reduce(operator.mul, (size for size in sizes if not isinstance(size, int)), known)
+    """Multiply known sizes first, so that the graph has one multiplication per unknown size."""
+    start = functools.reduce(operator.mul, (size for size in sizes if isinstance(size, int)), 1)
+    return functools.reduce(operator.mul, (size for size in sizes if not isinstance(size, int)), start)
 
 
 def vector(elements: Sequence[Size]) -> Any:
-    """Elements as one vector: an array if all are known."""
+    """Stack elements to a vector: an array if all are known."""
     if all(isinstance(element, int) for element in elements):
-        # TensorFlow takes arrays for int32 where it can choose, and cuts off what is larger.
+        # TensorFlow reads arrays as int32 where it may choose the type, and truncates larger
+        # numbers.
         is_large = any(element > np.iinfo(np.int32).max for element in elements)
         return tf.constant(elements, tf.int64) if is_large else np.array(elements, np.int64)
     return tf.stack([tf.cast(element, tf.int64) for element in elements])
 
 
 def elements(vector: Any) -> list[Size]:
-    """The elements of a vector, as numbers as far as they are known."""
-    if (known := tf.get_static_value(vector)) is not None:
-        return list(np.asarray(known).reshape(-1).tolist())
+    """Return the elements of a vector, as ints where they are known."""
+    if (array := tf.get_static_value(vector)) is not None:
+        return list(np.asarray(array).reshape(-1).tolist())
     if is_vector_of_sizes(vector):
         return [number(element) for element in vector.op.inputs]
     return [vector] if vector.shape.rank == 0 else [vector[i] for i in range(vector.shape[0])]
 
 
 def number(element: tf.Tensor) -> Size:
-    known = tf.get_static_value(element)
-    return element if known is None else int(known)
+    value = tf.get_static_value(element)
+    return element if value is None else int(value)
 
 
 def is_vector_of_sizes(x: Any) -> bool:
@@ -172,15 +173,15 @@ def is_vector_of_sizes(x: Any) -> bool:
 
 
 def is_size(x: Any) -> bool:
-    """Whether a tensor may be a size that only a run knows."""
+    """True if a tensor may be a dynamic size."""
     return tf.is_symbolic_tensor(x) and x.shape.rank == 0 and x.dtype == tf.int64
 
 
 def wider(a: Size, b: Size) -> Size:
-    """The size that two of them have together. One that is known, and not 1, is right whatever the other is."""
+    """Return the size of two broadcast axes. A known size other than 1 wins."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b) if a and b else 0
-    known, other = (a, b) if isinstance(a, int) else (b, a)
-    if isinstance(known, int):
-        return other if known == 1 else known
+    static, other = (a, b) if isinstance(a, int) else (b, a)
+    if isinstance(static, int):
+        return other if static == 1 else static
     return tf.maximum(tf.cast(a, tf.int64), tf.cast(b, tf.int64))

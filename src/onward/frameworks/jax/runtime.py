@@ -1,4 +1,5 @@
-"""What programs are made of beside a graph: copied into them, definition by definition, where they mention it.
+"""What programs are made of beside a graph: copied into them, definition by definition, where they
+mention it.
 
 So nothing here may need more than JAX, optax and numpy.
 """
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 
 from onward.engines.jax.elementwise import convert
-from onward.engines.jax.types import known_array
+from onward.engines.jax.types import concrete_array
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -31,7 +32,9 @@ def exact():
 
 
 def at_once(function, *inputs, **attributes):
-    """What follows from shapes alone is known while the rest is traced: arrays of numpy give arrays of numpy."""
+    """What follows from shapes alone is known while the rest is traced: arrays of numpy give arrays
+    of numpy.
+    """
     if not all(isinstance(x, np.ndarray | np.generic) for x in inputs if x is not None):
         return function(*inputs, **attributes)
     with jax.ensure_compile_time_eval():
@@ -66,7 +69,7 @@ class Values:
 
     @staticmethod
     def host(value):
-        return value if isinstance(value, np.ndarray) else known_array(value)
+        return value if isinstance(value, np.ndarray) else concrete_array(value)
 
     @staticmethod
     def place(value):
@@ -134,7 +137,10 @@ class ExactState(NamedTuple):
 
 
 def transformation(rules: Any, rate: Any) -> optax.GradientTransformation:
-    """An optimizer. By parameter, `rules` are what it remembers at first, and the function that updates both."""
+    """An optimizer.
+
+    By parameter, `rules` are what it remembers at first, and the function that updates both.
+    """
 
     def init(params):
         first = {name: slots(params[name]) for name, (slots, _) in rules.items()}
@@ -161,7 +167,9 @@ def transformation(rules: Any, rate: Any) -> optax.GradientTransformation:
 
 
 def exact_clip(kind, limit, variant):
-    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`); the `variant` is PyTorch's or not."""
+    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`); the `variant` is
+    PyTorch's or not.
+    """
 
     def update(gradients, state, params=None):
         leaves, structure = jax.tree.flatten(gradients)
@@ -192,7 +200,9 @@ class ExecutedState(NamedTuple):
 
 
 def joint(names: Any, rule: Any, initial: Any, rate: Any) -> optax.GradientTransformation:
-    """An optimizer of these parameters at once: a function of all parameters, their gradients and its state."""
+    """An optimizer of these parameters at once: a function of all parameters, their gradients and
+    its state.
+    """
 
     def init(params):
         return ExecutedState(jnp.zeros([], jnp.int32), initial())

@@ -51,7 +51,9 @@ def rows() -> dict[str, OperatorSource]:
 
 
 def _rows_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr | str]]:
-    """`operators(Abs=jnp.abs)`, `operators.define("onward.Linear")(lambda ...)`, and functions decorated so."""
+    """`operators(Abs=jnp.abs)`, `operators.define("onward.Linear")(lambda ...)`, and functions
+    decorated so.
+    """
     for statement in tree.body:
         match statement:
             case ast.Expr(ast.Call(ast.Name("operators"), keywords=keywords)):
@@ -71,7 +73,10 @@ def short(operator: str) -> str:
 
 
 def define(own: SourceBundle, operator: str, called: str) -> None:
-    """Have the row of an operator under a name. Attributes that are as the standard has them need not be given."""
+    """Have the row of an operator under a name.
+
+    Attributes that are as the standard has them need not be given.
+    """
     module, value = rows()[operator]
     if isinstance(value, str):
         own.define(module, value, called, defaults(operator))
@@ -81,7 +86,9 @@ def define(own: SourceBundle, operator: str, called: str) -> None:
 
 @functools.cache
 def defaults(operator: str) -> dict[str, str]:
-    """What attributes of an operator are unless they are given, as source; of rows that name their attributes."""
+    """What attributes of an operator are unless they are given, as source; of rows that name their
+    attributes.
+    """
     asked = _keywords(rows()[operator])
     if "." in operator or not defs.has(operator):
         return {}
@@ -111,7 +118,7 @@ def _keywords(row: OperatorSource) -> dict[str, str | None]:
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
-    "several", "known_array", "exact", "metrics", "changed", "count", "exact_clip", "transformation", "joint", "i",
+    "several", "concrete_array", "exact", "metrics", "changed", "count", "exact_clip", "transformation", "joint", "i",
     "statistics", "random",
 )  # fmt: skip
 """What a function mentions beside its own variables."""

@@ -74,7 +74,8 @@ class GraphPrinter:
     def body(
         self, model: Model, given: Mapping[str, str], stores: Mapping[str, str] | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed.
+        """The statements that compute a model, and its outputs; its inputs are expressions. The
+        model is changed.
 
         `stores` says where some outputs are kept, by their names.
         """
@@ -148,7 +149,9 @@ class _Recorder:
         self._framework = framework
         self._sizes = Sizes()
         self._values: dict[ir.Value, Any] = {}
-        """Arrays, some of which have sizes in them; what the program computes; and sequences as lists of these."""
+        """Arrays, some of which have sizes in them; what the program computes; and sequences as
+        lists of these.
+        """
         self._constants: dict[int, Value] = {}
         self._written: dict[Any, ProgramStep] = {}
         self.arrays: set[Value] = set()
@@ -184,7 +187,9 @@ class _Recorder:
         named: bool = False,
         stores: Mapping[ir.Value, str] | None = None,
     ) -> tuple[list[str], list[str]]:
-        """Lines, and the expressions for outputs; they have names if they are needed more than once."""
+        """Lines, and the expressions for outputs; they have names if they are needed more than
+        once.
+        """
         found = [self._one(value) for value in outputs]
         kept = [ProgramStep("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
         steps = with_stores(in_order(found), kept)
@@ -251,7 +256,9 @@ class _Recorder:
                 self._call(item)
 
     def _fold(self, call: Call) -> bool:
-        """Compute what is known when the program is written; what follows from sizes is known as a formula."""
+        """Compute what is known when the program is written; what follows from sizes is known as a
+        formula.
+        """
         given = [self._values[value] for value in call.inputs if value is not None]
         if call.operator == "Identity" and call.outputs[0] is not None:
             self._values[call.outputs[0]] = given[0]
@@ -407,7 +414,7 @@ class _Recorder:
                 is_array, is_number = given in self.arrays, given.array is not None and given.array.ndim == 0
                 if i in on_host and not is_array:
                     given = self._made(
-                        ProgramStep(printer.own.define("onward.engines.jax.types", "known_array"), [given])
+                        ProgramStep(printer.own.define("onward.engines.jax.types", "concrete_array"), [given])
                     )
                 elif i not in on_host and is_array and library is None and not is_number:
                     given = self._made(ProgramStep("jnp.asarray", [given]))
@@ -469,7 +476,9 @@ def _flat(given: Iterable[Any]) -> list[Any]:
 
 
 def _has_known_elements(call: Call, given: Sequence[Any]) -> bool:
-    """True if it is known which elements the result of an operator on sequences has, or which one it is."""
+    """True if it is known which elements the result of an operator on sequences has, or which one
+    it is.
+    """
     if call.operator in ("SequenceConstruct", "SequenceEmpty"):
         return True
     places = [given[i] for i in HOST_INPUTS.get(call.operator, ()) if i < len(given)]
