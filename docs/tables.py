@@ -20,6 +20,8 @@ from onward.checkpoint.formats import FORMATS
 from onward.cli.commands import build
 from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
+from onward.vocabulary.optimizers import OPTAX_ROWS, TORCH_ROWS
+from onward.vocabulary.rows import OptimizerRow
 
 HERE = Path(__file__).parent
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -333,6 +335,20 @@ def questions() -> str:
     )
 
 
+def torch_optimizers() -> str:
+    lines = [(*_row_cells(row), "native" if row.is_native else "exact subclass") for row in TORCH_ROWS]
+    return rows("optimizer|variant|class|", lines)
+
+
+def optax_optimizers() -> str:
+    return rows("optimizer|variant|optax", [_row_cells(row) for row in OPTAX_ROWS if not row.difference])
+
+
+def _row_cells(row: OptimizerRow) -> tuple[str, str, str]:
+    condition = f", {row.applies.words}" if row.applies else ""
+    return ", ".join(f"`{name}`" for name in row.optimizers), ", ".join(row.variants) + condition, f"`{row.name}`"
+
+
 TABLES = {
     function.__name__: function
     for function in (
@@ -354,6 +370,8 @@ TABLES = {
         training_models,
         optimizers_read,
         optimizers_made,
+        torch_optimizers,
+        optax_optimizers,
         losses_read,
         losses_made,
         schedules_read,

@@ -32,6 +32,9 @@ from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
+from onward.vocabulary.optax import SETTINGS
+from onward.vocabulary.optimizers import KERAS_ROWS, OPTAX_ROWS
+from onward.vocabulary.rows import row_for
 
 Arrays = dict[str, np.ndarray]
 Trajectory = list[Arrays]
@@ -345,23 +348,13 @@ def test_torch(name: str, cls: str, settings: dict[str, Any], engine: str) -> No
 
 # ---- against Keras ---------------------------------------------------------------------------------------------------
 
-KERAS_NAMES = {"lr": "learning_rate", "beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon", "alpha": "rho"}
-KERAS_SLOTS = {
-    "SGD": {"momentum_buffer": "momentums"},
-    "Adagrad": {"sum": "_accumulators"},
-    "Adamax": {"exp_avg": "_m", "exp_inf": "_u"},
-    "Nadam": {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "mu_product": "_u_product"},
-    "RMSprop": {"square_avg": "_velocities", "grad_avg": "_average_gradients", "momentum_buffer": "_momentums"},
-    "Adadelta": {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
-}
-KERAS_ADAM_SLOTS = {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "max_exp_avg_sq": "_velocity_hats"}
-
 
 def run_keras(cls: str, configured: ConfiguredOptimizer, data: Data) -> Trajectory:
     import keras
 
-    kind = getattr(keras.optimizers, cls)
-    settings = {KERAS_NAMES.get(k, k): v for k, v in {**configured.values, **configured.options}.items()}
+    kind, row = getattr(keras.optimizers, cls), KERAS_ROWS[cls]
+    names = {**row.settings, "lr": "learning_rate"}
+    settings = {names.get(k, k): v for k, v in {**configured.values, **configured.options}.items()}
     arguments = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
     if not arguments["weight_decay"]:
         del arguments["weight_decay"]
@@ -373,7 +366,7 @@ def run_keras(cls: str, configured: ConfiguredOptimizer, data: Data) -> Trajecto
         theirs.learning_rate = lr
         theirs.apply(gradients)
         state = {f"p{i}": np.asarray(parameter.numpy()) for i, parameter in enumerate(parameters)}
-        for slot, attribute in KERAS_SLOTS.get(cls, KERAS_ADAM_SLOTS).items():
+        for slot, attribute in {**row.slots, **row.shared}.items():
             values = getattr(theirs, attribute, [])
             values = values if isinstance(values, list) else [values] * len(parameters)  # Nadam has one for all
             state |= {f"p{i}/{slot}": np.asarray(value.numpy()) for i, value in enumerate(values)}
@@ -420,17 +413,6 @@ def test_keras(number: int, keras_results: list[Trajectory]) -> None:
 
 # ---- against optax ---------------------------------------------------------------------------------------------------
 
-OPTAX_NAMES = {"beta1": "b1", "beta2": "b2", "alpha": "decay"}
-OPTAX_SLOTS = {  # the fields of optax's states, and how often our slot goes into theirs
-    "adagrad": {"sum": ("sum_of_squares", 1)},
-    "adamax": {"exp_avg": ("mu", 1), "exp_inf": ("nu", 1)},
-    "rmsprop": {"square_avg": ("nu", 1), "grad_avg": ("mu", 1), "momentum_buffer": ("trace", -1)},
-    "adadelta": {"square_avg": ("e_g", 1), "acc_delta": ("e_x", 1)},
-    "adafactor": {"row_var": ("v_row", 1), "col_var": ("v_col", 1), "variance": ("v", 1)},
-    "sgd": {"momentum_buffer": ("trace", 1)},
-}
-OPTAX_ADAM_SLOTS = {"exp_avg": ("mu", 1), "exp_avg_sq": ("nu", 1), "max_exp_avg_sq": ("nu_max", 1)}
-
 
 def optax_adafactor(schedule: Any, values: Mapping[str, float], options: Mapping[str, Any]) -> Any:
     """optax.adafactor, but for the decay rate of the moments, which it computes in float32."""
@@ -455,14 +437,17 @@ def run_optax(name: str, configured: ConfiguredOptimizer, data: Data) -> Traject
     import jax.numpy as jnp
     import optax
 
+    row = row_for(OPTAX_ROWS, configured)
+    assert row is not None
     schedule = lambda count: jnp.asarray(LR)[count]
     if name == "adafactor":
         theirs = optax_adafactor(schedule, configured.values, configured.options)
     else:
-        settings = {OPTAX_NAMES.get(k, k): v for k, v in {**configured.values, **configured.options}.items()}
-        known = inspect.signature(getattr(optax, name)).parameters
-        arguments = {key: value for key, value in settings.items() if key in known and key != "momentum"}
-        arguments |= {"momentum": settings["momentum"]} if settings.get("momentum") else {}
+        settings = {**configured.values, **configured.options}
+        names = {theirs: SETTINGS.get(theirs, theirs) for theirs in inspect.signature(getattr(optax, name)).parameters}
+        arguments = {theirs: settings[ours] for theirs, ours in names.items() if ours in settings and ours != "lr"}
+        if not settings.get("momentum"):
+            arguments.pop("momentum", None)
         theirs = getattr(optax, name)(schedule, **arguments)
     parameters = [jnp.asarray(x) for x in data.start]
     state = theirs.init(parameters)
@@ -471,9 +456,11 @@ def run_optax(name: str, configured: ConfiguredOptimizer, data: Data) -> Traject
         updates, state = theirs.update([jnp.asarray(g) for g in gradients], state, parameters)
         parameters = optax.apply_updates(parameters, updates)
         found = {f"p{i}": np.asarray(x) for i, x in enumerate(parameters)}
-        for slot, (field, sign) in OPTAX_SLOTS.get(name, OPTAX_ADAM_SLOTS).items():
+        sign = -1 if name == "rmsprop" else 1
+        for slot, field in row.slots.items():
             for part in (part for part in state if hasattr(part, field)):
-                found |= {f"p{i}/{slot}": sign * np.asarray(value) for i, value in enumerate(getattr(part, field))}
+                factor = sign if field == "trace" else 1  # RMSprop has its momentum after the learning rate
+                found |= {f"p{i}/{slot}": factor * np.asarray(value) for i, value in enumerate(getattr(part, field))}
         after.append(found)
     return after
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
 
@@ -113,58 +113,22 @@ OPTAX: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-# ---- what docs/frameworks/jax.md says --------------------------------------------------------------------------------
-
-
-class Optax(NamedTuple):
-    """Optimizers of a recipe, and what they are in optax."""
-
-    optimizers: str
-    variant: str
-    made: str
-    """`native`: a chain of optax's own transformations. `exact transform`: one of ours (see `recipe_optimizer`)."""
-    example: str
-
-    @property
-    def is_native(self) -> bool:
-        return self.made == "native"
-
-
-OPTAX_SUPPORT = [
-    Optax("sgd, momentum, nesterov, sgdw", "torch, optax", "native", "sgd:momentum=0.9,nesterov=true,weight_decay=0.1"),
-    Optax("sgd, momentum, sgdw", "torch, with dampening", "exact transform", "sgd:momentum=0.9,dampening=0.5"),
-    Optax("sgd, sgdw", "keras, without momentum", "native", "sgd:variant=keras,weight_decay=0.1"),
-    Optax("sgd, momentum, nesterov, sgdw", "keras", "exact transform", "sgd:momentum=0.9,variant=keras"),
-    Optax("adam, adamw", "torch, optax", "native", "adamw:weight_decay=0.1"),
-    Optax("adam, adamw", "keras", "exact transform", "adam:variant=keras"),
-    Optax("adamw", "transformers", "exact transform", "adamw:variant=transformers"),
-    Optax("amsgrad", "optax", "native", "amsgrad:variant=optax"),
-    Optax("amsgrad", "torch, keras", "exact transform", "amsgrad"),
-    Optax("adamax", "torch, optax", "native", "adamax:weight_decay=0.1"),
-    Optax("adamax", "keras", "exact transform", "adamax:variant=keras"),
-    Optax("nadam", "optax", "native", "nadam:variant=optax"),
-    Optax("nadam", "torch, keras", "exact transform", "nadam"),
-    Optax("radam", "optax", "native", "radam:variant=optax"),
-    Optax("radam", "torch", "exact transform", "radam"),
-    Optax("adagrad", "optax, keras", "native", "adagrad:variant=keras,weight_decay=0.1"),
-    Optax("adagrad", "torch", "exact transform", "adagrad"),
-    Optax("rmsprop", "torch, optax", "native", "rmsprop:momentum=0.9,centered=true,weight_decay=0.1"),
-    Optax("rmsprop", "keras", "native", "rmsprop:momentum=0.9,variant=keras"),
-    Optax(
-        "rmsprop",
-        "keras, with momentum and weight decay",
-        "exact transform",
-        "rmsprop:momentum=0.9,weight_decay=0.1,variant=keras",
-    ),
-    Optax("adadelta", "all", "native", "adadelta:weight_decay=0.1,variant=keras"),
-    Optax("adafactor", "optax", "native", "adafactor:variant=optax"),
-    Optax("adafactor", "torch", "exact transform", "adafactor"),
-    Optax("lion", "all", "native", "lion"),
-    Optax("lamb", "optax; keras without weight decay", "native", "lamb:weight_decay=0.1"),
-    Optax("lamb", "keras, with weight decay", "exact transform", "lamb:weight_decay=0.1,variant=keras"),
-    Optax("muon", "torch", "exact transform", "muon"),
-    Optax("any", "with maximize", "exact transform", "adam:maximize=true"),
-]
+OPTAX_EXACT = {
+    *("sgd:momentum=0.9,variant=keras", "sgd:momentum=0.9,dampening=0.5", "sgd:maximize=true"),
+    *("adam:eps=1e-3,variant=keras", "amsgrad:eps=1e-3", "amsgrad:eps=1e-3,variant=keras", "adamax:variant=keras"),
+    *("nadam", "nadam:variant=keras", "radam:beta2=0.9", "adagrad:initial_accumulator_value=1e-6", "adafactor"),
+    *("lamb:weight_decay=0.1,variant=keras", "rmsprop:momentum=0.9,weight_decay=0.1,variant=keras"),
+    *("adamw:variant=transformers", "adamw:eps=1e-3,variant=keras"),
+}
+"""Recipes that a transformation of Onward executes in optax."""
+OPTAX_NATIVE = {
+    *("sgd:momentum=0.9,nesterov=true,weight_decay=0.1", "sgdw:momentum=0.9", "sgd:variant=keras,weight_decay=0.1"),
+    *("adam:eps=1e-3,weight_decay=0.1", "adamw", "amsgrad:variant=optax", "adamax", "nadam:variant=optax"),
+    *("radam:beta2=0.9,variant=optax", "lion", "lamb", "rmsprop:momentum=0.9", "adadelta:weight_decay=0.1"),
+    *("rmsprop:momentum=0.9,centered=true,variant=keras", "adagrad:variant=keras,weight_decay=0.1"),
+    "adafactor:variant=optax,min_dim_size_to_factor=4",
+}
+"""Recipes that are a chain of optax's own transformations."""
 
 OPTAX_READ = {
     "sgd": "`sgd`; of Keras if the momentum comes after the learning rate",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from marks import needs
 from onnx import helper, numpy_helper
-from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
+from optimizer_tables import OPTAX_EXACT, OPTAX_NATIVE, OPTAX_READ
 from paths import ROOT
 from representatives import chosen
 
@@ -236,27 +236,9 @@ def test_state_comes_back() -> None:
 
 # ---- optimizers that others have -------------------------------------------------------------------------------------
 
-EXACT = {
-    *("sgd:momentum=0.9,variant=keras", "sgd:momentum=0.9,dampening=0.5", "sgd:maximize=true"),
-    *("adam:eps=1e-3,variant=keras", "amsgrad:eps=1e-3", "amsgrad:eps=1e-3,variant=keras", "adamax:variant=keras"),
-    *("nadam", "nadam:variant=keras", "radam:beta2=0.9", "adagrad:initial_accumulator_value=1e-6", "adafactor"),
-    *("lamb:weight_decay=0.1,variant=keras", "rmsprop:momentum=0.9,weight_decay=0.1,variant=keras"),
-}
-NATIVE = {
-    *(
-        "sgd:momentum=0.9,nesterov=true,weight_decay=0.1",
-        "sgdw:momentum=0.9",
-        "adam:eps=1e-3,weight_decay=0.1",
-        "adamw",
-    ),
-    *("amsgrad:variant=optax", "adamax", "nadam:variant=optax", "radam:beta2=0.9,variant=optax", "lion", "lamb"),
-    *("rmsprop:momentum=0.9", "rmsprop:momentum=0.9,centered=true,variant=keras", "adadelta:weight_decay=0.1"),
-    *("adagrad:variant=keras,weight_decay=0.1", "adafactor:variant=optax,min_dim_size_to_factor=4"),
-}
-
 
 @pytest.mark.slow("adafactor:variant=optax,min_dim_size_to_factor=4", "radam:beta2=0.9")
-@pytest.mark.parametrize("optimizer", [*sorted(EXACT), *sorted(NATIVE)])
+@pytest.mark.parametrize("optimizer", [*sorted(OPTAX_EXACT), *sorted(OPTAX_NATIVE)])
 def test_every_optimizer_in_optax(optimizer: str) -> None:
     from onward.frameworks.jax.optimizer import is_native, make_optimizer
 
@@ -271,7 +253,7 @@ def test_every_optimizer_in_optax(optimizer: str) -> None:
         for name, array in engine.state().items():
             training.set(name, array)
         run = from_training_model(training)
-        assert is_native(run.groups[0].optimizer) == (optimizer in NATIVE)
+        assert is_native(run.groups[0].optimizer) == (optimizer in OPTAX_NATIVE)
         params = {name: engine.state()[name] for name in weights}
         tx, state = make_optimizer(run, params)
         for _ in range(10):
@@ -308,22 +290,18 @@ def test_states_in_checkpoints_are_refused_where_optax_computes_otherwise(name: 
 
 
 def test_no_optimizer_is_forgotten() -> None:
-    """Muon, which is for matrices, and two other names of SGD are not in the lists above."""
-    assert {text.partition(":")[0] for text in EXACT | NATIVE} | {"muon", "momentum", "nesterov"} == OPTIMIZERS.keys()
+    """Muon, which is for matrices, and two other names of SGD are not in the lists."""
+    assert {text.partition(":")[0] for text in OPTAX_EXACT | OPTAX_NATIVE} | {
+        "muon",
+        "momentum",
+        "nesterov",
+    } == OPTIMIZERS.keys()
 
 
-def test_the_tables_of_the_documentation() -> None:
-
+def test_the_documentation_says_how_functions_of_optax_are_read() -> None:
     import optax
 
-    from onward.frameworks.jax.optimizer import is_native
-
     page = (ROOT / "docs/frameworks/jax.md").read_text(encoding="utf-8")
-    for row in OPTAX_SUPPORT:
-        assert is_native(parse(row.example)) == row.is_native, row
-        assert f"| {row.variant} | {row.made} |" in page
-    named = {name for row in OPTAX_SUPPORT for name in row.optimizers.split(", ")}
-    assert named - {"any"} == OPTIMIZERS.keys()
     for names, text in OPTAX_READ.items():
         assert all(hasattr(optax, name) for name in names.split(", ")) and text in page
 

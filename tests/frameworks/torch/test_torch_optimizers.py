@@ -26,7 +26,6 @@ from onward.vocabulary.optimizers import TORCH_ROWS
 from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 
 torch = pytest.importorskip("torch")
-from paths import ROOT  # noqa: E402
 
 from onward.frameworks.torch.exact import ExactOptimizer, Together  # noqa: E402
 from onward.frameworks.torch.formulas import EXACT  # noqa: E402
@@ -400,13 +399,3 @@ def test_a_printed_update_reads_like_its_formula() -> None:
         'state["exp_avg"].copy_(m)',
         'state["exp_avg_sq"].copy_(v)',
     ]
-
-
-def test_the_page_has_the_table() -> None:
-    page = (ROOT / "docs" / "frameworks" / "torch.md").read_text().splitlines()
-    for row in TORCH_ROWS:
-        when = f", {row.applies.words}" if row.applies else ""
-        way = "native" if row.is_native else "exact subclass"
-        names = ", ".join(f"`{name}`" for name in row.optimizers)
-        assert f"| {names} | {', '.join(row.variants)}{when} | `{row.name}` | {way} |" in page
-    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(TORCH_ROWS)

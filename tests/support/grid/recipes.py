@@ -133,7 +133,7 @@ def rows(kind: str) -> list[str]:
 
 def _optimizers(name: str) -> Iterable[str]:
     kind = OPTIMIZERS[name]
-    for options, variant in itertools.product(("", *OPTIONS[name]), kind.variants):
+    for options, variant in itertools.product(("", *OPTIONS.get(name, ())), kind.variants):
         row = f"{name}:{options},variant={variant}" if options else f"{name}:variant={variant}"
         if _is_valid(row):
             yield row

@@ -34,7 +34,8 @@ _INFIX = {
 }  # fmt: skip
 _LONG = 60
 """Expressions with more signs get a name, if the definition has one for them."""
-_ARGUMENTS = ("x", "g", "lr", "t", "beta1", "beta2")
+_ARGUMENTS = ("x", "g", "lr", "t")
+_BETAS = ("beta1", "beta2")
 
 
 def _expression(node: ir.Node, texts: Mapping[ir.Value, Expression], numbers: set[ir.Value]) -> Expression:
@@ -92,14 +93,15 @@ def _statements(function: Function) -> list[str]:
     graph, names = _graph_of(function)
     slots = _slots_of(function)
     tensors = ("x", "g", *slots)
+    betas = _BETAS if {*_BETAS} <= {*function.inputs} else ()
     texts: dict[ir.Value, Expression] = {}
     for value in graph.inputs:
         name = value.name or ""
         kept = f'{"state" if name in slots else "group"}["{name}"]'
-        texts[value] = Expression(name if name in _ARGUMENTS else kept)
+        texts[value] = Expression(name if name in (*_ARGUMENTS, *betas) else kept)
     numbers = {value for value in graph.inputs if value.name not in tensors}
     taken = {*function.inputs, "self", "state", "group"}
-    lines = ['beta1, beta2 = group["betas"]'] if "beta1" in function.inputs else []
+    lines = ['beta1, beta2 = group["betas"]'] if betas else []
     for node in graph:
         value = node.outputs[0]
         made = _expression(node, texts, numbers)
