@@ -12,7 +12,7 @@ from stepping import Stepper
 import onward
 from onward.engines import onnxruntime, start
 from onward.engines.onnxruntime import OnnxRuntime
-from onward.model.storage.tensor_places import HeldTensor
+from onward.model.storage.tensor_sites import HeldTensor
 
 __all__ = ["case"]  # a fixture
 

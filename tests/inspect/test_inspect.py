@@ -23,7 +23,7 @@ from rich.console import Console
 import onward
 from onward.errors import Error, UnknownNameError
 from onward.inspect import Summary, describe, draw, render, render_parameters
-from onward.model.storage.tensor_places import HeldTensor
+from onward.model.storage.tensor_sites import HeldTensor
 from onward.recipe.optimizers import OPTIMIZERS
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"

@@ -34,13 +34,13 @@ from safetensors import safe_open
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model import storage
 from onward.model.storage import data as data_module
-from onward.model.storage.tensor_places import range_of
+from onward.model.storage.tensor_sites import range_of
 
 save_module = import_module("onward.model.storage.save")  # in the package, the function has this name
 
 FORMS = ["auto", "none", "data", "safetensors"]
 
-# ---- a model with tensors in every place -----------------------------------------------------------------------------
+# ---- a model with tensors in every place ----------------------------------------------------------------------------
 
 
 class Opened:
@@ -54,7 +54,7 @@ class Opened:
             for info in proto.training_info
         ]
         if base_dir:
-            storage.hold_data(self.places(), base_dir, files or {})
+            storage.hold_data(self.sites(), base_dir, files or {})
 
     @classmethod
     def at(cls, path: Path) -> Opened:
@@ -74,21 +74,21 @@ class Opened:
         return proto
 
     def save(self, path: Path, **options: Any) -> None:
-        storage.save(path, self.to_proto, self.places(), **options)
+        storage.save(path, self.to_proto, self.sites(), **options)
 
-    def places(self) -> list[storage.TensorPlace]:
-        return storage.places(*self.containers)
+    def sites(self) -> list[storage.TensorSite]:
+        return storage.sites(*self.containers)
 
     def tensors(self) -> list[tuple[str, Any]]:
-        return [(place.name, place.tensor) for place in self.places()]
+        return [(site.name, site.tensor) for site in self.sites()]
 
     def values(self) -> list[tuple[str, bytes]]:
         return [(name, tensor.numpy().tobytes()) for name, tensor in self.tensors()]
 
     def set(self, name: str, array: np.ndarray) -> None:
-        for place in self.places():
-            if place.name == name:
-                place.tensor = ir.tensor(array, name=name)
+        for site in self.sites():
+            if site.name == name:
+                site.tensor = ir.tensor(array, name=name)
 
 
 def tensor(name: str, *shape: int, seed: int = 0) -> TensorProto:
@@ -579,7 +579,7 @@ def test_a_tensor_that_only_its_owner_can_write_is_left_alone(tmp_path: Path) ->
         return one()
 
     for form in FORMS:
-        storage.save(tmp_path / "m.onnx", to_proto, model.places(), external=form)  # type: ignore[arg-type]
+        storage.save(tmp_path / "m.onnx", to_proto, model.sites(), external=form)  # type: ignore[arg-type]
     assert seen == [special] * 4
 
 
@@ -982,7 +982,7 @@ def test_a_failure_of_the_caller_loses_nothing(tmp_path: Path) -> None:
         raise RuntimeError("cannot do it")
 
     with pytest.raises(WriteError, match="cannot do it"):
-        storage.save(path, to_proto, model.places(), external="safetensors")
+        storage.save(path, to_proto, model.sites(), external="safetensors")
     assert files(tmp_path) == before
     assert [item for _, item in model.tensors()] == held
 

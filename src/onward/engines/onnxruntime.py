@@ -29,7 +29,7 @@ from onward.lowering.runtime import for_onnxruntime, widen
 from onward.lowering.segments import cut, cut_after_text
 from onward.lowering.step import Lowering, LoweringOptions
 from onward.model import Model
-from onward.model.storage.tensor_places import let_go
+from onward.model.storage.tensor_sites import let_go
 from onward.options import Parallel
 from onward.runtime.composite_sessions import SegmentedSession, TextSession
 from onward.runtime.devices import WITH_MEMORY, has_loops, is_text, providers_of, runner, to_array, write_buffer

@@ -35,7 +35,7 @@ from onward.inspect.summary import (
     port,
 )
 from onward.model import Model, Source, Step, load
-from onward.model.serde import places_of
+from onward.model.serde import tensor_sites
 from onward.model.state import hyperparameters, states
 from onward.model.storage import is_external
 from onward.model.walk import ancestors, read_by
@@ -97,7 +97,7 @@ def _summary(model: Model) -> Summary:
 
 
 def _file(model: Model) -> File:
-    tensors = (place.tensor for place in places_of(model))
+    tensors = (place.tensor for place in tensor_sites(model))
     external = {
         (t.location, t.offset, t.length): t for t in tensors if isinstance(t, ir.ExternalTensor) and is_external(t)
     }

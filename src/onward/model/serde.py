@@ -54,7 +54,7 @@ def load(model: Source) -> Model:
     opened, path = storage.open_model(model), Path(model)
     model = from_proto(opened.proto)
     _refuse_native_kernels(opened.proto)
-    storage.hold_data(places_of(model), opened.folder, opened.files)
+    storage.hold_data(tensor_sites(model), opened.folder, opened.files)
     model.path = path
     return model
 
@@ -65,9 +65,9 @@ def load_shapes(source: Source) -> Model:
         return load(source)
     except ExternalDataError:
         model = load_references(source)
-    for location in places_of(model):
-        if isinstance(location.tensor, ir.ExternalTensor) and storage.is_external(location.tensor):
-            location.tensor = _stand_in(location.tensor)
+    for site in tensor_sites(model):
+        if isinstance(site.tensor, ir.ExternalTensor) and storage.is_external(site.tensor):
+            site.tensor = _stand_in(site.tensor)
     return model
 
 
@@ -242,14 +242,14 @@ def _says_nothing(value: ir.Value) -> bool:
 
 def save(model: Model, path: str | os.PathLike[str], data: storage.External = "auto", **options: Any) -> Path:
     """Write a model, with the options of `storage.save`."""
-    storage.save(path, lambda: to_proto(model), places_of(model), external=data, **options)
+    storage.save(path, lambda: to_proto(model), tensor_sites(model), external=data, **options)
     model.path = Path(path)
     return model.path
 
 
-def places_of(model: Model) -> list[storage.TensorPlace]:
-    """Return every location of a tensor in a model."""
-    return storage.places(*_containers(model))
+def tensor_sites(model: Model) -> list[storage.TensorSite]:
+    """Return every site of a tensor in a model."""
+    return storage.sites(*_containers(model))
 
 
 def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:

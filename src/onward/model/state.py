@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.core import Model, Step
-from onward.model.storage.tensor_places import HeldTensor, describe_tensor
+from onward.model.storage.tensor_sites import HeldTensor, describe_tensor
 
 _TAG = "train."
 ROLE_KEY = "train.role"

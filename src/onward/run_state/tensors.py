@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
 from onward.model.storage.files import advance
-from onward.model.storage.tensor_places import HeldTensor, hold_open, let_go
+from onward.model.storage.tensor_sites import HeldTensor, hold_open, let_go
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""

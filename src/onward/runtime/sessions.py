@@ -15,7 +15,7 @@ from onnx import IR_VERSION, ModelProto, TensorProto, defs, helper
 
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model
-from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
+from onward.model.storage.tensor_sites import inside, is_external, is_where_it_was_read
 
 CPU = ("CPUExecutionProvider",)
 LARGE = 2**20

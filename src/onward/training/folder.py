@@ -17,11 +17,11 @@ from typing import Any
 
 from onward.errors import DataError, InvalidModelError, WriteError
 from onward.model import Model, load, storage
-from onward.model.serde import places_of, save
+from onward.model.serde import save, tensor_sites
 from onward.model.storage import form_of, goes_outside, is_external, verify_checksums, write_file
 from onward.model.storage.data import Writers, is_own
 from onward.model.storage.files import mentions
-from onward.model.storage.tensor_places import is_in
+from onward.model.storage.tensor_sites import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import write_settings
 from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Position, Run
@@ -161,7 +161,7 @@ class Folder(Run):
             try:
                 self._sweep()
                 self.configure(config)
-                self._form = form_of(places_of(original))
+                self._form = form_of(tensor_sites(original))
                 save(
                     strip(original),
                     self.path / ORIGINAL,
@@ -184,7 +184,7 @@ class Folder(Run):
             self._sweep()
             self._verify()
             model, original, shared = self.load_training(), load(self.path / ORIGINAL), self._shared_files()
-            self._form = form_of(places_of(original))
+            self._form = form_of(tensor_sites(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # of an older version
             yield model
@@ -307,20 +307,20 @@ class Follower(Folder):
 _OWN = "put the file itself into the folder of the run"
 
 
-def _unchanging_places(model: Model) -> list[storage.TensorPlace]:
+def _unchanging_places(model: Model) -> list[storage.TensorSite]:
     """Return the places of tensors that training does not change and that are stored outside the
     model file.
     """
-    places, changing = places_of(model), _changing_state(model)
+    places, changing = tensor_sites(model), _changing_state(model)
     return [place for place in places if place.holder not in changing] if goes_outside(places) else []
 
 
-def _user_places(model: Model) -> list[storage.TensorPlace]:
+def _user_places(model: Model) -> list[storage.TensorSite]:
     """Return the places of trainable tensors in files of the user, which an engine may read at the
     start.
     """
     changing = _changing_state(model)
-    return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]
+    return [place for place in tensor_sites(model) if place.holder in changing and is_external(place.tensor)]
 
 
 def _changing_state(model: Model) -> set[Any]:

@@ -28,11 +28,11 @@ from onward.checker.codes import make_finding, worst_first
 from onward.constants import tensor_in
 from onward.errors import DataError, Error, UnsupportedError
 from onward.model import Model, load
-from onward.model.serde import places_of
+from onward.model.serde import tensor_sites
 from onward.model.state import all_states, with_metadata
 from onward.model.storage import goes_outside, is_external
 from onward.model.storage.files import reason, regular
-from onward.model.storage.tensor_places import inside
+from onward.model.storage.tensor_sites import inside
 from onward.recipe import lora
 from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
@@ -247,8 +247,8 @@ class Run:
         """
         original = load(self.path / ORIGINAL)
         result = in_form_of(original, model)
-        if not goes_outside(places_of(original)):
-            for place in places_of(result):
+        if not goes_outside(tensor_sites(original)):
+            for place in tensor_sites(result):
                 if (tensor := place.tensor) is not None and is_external(tensor):
                     place.tensor = inside(tensor)
         return result

@@ -23,7 +23,7 @@ from onward.model import Model
 from onward.model.storage.checksums import Ranges
 from onward.model.storage.data import DividedTensor, Parts, Writers, write_parts
 from onward.model.storage.files import reason
-from onward.model.storage.tensor_places import inside
+from onward.model.storage.tensor_sites import inside
 from onward.training.folder import Folder
 from onward.training.run import Position
 

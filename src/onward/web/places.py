@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 from onward.model.state import all_states
-from onward.model.storage.tensor_places import inside, places
+from onward.model.storage.tensor_sites import inside, sites
 from onward.model.storage.wire import messages
 from onward.training.run import in_form_of
 from onward.transform.training import strip
@@ -83,7 +83,7 @@ def _by_name(data: bytes) -> dict[str, bytes]:
 def _bytes(model: Model) -> bytes:
     """A model as one file, its tensors as plain bytes in it."""
     model = model.copy()
-    for place in places(model.graph, *(step.algorithm for step in model.steps)):
+    for place in sites(model.graph, *(step.algorithm for step in model.steps)):
         tensor: Any = place.tensor
         if tensor is not None and tensor.dtype != ir.DataType.STRING:
             place.tensor = inside(tensor)

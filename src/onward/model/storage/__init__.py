@@ -11,14 +11,14 @@ from onward.model.storage.checksums import verify_checksums
 from onward.model.storage.external import Fault, bits_of, check_external, external_faults, walk_tensors
 from onward.model.storage.opening import folder_of, open_model, parse_proto, read_proto
 from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
-from onward.model.storage.tensor_places import Container, TensorPlace, describe_tensor, hold_data, is_external, places
+from onward.model.storage.tensor_sites import Container, TensorSite, describe_tensor, hold_data, is_external, sites
 from onward.model.storage.transaction import write_file
 
 __all__ = [
     "Container",
     "External",
     "Fault",
-    "TensorPlace",
+    "TensorSite",
     "bits_of",
     "check_external",
     "data_files_of",
@@ -31,9 +31,9 @@ __all__ = [
     "is_external",
     "open_model",
     "parse_proto",
-    "places",
     "read_proto",
     "save",
+    "sites",
     "verify_checksums",
     "walk_tensors",
     "write_file",

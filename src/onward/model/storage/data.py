@@ -16,9 +16,9 @@ import onnx_ir as ir
 from onward.model.storage.checksums import Range, Ranges
 from onward.model.storage.containers import SAFETENSORS_TYPES, safetensors_head
 from onward.model.storage.files import PAGE, Sink, announce, flush, is_repeated, listing, write_array
-from onward.model.storage.tensor_places import (
+from onward.model.storage.tensor_sites import (
     HeldTensor,
-    TensorPlace,
+    TensorSite,
     describe_tensor,
     let_go,
     nbytes,
@@ -36,21 +36,21 @@ _SAFETENSORS = {ir.DataType.from_numpy(np.dtype(kind)): name for name, kind in S
 
 @dataclass
 class _Piece:
-    """Bytes that are written once, and the locations that share them (tied weights)."""
+    """Bytes that are written once, and the sites that share them (tied weights)."""
 
     tensor: ir.TensorProtocol
-    places: list[TensorPlace]
+    sites: list[TensorSite]
 
 
 def write_data(
-    tensors: dict[TensorPlace, ir.TensorProtocol],
+    tensors: dict[TensorSite, ir.TensorProtocol],
     suffix: str,
     target: Path,
     transaction: Transaction,
     shard_bytes: int | None,
     writers: Writers | None = None,
     ranges: dict[str, list[Range]] | None = None,
-) -> dict[TensorPlace, ir.TensorProtocol]:
+) -> dict[TensorSite, ir.TensorProtocol]:
     """Write external tensors one by one; return references to them, and add checksums to `ranges`."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
     # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other
@@ -75,17 +75,17 @@ def write_data(
                 written = _copy(piece.tensor, sink)
                 if ranges is not None and written is not None:
                     ranges.setdefault(path.name, []).append(written)
-                for location in piece.places:
-                    future[location] = outside(tensors[location], target.parent, path, offset)
+                for site in piece.sites:
+                    future[site] = outside(tensors[site], target.parent, path, offset)
             sink.finish()
             flush(file)
     return future
 
 
-def _pieces(tensors: dict[TensorPlace, ir.TensorProtocol]) -> list[_Piece]:
+def _pieces(tensors: dict[TensorSite, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
-    for location, tensor in tensors.items():
-        pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(location)
+    for site, tensor in tensors.items():
+        pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).sites.append(site)
     return list(pieces.values())
 
 
@@ -96,7 +96,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
     return range_of(tensor) or id(tensor)
 
 
-def spared_bytes(tensors: dict[TensorPlace, ir.TensorProtocol]) -> int:
+def spared_bytes(tensors: dict[TensorSite, ir.TensorProtocol]) -> int:
     """Return the bytes that a data file saves against a model file: zeros and shared tensors."""
     pieces = _pieces(tensors)
     needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))
@@ -137,7 +137,7 @@ def _safetensors_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece,
     for piece in sorted(pieces, key=lambda piece: -piece.tensor.dtype.bitwidth):
         size, dtype = piece.tensor.nbytes, _SAFETENSORS.get(piece.tensor.dtype)
         shape = piece.tensor.shape.numpy() if dtype else (size,)
-        key = _unused_key(piece.places[0].name, entries)
+        key = _unused_key(piece.sites[0].name, entries)
         entries[key] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": (end, end + size)}
         offsets.append((piece, end))
         end += size

@@ -17,7 +17,7 @@ from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelE
 from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
-from onward.model.storage.tensor_places import HeldFile, hold_open
+from onward.model.storage.tensor_sites import HeldFile, hold_open
 
 _ATTEMPTS = 100
 

@@ -20,8 +20,8 @@ from onward.model.storage.data import Writers, is_own, spared_bytes, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.opening import OUTSIDE_HINT, PROTO_LIMIT, read_proto
-from onward.model.storage.tensor_places import (
-    TensorPlace,
+from onward.model.storage.tensor_sites import (
+    TensorSite,
     hold_open,
     in_file,
     inside,
@@ -42,19 +42,19 @@ SPARED_LIMIT = 2**29  # of what a second file spares the disk, and everyone who 
 def save(
     path: PathLike,
     to_proto: Callable[[], ModelProto],
-    places: Iterable[TensorPlace],
+    sites: Iterable[TensorSite],
     *,
     external: External = "auto",
     threshold_bytes: int = 1024,
     shard_bytes: int | None = None,
     shared: Set[Path] | None = None,
-    also: Iterable[TensorPlace] = (),
+    also: Iterable[TensorSite] = (),
     writers: Writers | None = None,
     checksums: bool = False,
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
-    `places` are the tensor locations of all graphs and functions that `to_proto` serializes. During
+    `sites` are the tensor sites of all graphs and functions that `to_proto` serializes. During
     the call they hold what the new file will hold. Afterwards they are restored, unless their data
     file is gone: then they hold the replacement.
 
@@ -77,7 +77,7 @@ def save(
     `shared` is for a folder without other writers: the model refers to data files in it without
     copying them. The next save removes those that only the replaced model used.
 
-    `also` are tensor locations of another model; they move to the new data file.
+    `also` are tensor sites of another model; they move to the new data file.
 
     `writers` are other processes, which write their ranges of divided tensors to the same file.
 
@@ -86,37 +86,35 @@ def save(
     if external not in get_args(External):
         raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
     target = target_of(path)
-    tensors, others = _tensors_at(places), _tensors_at(also)
+    tensors, others = _tensors_at(sites), _tensors_at(also)
     with Transaction(target) as transaction:
         old = _replaced_files(target)
         plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
-        moved = {
-            location: tensor for location, tensor in others.items() if _is_large(location, tensor, threshold_bytes)
-        }
+        moved = {site: tensor for site, tensor in others.items() if _is_large(site, tensor, threshold_bytes)}
         ranges: dict[str, list[Range]] | None = {} if checksums else None
         data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers, ranges)
         future = plan.staying_tensors | plan.embedded | data
-        with _holding({location: future[location] for location in tensors if location in future}):
+        with _holding({site: future[site] for site in tensors if site in future}):
             payload, used = _serialise(to_proto(), target, old)
         for name, others_ranges in writers.finish().items() if writers is not None else ():
             if ranges is not None:
                 ranges.setdefault(name, []).extend(others_ranges)
         entry = b"" if ranges is None else checksum_entry(payload, _ranges_of(used, target) | ranges)
         transaction.commit(payload, entry if len(payload) + len(entry) <= PROTO_LIMIT else b"")
-    for location, tensor in others.items():
-        if location in moved:
-            location.tensor = _open_tensor(data[location])
+    for site, tensor in others.items():
+        if site in moved:
+            site.tensor = _open_tensor(data[site])
         elif is_external(tensor):
-            location.tensor = inside(tensor, tensor.numpy().copy())
+            site.tensor = inside(tensor, tensor.numpy().copy())
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
-    written = {where[0] for location in data if (where := range_of(data[location]))}
+    written = {where[0] for site in data if (where := range_of(data[site]))}
     obsolete = _obsolete(
         target, old.keys() - used if shared is None else _unused_files(target, used | written | old.keys())
     )
-    for location, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
+    for site, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
         if (where := range_of(tensor)) and where[0] in obsolete:
-            location.tensor = _open_tensor(future[location])
+            site.tensor = _open_tensor(future[site])
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
@@ -127,15 +125,15 @@ def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
     return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
 
-def goes_outside(places: Iterable[TensorPlace]) -> bool:
+def goes_outside(sites: Iterable[TensorSite]) -> bool:
     """True if a model has external tensors, or is too large for one file."""
-    tensors = _tensors_at(places).values()
+    tensors = _tensors_at(sites).values()
     return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
 
 
-def form_of(places: Iterable[TensorPlace]) -> External:
+def form_of(sites: Iterable[TensorSite]) -> External:
     """Return the value of `external` that describes the tensors of a model."""
-    endings = {where[0].suffix for tensor in _tensors_at(places).values() if (where := range_of(tensor))}
+    endings = {where[0].suffix for tensor in _tensors_at(sites).values() if (where := range_of(tensor))}
     return "auto" if not endings else "safetensors" if endings == {".safetensors"} else "data"
 
 
@@ -144,8 +142,8 @@ def data_files_of(path: PathLike) -> list[Path]:
     return list(_replaced_files(Path(os.path.realpath(path))))
 
 
-def _tensors_at(places: Iterable[TensorPlace]) -> dict[TensorPlace, ir.TensorProtocol]:
-    return {location: tensor for location in places if (tensor := location.tensor) is not None}
+def _tensors_at(sites: Iterable[TensorSite]) -> dict[TensorSite, ir.TensorProtocol]:
+    return {site: tensor for site in sites if (tensor := site.tensor) is not None}
 
 
 def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -156,35 +154,31 @@ def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 @dataclass
 class _Plan:
-    """The new tensors of locations that change; `written` goes into new data files."""
+    """The new tensors of sites that change; `written` goes into new data files."""
 
-    staying_tensors: dict[TensorPlace, ir.TensorProtocol]
-    embedded: dict[TensorPlace, ir.TensorProtocol]
-    written: dict[TensorPlace, ir.TensorProtocol]
+    staying_tensors: dict[TensorSite, ir.TensorProtocol]
+    embedded: dict[TensorSite, ir.TensorProtocol]
+    written: dict[TensorSite, ir.TensorProtocol]
     suffix: str
 
 
 def _plan(
     target: Path,
-    tensors: dict[TensorPlace, ir.TensorProtocol],
+    tensors: dict[TensorSite, ir.TensorProtocol],
     old: set[Path],
     shared: Set[Path] | None,
     external: str,
     threshold: int,
 ) -> _Plan:
-    ranges = {location: where for location, tensor in tensors.items() if (where := range_of(tensor))}
+    ranges = {site: where for site, tensor in tensors.items() if (where := range_of(tensor))}
     keep = _kept_files(target, set(ranges.values()), old, external) | (shared or set())
-    staying = {
-        location for location in ranges if ranges[location][0] in keep and is_where_it_was_read(tensors[location])
-    }
+    staying = {site for site in ranges if ranges[site][0] in keep and is_where_it_was_read(tensors[site])}
     if external in _STAYING and shared is None:
         staying |= _staying(target, ranges, tensors)
     if external == "overlay":
-        _refuse_copies(target, {location: where[0] for location, where in ranges.items() if location not in staying})
-    staying_tensors = {
-        location: outside(tensors[location], target.parent, *ranges[location][:2]) for location in staying
-    }
-    moving = {location: tensor for location, tensor in tensors.items() if location not in staying_tensors}
+        _refuse_copies(target, {site: where[0] for site, where in ranges.items() if site not in staying})
+    staying_tensors = {site: outside(tensors[site], target.parent, *ranges[site][:2]) for site in staying}
+    moving = {site: tensor for site, tensor in tensors.items() if site not in staying_tensors}
     total = sum(nbytes(tensor) for tensor in moving.values())
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
@@ -193,20 +187,16 @@ def _plan(
         spill = bool(files) or total > EMBED_LIMIT or spared_bytes(moving) > SPARED_LIMIT
     else:
         spill = external != "none"
-    written = {
-        location: tensor for location, tensor in moving.items() if spill and _is_large(location, tensor, threshold)
-    }
-    embedded = {
-        location: inside(tensors[location]) for location in ranges if location in moving and location not in written
-    }
+    written = {site: tensor for site, tensor in moving.items() if spill and _is_large(site, tensor, threshold)}
+    embedded = {site: inside(tensors[site]) for site in ranges if site in moving and site not in written}
     is_safe = external == "safetensors" or (
         external in _STAYING and files and {file.suffix for file in files} == {".safetensors"}
     )
     return _Plan(staying_tensors, embedded, written, "safetensors" if is_safe else "data")
 
 
-def _is_large(location: TensorPlace, tensor: ir.TensorProtocol, threshold: int) -> bool:
-    return nbytes(tensor) >= max(threshold, 1) and (isinstance(location.holder, ir.Value) or is_external(tensor))
+def _is_large(site: TensorSite, tensor: ir.TensorProtocol, threshold: int) -> bool:
+    return nbytes(tensor) >= max(threshold, 1) and (isinstance(site.holder, ir.Value) or is_external(tensor))
 
 
 def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
@@ -226,21 +216,19 @@ def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path]
 
 
 def _staying(
-    target: Path, ranges: dict[TensorPlace, tuple[Path, int, int]], tensors: dict[TensorPlace, ir.TensorProtocol]
-) -> set[TensorPlace]:
-    """Return the locations whose tensors stay in files outside the replaced model."""
-    by_file: dict[Path, dict[tuple[int, int], list[TensorPlace]]] = defaultdict(lambda: defaultdict(list))
-    for location, (file, start, size) in ranges.items():
-        if size and start * 8 % tensors[location].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
-            by_file[file][start, start + size].append(location)
+    target: Path, ranges: dict[TensorSite, tuple[Path, int, int]], tensors: dict[TensorSite, ir.TensorProtocol]
+) -> set[TensorSite]:
+    """Return the sites whose tensors stay in files outside the replaced model."""
+    by_file: dict[Path, dict[tuple[int, int], list[TensorSite]]] = defaultdict(lambda: defaultdict(list))
+    for site, (file, start, size) in ranges.items():
+        if size and start * 8 % tensors[site].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
+            by_file[file][start, start + size].append(site)
     staying = set()
-    for file, locations_by_range in by_file.items():
+    for file, sites_by_range in by_file.items():
         if can_point_at(target.parent, file) and not is_own(target, file) and not _may_be_deleted(target, file):
-            tangled = {late for late, _ in overlaps(locations_by_range)}
-            staying |= {
-                location for where, places in locations_by_range.items() if where not in tangled for location in places
-            }
-    return {location for location in staying if is_where_it_was_read(tensors[location])}
+            tangled = {late for late, _ in overlaps(sites_by_range)}
+            staying |= {site for where, sites in sites_by_range.items() if where not in tangled for site in sites}
+    return {site for site in staying if is_where_it_was_read(tensors[site])}
 
 
 def _may_be_deleted(target: Path, file: Path) -> bool:
@@ -251,25 +239,25 @@ def _may_be_deleted(target: Path, file: Path) -> bool:
     return any(is_own(file.with_name(name), file) for name in models)
 
 
-def _refuse_copies(target: Path, copied: dict[TensorPlace, Path]) -> None:
-    for location, file in copied.items():
+def _refuse_copies(target: Path, copied: dict[TensorSite, Path]) -> None:
+    for site, file in copied.items():
         if not is_own(target, file):
             raise WriteError(
-                f"could not write `{target}`: it cannot point at `{location.name}` in `{file}`",
+                f"could not write `{target}`: it cannot point at `{site.name}` in `{file}`",
                 hint=f"write into `{file.parent}`, or have it copied: `auto`, `data` or `safetensors`",
             )
 
 
 @contextmanager
-def _holding(future: dict[TensorPlace, ir.TensorProtocol]) -> Iterator[None]:
-    past = [(location, location.tensor) for location in future]
+def _holding(future: dict[TensorSite, ir.TensorProtocol]) -> Iterator[None]:
+    past = [(site, site.tensor) for site in future]
     try:
-        for location, tensor in future.items():
-            location.tensor = tensor
+        for site, tensor in future.items():
+            site.tensor = tensor
         yield
     finally:
-        for location, before in past:
-            location.tensor = before
+        for site, before in past:
+            site.tensor = before
 
 
 def _serialise(proto: ModelProto, target: Path, old: dict[Path, str]) -> tuple[bytes, set[Path]]:

@@ -1,4 +1,4 @@
-"""Locations of tensors in an `onnx_ir` graph, and tensors inside a file or outside."""
+"""Sites of tensors in an `onnx_ir` graph, and tensors inside a file or outside."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Container = ir.Graph | ir.Function
 
 
 @dataclass(eq=False)
-class TensorPlace:
-    """A location of a tensor in a graph: an initializer, or an attribute."""
+class TensorSite:
+    """A site of a tensor in a graph: an initializer, or an attribute."""
 
     holder: ir.Value | ir.Node | ir.Function
     attribute: str = ""
@@ -52,36 +52,36 @@ class TensorPlace:
         self.holder.attributes[old.name] = ir.Attr(old.name, old.type, value, doc_string=old.doc_string)
 
 
-def places(*containers: Container) -> list[TensorPlace]:
-    """Return the location of every tensor in these graphs and functions, nested graphs included."""
-    return [location for container in containers for location in _places(container)]
+def sites(*containers: Container) -> list[TensorSite]:
+    """Return the site of every tensor in these graphs and functions, nested graphs included."""
+    return [site for container in containers for site in _sites(container)]
 
 
-def _places(container: Container) -> Iterator[TensorPlace]:
+def _sites(container: Container) -> Iterator[TensorSite]:
     top = container.graph if isinstance(container, ir.Function) else container
     for graph in (top, *top.subgraphs()):
-        yield from (TensorPlace(value) for value in graph.initializers.values() if value.const_value is not None)
+        yield from (TensorSite(value) for value in graph.initializers.values() if value.const_value is not None)
     holders: list[ir.Node | ir.Function] = [container] if isinstance(container, ir.Function) else []
     for holder in (*holders, *top.all_nodes()):
         for attribute in holder.attributes.values():
             if attribute.value is None:
                 continue
             if attribute.type == ir.AttributeType.TENSOR:
-                yield TensorPlace(holder, attribute.name)
+                yield TensorSite(holder, attribute.name)
             elif attribute.type == ir.AttributeType.TENSORS:
-                yield from (TensorPlace(holder, attribute.name, index) for index in range(len(attribute.value)))
+                yield from (TensorSite(holder, attribute.name, index) for index in range(len(attribute.value)))
 
 
-def hold_data(places: Iterable[TensorPlace], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
+def hold_data(sites: Iterable[TensorSite], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
     """Point the external tensors of a model to the opened files."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
-    for location in places:
-        if not is_external(tensor := location.tensor):
+    for site in sites:
+        if not is_external(tensor := site.tensor):
             continue
         assert isinstance(tensor, ir.ExternalTensor)
         tensor.base_dir = folder
         if (file := files.get(Path(os.path.realpath(tensor.path)))) is not None:
-            location.tensor = in_file(tensor, file)
+            site.tensor = in_file(tensor, file)
 
 
 def in_file(tensor: ir.ExternalTensor, file: HeldFile) -> HeldTensor:
