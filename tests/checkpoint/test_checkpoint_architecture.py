@@ -83,12 +83,12 @@ def test_labels_that_the_trainer_smooths() -> None:
         ({"auto_map": {"AutoModel": "modeling.Evil"}}, r"`auto_map`\), and is not executed"),
         ({"architectures": ["NoSuchModel"]}, r"has no model `NoSuchModel`"),
         ({"architectures": ["Trainer"]}, r"has no model `Trainer`"),
-        ({"architectures": ["BertForPreTraining"]}, r"what a `BertForPreTraining` takes is not known"),
+        ({"architectures": ["BertForPreTraining"]}, r"the inputs of a `BertForPreTraining` are unknown"),
         ({"architectures": [3]}, r"names no architecture"),
         ({"num_hidden_layers": 10**9}, r"`num_hidden_layers` is 1,000,000,000, for 25 tensors"),
         ({"hidden_size": 10**12}, r"`hidden_size` is 1,000,000,000,000, for 25 tensors"),
         ({"text_config": {"vocab_size": 10**400}}, r"`vocab_size` is 10,000,000"),
-        ({"num_attention_heads": 3}, r"transformers makes no `BertForSequenceClassification`"),
+        ({"num_attention_heads": 3}, r"transformers cannot create `BertForSequenceClassification`"),
     ],
 )
 def test_configurations_that_are_refused(
@@ -99,7 +99,7 @@ def test_configurations_that_are_refused(
     shutil.copytree(CHECKPOINTS / "trainer", folder)
     configuration = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(configuration))
-    if not said.startswith(("what", "transformers")):  # which are known once its class is made
+    if not said.startswith(("the inputs", "transformers")):  # which are known once its class is made
         monkeypatch.setitem(sys.modules, "onward.frameworks.torch.architecture", None)
     with pytest.raises(onward.Error, match=said):
         onward.from_checkpoint(folder)
@@ -372,7 +372,7 @@ def test_a_module_by_where_it_is(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(onward.Error, match=said):
             onward.from_checkpoint(tmp_path / "x.pt", module=module, **given)
-    with pytest.raises(onward.Error, match="what `Sequential` takes is not known"):
+    with pytest.raises(onward.Error, match="the inputs of `Sequential` are unknown"):
         onward.from_checkpoint(tmp_path / "x.pt", module=net(), loss="cross_entropy")
 
 

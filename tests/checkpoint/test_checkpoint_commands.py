@@ -255,7 +255,7 @@ def test_a_module_in_place_of_a_model(folder: Path) -> None:
     run("convert", "run.pt", *how, "-o", "run.onnx")
     assert onward.diff("run.pt", "run.onnx").equal
     said, hint = failed("convert", "run.pt", *how[:3], "names.txt", *how[4:], "-o", "other.onnx")
-    assert "`names.txt` is no .npz file" in said and "savez" in hint
+    assert "`names.txt` is not an .npz file" in said and "savez" in hint
 
 
 def test_a_model_that_has_its_graph(tmp_path: Path) -> None:

@@ -470,10 +470,10 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.Adafactor(p), "Adafactor rounds in its own way"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor rounds differently"),
         (lambda p: torch.optim.SGD(p, fused=True, momentum=0.9), "fused kernel of SGD"),
-        (lambda p: torch.optim.SGD(p, foreach=True), "otherwise with `foreach=True`"),
-        (lambda p: torch.optim.AdamW(p, capturable=True), "otherwise with `capturable=True`"),
+        (lambda p: torch.optim.SGD(p, foreach=True), "differently with `foreach=True`"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "differently with `capturable=True`"),
         (lambda p: torch.optim.Rprop(p), "a trace does not round"),
     ],
 )
@@ -486,7 +486,7 @@ def test_what_rounds_in_its_own_way_is_refused(make: Callable[[Any], Any], messa
 def test_updates_of_other_frameworks_in_16_bits_are_no_classes_of_pytorch() -> None:
     model = capture_module(network().bfloat16(), next(batches(torch.bfloat16))[0])
     training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras", master_weights=False)
-    with pytest.raises(UnsupportedError, match=r"`adamw` rounds .* in another way than any class of PyTorch"):
+    with pytest.raises(UnsupportedError, match=r"`adamw` rounds .* unlike any class of PyTorch"):
         to_torch(training)
 
 
@@ -511,7 +511,7 @@ def test_copies_of_ones_own_need_a_name() -> None:
             module, next(batches(torch.bfloat16))[0], loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(copies)
         )
     assert "MasterWeights" in (caught.value.hint or "")
-    with pytest.raises(UnsupportedError, match="clipped in the loop, in 16 bits"):
+    with pytest.raises(UnsupportedError, match="loop clips 16-bit gradients"):
         made = RUNS["masters"](module)
         from_torch(module, next(batches(torch.bfloat16))[0], loss=nn.CrossEntropyLoss(), optimizer=made, clip=1.0)
 

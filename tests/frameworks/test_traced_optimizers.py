@@ -175,9 +175,9 @@ def test_many_parameters_of_few_shapes(name: str) -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "SAM": (UnsupportedError, "a step of it fails: SAM needs a closure"),
-    "First": (UnsupportedError, "what its state begins with depends on the first gradients"),
-    "Hard": (UnsupportedError, "decides by the values of tensors"),
+    "SAM": (UnsupportedError, "its step fails: SAM needs a closure"),
+    "First": (UnsupportedError, "its initial state depends on the first gradients"),
+    "Hard": (UnsupportedError, "branches on values of tensors"),
     "Noisy": (UnsupportedError, "draws random numbers"),
     "Outside": (MismatchError, "an update of `0.weight` by the optimizer Outside is off"),
 }
@@ -200,5 +200,5 @@ def test_a_closure_that_must_be_given() -> None:
             closure()
 
     module = network()
-    with pytest.raises(UnsupportedError, match="its step asks for a closure"):
+    with pytest.raises(UnsupportedError, match="its step needs a closure"):
         read_optimizer(Twice(module.parameters()), names_of(module))

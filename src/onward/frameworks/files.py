@@ -110,9 +110,7 @@ def tensors_of(model: Model, names: Iterable[str]) -> dict[str, Any]:
 
 
 def compare(problems: Problems, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Note differences in names, types and shapes between tensors of a file and of a training
-    model.
-    """
+    """Note differences between tensors of a file and of a training model."""
     for name in {**theirs, **ours}:
         if name not in theirs or name not in ours:
             problems.add(f"{'the training model' if name not in theirs else 'it'} has no `{name}`", OTHER)

@@ -1,6 +1,4 @@
-"""Detection of random numbers in traced code, which runs once: draws of Python or NumPy would be
-constants.
-"""
+"""Detection of random numbers in traced code, where draws of Python or NumPy become constants."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_scheduler_that_counts_epochs(kind):
     training = from_torch(net, given[0][0], **run, steps_per_epoch=4, step=6)
     losses, _ = on_onnxruntime(training, given[6:])
     np.testing.assert_allclose(losses, steps(6, 16), rtol=1e-5)
-    with pytest.raises(UnsupportedError, match="has made 16 updates, and not 5"):
+    with pytest.raises(UnsupportedError, match="count 16 updates, not 5"):
         from_torch(net, given[0][0], **run, steps_per_epoch=4, step=5)
 
 
@@ -420,7 +420,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(
     ("module", "x", "message"),
     [
-        (Deciding(), torch.randn(2, 3), r"decides by the values of tensors what to do \(.*test_from_torch.py"),
+        (Deciding(), torch.randn(2, 3), r"branches on values of tensors \(.*test_from_torch.py"),
         (Noisy(), torch.randn(2, 3), "changes the buffer `calls`; it draws random numbers other than for dropout"),
         (
             nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)),
@@ -428,7 +428,11 @@ class Noisy(nn.Module):
             "`2.running_mean` is an average over all batches; `0` has sparse=True",
         ),
         (nn.Sequential(nn.LazyLinear(2)), torch.randn(2, 3), "`0.weight` has no values yet"),
-        (nn.Sequential(nn.Unflatten(0, (2, 2)), nn.Linear(3, 2)), torch.randn(4, 3), "size of 4 along axis 0 only"),
+        (
+            nn.Sequential(nn.Unflatten(0, (2, 2)), nn.Linear(3, 2)),
+            torch.randn(4, 3),
+            "only with a size of 4 along axis 0",
+        ),
     ],
     ids=["decides by values", "is random", "has options", "is lazy", "has a fixed batch"],
 )

@@ -303,14 +303,14 @@ class Mine(nn.MSELoss):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (Mine(), "loss Mine .* not known"),
-        (nn.MultiMarginLoss(), "MultiMarginLoss .* not known"),
-        (lambda x, y: F.mse_loss(x, y), "<lambda> .* not known"),
-        (nn.MSELoss(reduction="none"), "not one number"),
+        (Mine(), "loss Mine .* formula is unknown"),
+        (nn.MultiMarginLoss(), "MultiMarginLoss .* formula is unknown"),
+        (lambda x, y: F.mse_loss(x, y), "<lambda> .* formula is unknown"),
+        (nn.MSELoss(reduction="none"), "has reduction=.none."),
         (nn.TripletMarginLoss(swap=True), "`swap=True` has no counterpart"),
         (partial(F.mse_loss, size_average=False), "`size_average=False` has no counterpart"),
         (partial(F.mse_loss, weight=WEIGHT), "`weight=.*` has no counterpart"),
-        (partial(F.huber_loss, weight=WEIGHT, reduction="none"), "`weight=.*; it is not one number"),
+        (partial(F.huber_loss, weight=WEIGHT, reduction="none"), "`weight=.*; it has reduction=.none."),
         (partial(F.kl_div, torch.ones(2)), "arguments have no names"),
     ],
 )
@@ -338,5 +338,5 @@ def test_what_the_model_computes_is_picked() -> None:
 
 
 def test_a_graph_of_its_own_is_not_made() -> None:
-    with pytest.raises(UnsupportedError, match="a graph of its own"):
+    with pytest.raises(UnsupportedError, match="is a custom graph"):
         make_loss([{"y": {"name": "custom"}}])

@@ -131,7 +131,7 @@ def test_optimizer_and_scheduler_go_together() -> None:
     assert read_optimizer(optimizer, {id(parameter): "p"}, read_schedule(scheduler, 3))[2] == 7
     with pytest.raises(UnsupportedError, match="made 7 updates, but its scheduler 2 steps, one in 1") as caught:
         read_optimizer(optimizer, {id(parameter): "p"}, read_schedule(scheduler))
-    assert "for each step of the scheduler" in (caught.value.hint or "")
+    assert "per step of the scheduler" in (caught.value.hint or "")
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_function_is_believed_if_it_does_what_its_name_says() -> None:
     found = in_the_graph(read_schedule(scheduler).specs, STEPS)
     np.testing.assert_allclose(found, rates_of(scheduler, STEPS), rtol=1e-12, atol=1e-15)
     for function in (get_constant_schedule_with_warmup(9), get_cosine_schedule_with_warmup(9)):
-        with pytest.raises(UnsupportedError, match="its function is not known"):
+        with pytest.raises(UnsupportedError, match="its function is unknown"):
             read_schedule(s.LambdaLR(sgd(), function))
 
 
@@ -343,9 +343,9 @@ class Mine(s.StepLR):
         (lambda o: s.ReduceLROnPlateau(o), "depends on a measure"),
         (lambda o: s.CyclicLR(o, 0.1, 0.2, cycle_momentum=False), "no such cycles"),
         (lambda o: s.MultiplicativeLR(o, lambda t: 0.9), "function is not known"),
-        (lambda o: s.LambdaLR(o, lambda t: 0.9**t), "function is not known"),
+        (lambda o: s.LambdaLR(o, lambda t: 0.9**t), "function is unknown"),
         (lambda o: s.LambdaLR(o, [lambda t: 0.9**t, lambda t: 0.8**t]), "different functions"),
-        (lambda o: Mine(o, 3), "class `Mine` does is not known"),
+        (lambda o: Mine(o, 3), "the class `Mine` is unknown"),
         (lambda o: s.ChainedScheduler([s.StepLR(o, 3), s.ExponentialLR(o, 0.9)]), "product of schedules"),
         (
             lambda o: s.SequentialLR(o, [s.CyclicLR(o, 0.1, 0.2, cycle_momentum=False), Mine(o, 3)], [5]),
@@ -361,7 +361,7 @@ def test_refused(make: Make, message: str) -> None:
 
 def test_momentum_that_moves_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR, momentum=0.9)
-    with pytest.raises(UnsupportedError, match="moves the momentum") as caught:
+    with pytest.raises(UnsupportedError, match="changes the momentum") as caught:
         read_schedule(s.OneCycleLR(optimizer, LR, 50))
     assert "cycle_momentum=False" in (caught.value.hint or "")
 
@@ -370,5 +370,5 @@ def test_a_rate_changed_by_hand_is_refused() -> None:
     optimizer = sgd()
     scheduler = s.StepLR(optimizer, 4)
     optimizer.param_groups[0]["lr"] = 0.02
-    with pytest.raises(UnsupportedError, match=r"rate is 0\.02, and by the scheduler it would be 0\.1 after 0 steps"):
+    with pytest.raises(UnsupportedError, match=r"rate is 0\.02, but 0\.1 by the scheduler after 0 steps"):
         read_schedule(scheduler)

@@ -86,7 +86,7 @@ def test_layers_that_are_left_out_at_random():
     module = built(kind, options)
     module.model.encoder.layerdrop, module.config.apply_spec_augment = 0.5, True
     given = {"loss": "loss", "optimizer": torch.optim.AdamW(module.parameters())}
-    with pytest.raises(UnsupportedError, match=r"`model.encoder` leaves out whole layers at random \(layerdrop=0.5\)"):
+    with pytest.raises(UnsupportedError, match=r"`model.encoder` drops layers at random \(layerdrop=0.5\)"):
         onward.from_torch(module, inputs(4), **given)
     module.model.encoder.layerdrop = 0.0
     with pytest.raises(UnsupportedError, match=r"draws random numbers by `numpy.random`"):

@@ -211,9 +211,7 @@ def fold_repeats(steps: Sequence[ProgramStep], outputs: Iterable[Value]) -> list
 
 
 def _with_sizes_first(steps: Sequence[ProgramStep]) -> list[ProgramStep]:
-    """Return the calls with sizes and constants that several calls read moved before the first
-    block.
-    """
+    """Move sizes and constants that several calls read before the first block."""
     uses = count_uses(steps, [])
     sizes: set[ProgramStep] = set()
     for step in steps:

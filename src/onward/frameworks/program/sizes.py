@@ -128,10 +128,7 @@ class Extent(Holder):
 
 
 class Shaped(NamedTuple):
-    """Type and two shapes of a value, one per choice of the unknown sizes.
-
-    Equal sizes are known.
-    """
+    """Type and two shapes of a value, one per choice of the unknown sizes."""
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: str

@@ -1,6 +1,4 @@
-"""Bundles of Onward's own functions and classes, with all definitions they need, as text for
-standalone files.
-"""
+"""Bundles of Onward's own definitions as text for standalone files."""
 
 from __future__ import annotations
 
@@ -167,9 +165,7 @@ class _Module:
         return [name for name in _globals(self._plain(node)) if name in self.definitions]
 
     def text(self, node: ast.AST, changes: _Changes) -> str:
-        """Return the text of a node, with other names, without decorators that register it in a
-        table.
-        """
+        """Return the text of a node with other names, without table decorators."""
         text = self._plain(node)
         lines = [line.encode() for line in text.splitlines()]
         for edit in sorted(_edits(ast.parse(text), changes), reverse=True):

@@ -75,9 +75,7 @@ _MODULES = {"jax", "keras", "numpy", "onward", "optax", "tensorflow", "torch", *
 
 
 def program_beside(path: Path) -> Path:
-    """Return the path of the program beside a file: a module that can be imported and hides no
-    other.
-    """
+    """Return the path of the program beside a file: an importable module that hides no other."""
     name = identifier(path.stem, "run")
     return path.with_name(f"{name}_run.py" if name in _MODULES else f"{name}.py")
 

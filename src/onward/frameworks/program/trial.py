@@ -27,10 +27,7 @@ _SECONDS = 600.0
 
 
 def can_try() -> bool:
-    """True if there is a Python interpreter to run programs with.
-
-    An embedded or frozen one does not count.
-    """
+    """True if there is a Python interpreter to run programs with, not a frozen application."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
@@ -93,9 +90,7 @@ class StepTrial:
         return path
 
     def compare(self, losses: Sequence[float], *, same_random_numbers: bool) -> None:
-        """Raise an error if the losses of a program differ by more than accumulated rounding
-        errors.
-        """
+        """Raise an error if the losses of a program differ by more than rounding errors."""
         if self.draws and not same_random_numbers:
             return
         hint = "report the model; run the training model itself: `onward.engines.start(model, engine=...)`"

@@ -1,4 +1,4 @@
-"""PyTorch, both ways: a module with its loss, optimizer and scheduler as a training model, and back."""
+"""Conversion of PyTorch runs (module, loss, optimizer, scheduler) to training models and back."""
 
 from __future__ import annotations
 
@@ -25,15 +25,8 @@ from onward.frameworks.torch.capture import (
 from onward.frameworks.torch.exact import MasterWeights
 from onward.frameworks.torch.forward import OnnxModule, to_module
 from onward.frameworks.torch.loss import inner_values, make_loss, read_objective, summands
-from onward.frameworks.torch.optimizer import (
-    HALVES,
-    Clip,
-    clip_of,
-    clipping_part,
-    make_optimizer,
-    read_optimizer,
-)
-from onward.frameworks.torch.probe import NativeRun, probe_made, probe_native
+from onward.frameworks.torch.optimizer import HALVES, Clip, clip_of, clipped_optimizer, make_optimizer, read_optimizer
+from onward.frameworks.torch.probe import NativeRun, probe_live, probe_native
 from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer, parameters_of
 from onward.model import Model, Source, load
@@ -50,7 +43,7 @@ __all__ = ["TorchTraining", "capture_module", "from_torch", "to_module", "to_tor
 
 
 class TorchTraining(NamedTuple):
-    """A training run as PyTorch has it."""
+    """Training run as PyTorch objects."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -76,23 +69,24 @@ def from_torch(
     dynamic_shapes: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Model:
-    """A run of PyTorch, at any moment, as a training model that goes on from there. What is given stays as it is.
+    """Convert a PyTorch run, at any moment, to a training model that continues it. The objects are not changed.
 
         training = onward.from_torch(net, images, loss=nn.CrossEntropyLoss(), optimizer=optimizer)
 
-    - `module`, `optimizer`: what is trained, and by what
-    - `example_inputs`: what the module takes: a tensor, a sequence of arguments, or a mapping by their names
-    - `loss`: of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping of output -> loss where the
-      module has several outputs; or the name of the output that is the loss. Losses are added up: in place of one there
-      may be a list of several, or a pair `(0.5, loss)`
-    - `example_targets`: what the loss takes beside an output: a tensor, or a tuple of several; in a mapping or list, as
-      the losses are. To a cross entropy, floats are class probabilities; without an example it takes classes
-    - `scheduler`, `updates_per_epoch`: how many updates there are between two of its steps
-    - `updates`: those made so far, for an optimizer that does not count them (SGD) in the middle of an epoch;
-      without it, its scheduler has just stepped
-    - `clip`: what happens to gradients before each update: `clip_grad_norm_` to a number, or `{"value": 0.5}`
-    - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
-    - `probe`: make three steps on both sides with the example, and compare
+    - `module`, `optimizer`: module to train, and its optimizer
+    - `example_inputs`: inputs of the module: a tensor, a sequence of arguments, or a mapping by name
+    - `loss`: a loss of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping
+      of output -> loss for several outputs; or the name of the output that is the loss. Losses are
+      added: a list of losses, or a pair `(0.5, loss)`, may replace one
+    - `example_targets`: further inputs of the loss: a tensor or a tuple of tensors, in a mapping or
+      list like the losses. Floats are class probabilities for a cross entropy (default: classes)
+    - `scheduler`, `updates_per_epoch`: scheduler, and updates per step of the scheduler
+    - `updates`: updates so far, for an optimizer that does not count them (SGD) in the middle of an
+      epoch (default: the scheduler has just stepped)
+    - `clip`: clipping before each update: a number for `clip_grad_norm_`, or `{"value": 0.5}`
+    - `dynamic_shapes`: argument -> axis -> name of axes of any size (default: the first axis of all
+      tensors)
+    - `probe`: run three steps on both sides with the example, and compare
     """
     module, optimizer, scheduler = unwrap_module(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
     check_copyable(module)
@@ -114,14 +108,14 @@ def from_torch(
 
 
 def _freeze_others(native: NativeRun) -> None:
-    """Parameters that no optimizer has do not learn, whatever they require."""
+    """Freeze parameters that the optimizer does not have."""
     named = {id(parameter) for parameter in native.module.parameters()}
     optimized = {id(parameter) for group in native.optimizer.param_groups for parameter in group["params"]}
     if optimized - named:
         raise UnsupportedError(
             f"the optimizer has {len(optimized - named)} parameters that the module does not have",
-            hint="make them parameters of the module, of one that holds the other and the loss, for example; "
-            f"for copies in float32 use `{MasterWeights.__module__}.MasterWeights`",
+            hint="put them into one module, for example of the model and the loss; "
+            f"for float32 copies use `{MasterWeights.__module__}.MasterWeights`",
         )
     for parameter in native.module.parameters():
         if id(parameter) not in optimized:
@@ -129,7 +123,7 @@ def _freeze_others(native: NativeRun) -> None:
 
 
 def _read(
-    native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, given: int | None
+    native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, updates: int | None
 ) -> RunState:
     parts, schedule = Parts(), None
     with parts.reading():
@@ -141,7 +135,7 @@ def _read(
         schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
     named = dict(native.module.named_parameters())
     if parts.errors:
-        with parts.reading():  # what else there is to say, of all parameters that had updates
+        with parts.reading():  # find further problems, of all parameters that had updates
             begun = {id(p): name for name, p in named.items() if p in native.optimizer.state}
             read_optimizer(native.optimizer, begun or {id(p): name for name, p in named.items()}, schedule)
         parts.refuse()
@@ -153,8 +147,8 @@ def _read(
     }
     if not trained:
         raise nothing_learns()
-    groups, state, found = read_optimizer(native.optimizer, trained, schedule)
-    step = _step(native, found, given)
+    groups, state, count = read_optimizer(native.optimizer, trained, schedule)
+    step = _step(native, count, updates)
     is_half = any(parameter.dtype in HALVES and id(parameter) in trained for parameter in named.values())
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
     return RunState(
@@ -170,22 +164,22 @@ def _read(
     )
 
 
-def _step(native: NativeRun, found: int, given: int | None) -> int:
-    """The updates that the user says there were, if that is what optimizer and scheduler say, too."""
-    if given is None:
-        return found
+def _step(native: NativeRun, count: int, updates: int | None) -> int:
+    """Return the number of updates, checked against the optimizer and the scheduler."""
+    if updates is None:
+        return count
     counts = any("step" in state for state in native.optimizer.state.values())
     unit = 1 if counts else native.every
-    if (counts or native.scheduler is not None) and given // unit != found // unit:
+    if (counts or native.scheduler is not None) and updates // unit != count // unit:
         raise UnsupportedError(
-            f"by its optimizer or scheduler the run has made {found} updates, and not {given}",
+            f"optimizer or scheduler count {count} updates, not {updates}",
             hint="leave `updates` out, or correct `updates_per_epoch`",
         )
-    return given
+    return updates
 
 
 def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int) -> None:
-    """Write down what a training model has no place for, and the way back needs."""
+    """Store what a training model has no field for and `to_torch` needs."""
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) in idle:
@@ -199,39 +193,40 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 
 
 # ---- wrappers --------------------------------------------------------------------------------------------------------
-# Accelerate and others wrap optimizers and schedulers. A wrapper is recognized by its structure, so that it need not be
-# installed: it holds no groups of parameters, or is not a scheduler, but has an attribute that does or is.
+# Accelerate and others wrap optimizers and schedulers. A wrapper is recognized by its structure,
+# so that its library need not be installed: it has no parameter groups, or is not a scheduler, but
+# has an attribute that does or is.
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside of a wrapper, if that does nothing else; or what was given."""
+    """Return the optimizer inside of a wrapper that does nothing else, or the optimizer itself."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(optimizer):
         problems = Problems(f"the wrapper {type(optimizer).__name__} of the optimizer")
-        inside = "give the optimizer inside, `optimizer.optimizer`, and leave that to the loop"
+        hint = "pass `optimizer.optimizer`, and do this in your training loop"
         batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
         if batches != 1:
-            problems.add(f"it accumulates the gradients of {batches} batches", inside)
+            problems.add(f"it accumulates the gradients of {batches} batches", hint)
         if getattr(optimizer, "scaler", None) is not None:
-            problems.add("it scales the loss", inside)
+            problems.add("it scales the loss", hint)
         problems.refuse()
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(
-            f"{optimizer!r} is no optimizer of PyTorch", hint="give one: `torch.optim.AdamW(module.parameters())`"
+            f"{optimizer!r} is not a PyTorch optimizer", hint="pass `torch.optim.AdamW(module.parameters())`"
         )
     return optimizer
 
 
 def bare_scheduler(scheduler: Any) -> Any:
-    """The scheduler inside of a wrapper, with the bare optimizer; or what was given."""
+    """Return the scheduler inside of a wrapper, with the bare optimizer, or the scheduler itself."""
     while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
         scheduler = scheduler.scheduler
-    held = getattr(scheduler, "optimizer", None)
-    if not isinstance(held, Optimizer) or (bare := bare_optimizer(held)) is held:
+    optimizer = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, Optimizer) or (bare := bare_optimizer(optimizer)) is optimizer:
         return scheduler
-    made = copy.copy(scheduler)
-    made.optimizer = bare
-    return made
+    unwrapped = copy.copy(scheduler)
+    unwrapped.optimizer = bare
+    return unwrapped
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
@@ -247,65 +242,67 @@ def to_torch(
     blocks: bool = False,
     sync_batch_norm: bool = False,
 ) -> TorchTraining:
-    """The run that a training model holds, as objects of PyTorch that go on from there.
+    """Convert a training model to PyTorch objects that continue its run.
 
         module, optimizer, scheduler, loss = onward.to_torch("training.onnx")
 
-    A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
-    gradients are clipped by the optimizer's own step, where the training model clips. A module with several outputs
-    returns them by name, and among them values inside of the model that the loss looks at: `loss(module(x), y)`.
+    Use them in an ordinary training loop. The scheduler steps after the optimizer, once per epoch if
+    it counts epochs. If the training model clips gradients, the step of the optimizer does. A module
+    with several outputs returns them by name, with inner values that the loss reads:
+    `loss(module(x), y)`.
 
     - `training`: a training model
-    - `step`: which one; a training model with several is refused, since PyTorch has no place for the others
-    - `probe`: make a few steps on both sides with inputs that are made up, and compare
-    - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
-      torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
-    - `blocks`: cut the module into the blocks that its graph repeats (`module.repeated_blocks()`), each a module with
-      its own parameters and `forward`, to be sharded (`fully_shard`), recomputed or compiled one at a time
-    - `sync_batch_norm`: in training, BatchNorm has the statistics of the batches of all processes, on the CPU, too
+    - `step`: index of the step; PyTorch objects have one step only, so a model with several is refused
+    - `probe`: run a few steps on both sides with generated inputs, and compare
+    - `live`: let the module execute the graph (default: yes); otherwise return a generated class of
+      torch.nn layers that needs no Onward, as `onward convert --to torch` writes it
+    - `blocks`: split the module into the blocks that its graph repeats (`module.repeated_blocks()`),
+      each a module that can be sharded (`fully_shard`), recomputed or compiled alone
+    - `sync_batch_norm`: let BatchNorm in training use the statistics of all processes, also on the CPU
     """
     if (blocks or sync_batch_norm) and not live:
         option = "blocks" if blocks else "sync_batch_norm"
         raise UnsupportedError(
-            "a class that is written has its own layers", hint=f"leave out `{option}`, or `live=False`"
+            f"a written class has its own layers and no `{option}`", hint=f"leave out `{option}` or `live=False`"
         )
     model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if probe:
         require_shapes(model, index, "a comparison of both sides (`probe`)")
     run = from_training_model(model, index)
-    made = _make_objects(run, blocks=blocks)
+    training_objects = _make_objects(run, blocks=blocks)
     if probe:
-        twins, terms = copy.deepcopy(made[:3]), summands(made.loss, None)  # without the hook that clips
-        probe_made(NativeRun(*twins, made.loss, terms, run.clip, updates_per_step(run)), run)
+        copies = copy.deepcopy(training_objects[:3])  # without the hook that clips
+        terms = summands(training_objects.loss, None)
+        probe_live(NativeRun(*copies, training_objects.loss, terms, run.clip, updates_per_step(run)), run)
     if live:
-        made.module.sync_batch_norm(sync_batch_norm)
-        return made
+        training_objects.module.sync_batch_norm(sync_batch_norm)
+        return training_objects
     from onward.frameworks.torch.program.source import run_program, write_program
 
-    return TorchTraining(*run_program(write_program(model, made), made))
+    return TorchTraining(*run_program(write_program(model, training_objects), training_objects))
 
 
 def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     problems = Problems("the training model")
     for key, words in _WITHOUT_OBJECT.items():
         if key in run.recipe:
-            problems.add(f"{words}, of which PyTorch has no object", "prepare it without, and do so in the loop")
+            problems.add(f"{words}, which no PyTorch object does", "prepare it without, and do so in the loop")
     problems.refuse()
-    for value in _counters(run.model):  # which count what was trained elsewhere, too
+    for value in _counters(run.model):  # add the batches of training outside of PyTorch
         assert value.const_value is not None and value.name is not None
         since = run.step - int(value.metadata_props.get(STEP, run.step))
         run.model.set(value.name, value.const_value.numpy() + since)
-    inner = inner_values(run.loss, run.model)
-    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=inner, blocks=blocks)
+    watched = inner_values(run.loss, run.model)
+    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=watched, blocks=blocks)
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
     scheduler = make_schedule(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
-        part = clipping_part(optimizer)
-        part.register_step_pre_hook(Clip(run.clip, sum(parameter.numel() for parameter in parameters_of(part))))
-    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
+        inner = clipped_optimizer(optimizer)
+        inner.register_step_pre_hook(Clip(run.clip, sum(parameter.numel() for parameter in parameters_of(inner))))
+    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, watched))
 
 
 _WITHOUT_OBJECT = {
@@ -316,11 +313,11 @@ _WITHOUT_OBJECT = {
 
 
 def _add_idle(optimizer: Optimizer, run: RunState, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give the optimizer back the parameters that it had without training them, in the order of the module."""
+    """Return frozen parameters to their optimizer groups, in the order of the module."""
     order = {id(parameter): i for i, parameter in enumerate(parameters.values())}
     for name, parameter in parameters.items():
-        at = run.model.graph.initializers[name].metadata_props.get(GROUP)
-        if at is not None and name not in run.parameters:
-            params = optimizer.param_groups[min(int(at), len(optimizer.param_groups) - 1)]["params"]
+        group = run.model.graph.initializers[name].metadata_props.get(GROUP)
+        if group is not None and name not in run.parameters:
+            params = optimizer.param_groups[min(int(group), len(optimizer.param_groups) - 1)]["params"]
             params.append(parameter)
             params.sort(key=lambda other: order[id(other)])

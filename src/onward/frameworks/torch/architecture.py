@@ -1,6 +1,7 @@
-"""The graph of a module whose training a checkpoint goes on with, and what only the module knows: which parameters are
-tied, and in which order an optimizer was given them. Modules of transformers are made from their configurations,
-without values, and of classes of transformers alone: code that comes with a model is never executed.
+"""Capture of the module of a checkpoint: its graph, its tied parameters, and the order of its parameters.
+
+Modules of transformers are created from their configurations, without values, from classes of
+transformers only: code that comes with a model is never executed.
 """
 
 from __future__ import annotations
@@ -25,28 +26,26 @@ from onward.frameworks.torch.exporter import quiet
 from onward.frameworks.torch.probe import probe_module
 from onward.model import Model
 
-_LIKE = (
-    "give the ONNX model that it is of: `--like model.onnx`, which `torch.onnx.export` makes, or `onward.from_torch`"
-)
+_LIKE = "give its ONNX model, from `torch.onnx.export` or `onward.from_torch`: `--like model.onnx`"
 _BATCH, _LENGTH, _CHOICES = 3, 5, 2
 
 
 def hollow_model(configuration: Mapping[str, Any], types: Mapping[str, np.dtype]) -> nn.Module:
-    """The model that a configuration describes, in training; `types` are those of its parameters, by name."""
-    kind: Any = _class_of(configuration)
-    module = _make_module(kind, configuration)
+    """Return the model of a configuration in training mode, with these parameter types."""
+    architecture: Any = _class_of(configuration)
+    module = _make_module(architecture, configuration)
     stored = stored_names(module)
     hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
     return module.train()
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:
-    """The names that parameters and buffers have in the files of transformers, which may be those of former classes."""
+    """Return current names -> names in files of transformers, which may come from former classes."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
-    own = {name: tensor.detach().to("meta") for name, tensor in module.state_dict().items()}
-    place = {id(tensor): name for name, tensor in own.items()}
-    stored = loading.revert_weight_conversion(module, dict(own))
-    return {place[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in place}
+    tensors = {name: tensor.detach().to("meta") for name, tensor in module.state_dict().items()}
+    name_of = {id(tensor): name for name, tensor in tensors.items()}
+    stored = loading.revert_weight_conversion(module, dict(tensors))
+    return {name_of[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in name_of}
 
 
 def _transformers() -> Any:
@@ -56,44 +55,47 @@ def _transformers() -> Any:
 def _class_of(configuration: Mapping[str, Any]) -> type:
     transformers = _transformers()
     name = configuration["architectures"][0]
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    architecture = getattr(transformers, name, None)
+    if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         version = configuration.get("transformers_version", "unknown")
         raise UnsupportedError(
             f"transformers {transformers.__version__} has no model `{name}`",
-            hint=f"install the version that it is of ({version}); or {_LIKE}",
+            hint=f"install its version ({version}); or {_LIKE}",
         )
-    return kind
+    return architecture
 
 
-def _make_module(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
-    """A module of a class of transformers, in memory that nobody touches, and that takes none therefore."""
+def _make_module(architecture: Any, configuration: Mapping[str, Any]) -> nn.Module:
+    """Return a module of transformers whose memory is never written, and so takes none."""
     initialization: Any = importlib.import_module("transformers.initialization")
     try:
         with quiet():
-            settings = kind.config_class.from_dict(dict(configuration))
+            settings = architecture.config_class.from_dict(dict(configuration))
             with initialization.no_init_weights():
-                module = kind(settings)
+                module = architecture(settings)
             module.tie_weights()
-    except Exception as error:  # whatever transformers does with a configuration that is none
+    except Exception as error:  # an invalid configuration may raise anything in transformers
         raise InvalidModelError(
-            f"transformers makes no `{kind.__name__}` of its configuration: {first_line(error)}"
+            f"transformers cannot create `{architecture.__name__}` from its configuration: {first_line(error)}"
         ) from error
     return module
 
 
 def decay_groups(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Parameters as the Trainer gives them to an optimizer: those that decay, and the others."""
+    """Return the parameter names of the Trainer's groups: with weight decay, and without."""
     decayed = set(_transformers().Trainer.get_decay_parameter_names(None, module))
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return tuple(name for name in names if name in decayed), tuple(name for name in names if name not in decayed)
 
 
 def as_the_trainer_calls(module: Any) -> None:
-    """Let a model count its labels for the loss, in place, as the Trainer does: for models that it does not know to
-    shift them, those at the beginning of sentences are among them."""
+    """Count the labels for the loss in place, as the Trainer does.
+
+    Labels at the beginning of sequences count too if the Trainer does not know that the loss shifts
+    them.
+    """
     parameters = inspect.signature(module.forward).parameters.values()
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     if not getattr(module, "accepts_loss_kwargs", takes_any):
         return
     losses: Any = importlib.import_module("transformers.loss.loss_utils")
@@ -116,35 +118,33 @@ _IGNORED = -100
 # ---- examples --------------------------------------------------------------------------------------------------------
 
 Axes = tuple[str, ...]
-"""Names of the first axes, which are of any size."""
+"""Names of the first axes, which have any size."""
 _TEXT = ("batch", "sequence")
 
 
 class Example(NamedTuple):
-    """What a module takes, and which axes of it are of any size, by name."""
+    """Inputs of a module, and the names of their axes of any size."""
 
     inputs: dict[str, torch.Tensor]
     axes: dict[str, dict[int, str]]
 
 
 def example_of(module: nn.Module) -> Example:
-    """What a model of transformers takes in training, made up by its configuration."""
+    """Return inputs of a model of transformers in training, generated from its configuration."""
     name = type(module).__name__
-    made = next((make for ending, make in _KINDS.items() if name.endswith(ending)), None)
+    generate = next((make for ending, make in _KINDS.items() if name.endswith(ending)), None)
     try:
-        tensors = made(module.config, module.main_input_name) if made is not None else {}
+        tensors = generate(module.config, module.main_input_name) if generate is not None else {}
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise InvalidModelError(f"its configuration is not that of a `{name}`: {first_line(error)}") from error
+        raise InvalidModelError(f"its configuration does not fit a `{name}`: {first_line(error)}") from error
     if tensors:
-        return Example(
-            {key: tensor for key, (tensor, _) in tensors.items()},
-            {key: dict(enumerate(axes)) for key, (_, axes) in tensors.items()},
-        )
-    raise UnsupportedError(f"what a `{name}` takes is not known", hint=f"give `example_inputs=...`; or {_LIKE}")
+        axes = {key: dict(enumerate(names)) for key, (_, names) in tensors.items()}
+        return Example({key: tensor for key, (tensor, _) in tensors.items()}, axes)
+    raise UnsupportedError(f"the inputs of a `{name}` are unknown", hint=f"give `example_inputs=...`; or {_LIKE}")
 
 
 def axes_of(inputs: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
-    """Axes of any size of inputs that were given: batches, and sequences of tokens."""
+    """Return the axes of any size of given inputs: batches, and sequences of tokens."""
     is_text = {name: tensor.ndim == 2 and not tensor.is_floating_point() for name, tensor in inputs.items()}
     return {name: dict(enumerate(_TEXT if is_text[name] else _TEXT[:1])) for name in inputs}
 
@@ -164,7 +164,7 @@ def _tokens(config: Any, length: int) -> torch.Tensor:
 
 
 def _text_with(labels: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Axes]]) -> Callable[[Any, str], Inputs]:
-    """Return what makes text, and labels from its configuration and tokens."""
+    """Return a function that generates text inputs, with labels from configuration and tokens."""
 
     def make(config: Any, main: str) -> Inputs:
         inputs = _text(config, main)
@@ -174,7 +174,7 @@ def _text_with(labels: Callable[[Any, torch.Tensor], tuple[torch.Tensor, Axes]])
 
 
 def _classes(config: Any) -> tuple[torch.Tensor, Axes]:
-    """Labels as the loss of a classification takes them: a class, numbers, or a yes or no for each label."""
+    """Return labels of a classification: classes, numbers, or a yes or no per label."""
     count = config.num_labels
     if config.problem_type == "regression" or (config.problem_type is None and count == 1):
         return torch.ones((_BATCH,) if count == 1 else (_BATCH, count)), ("batch",)
@@ -199,7 +199,7 @@ def _images(config: Any, main: str) -> Inputs:
 
 
 def _generation(config: Any, main: str) -> Inputs:
-    """From one sequence to another: of text, or of speech as Whisper takes it."""
+    """Return inputs of a sequence-to-sequence model: text, or speech as for Whisper."""
     if not getattr(config, "is_encoder_decoder", False):
         return {}
     labels = _tokens(config, _LENGTH - 1), ("batch", "target_sequence")
@@ -211,20 +211,18 @@ def _generation(config: Any, main: str) -> Inputs:
 
 
 _KINDS: dict[str, Callable[[Any, str], Inputs]] = {
-    "ForCausalLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
-    "LMHeadModel": _text_with(lambda config, tokens: (tokens, _TEXT)),
-    "ForMaskedLM": _text_with(lambda config, tokens: (tokens, _TEXT)),
+    **dict.fromkeys(("ForCausalLM", "LMHeadModel", "ForMaskedLM"), _text_with(lambda config, tokens: (tokens, _TEXT))),
     "ForTokenClassification": _text_with(lambda config, tokens: (tokens % config.num_labels, _TEXT)),
     "ForSequenceClassification": _text_with(lambda config, tokens: _classes(config)),
     "ForMultipleChoice": _choices,
     "ForImageClassification": _images,
     "ForConditionalGeneration": _generation,
 }
-"""What models take, by how their classes are called."""
+"""Generators of inputs, by the ending of the class name."""
 
 
 Order = tuple[tuple[str, ...], ...]
-"""Parameters, by groups of an optimizer."""
+"""Parameter names by optimizer group."""
 
 LOSS = "loss"
 
@@ -232,15 +230,15 @@ LOSS = "loss"
 class Architecture(NamedTuple):
     model: Model
     loss: str | None
-    """In words of a recipe, where the module computes it."""
+    """Loss of a recipe, if the module computes it."""
     orders: Mapping[str, Order]
-    """In which an optimizer can have been given the parameters, by what says so. Names are those of the graph."""
+    """Possible parameter orders of an optimizer, by origin. Names are those of the graph."""
     aliases: tuple[tuple[str, ...], ...]
-    """All names of each parameter that has several."""
+    """All names of each tied parameter."""
     stored: Mapping[str, str] = {}
-    """Names that files have for those of the graph, where they are others."""
+    """Name in the graph -> name in files, where they differ."""
     probe: Callable[[Model, Any], None] | None = None
-    """Compares the model, with weights of any values, under a loss with the module."""
+    """Function that compares the model, with any weights, under a loss with the module."""
 
 
 def from_configuration(
@@ -251,9 +249,10 @@ def from_configuration(
     computes_loss: bool,
     in_trainer: bool,
 ) -> Architecture:
-    """The model of transformers that a configuration describes; `types` are those of its parameters, by name.
+    """Capture the model of transformers of a configuration. `types` are those of its parameters by
+    name.
 
-    `computes_loss` says that its own loss is trained, and `in_trainer` that the Trainer does it.
+    `computes_loss` trains the loss of the model itself. `in_trainer` trains it as the Trainer does.
     """
     return _of_transformers(hollow_model(configuration, types), example_inputs, computes_loss, in_trainer)
 
@@ -274,9 +273,9 @@ def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_tra
 
 
 def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, in_trainer: bool) -> Architecture:
-    """The model that a module is; what is given stays as it is.
+    """Capture a module, which is not changed.
 
-    A module of Lightning whose loss is not said computes it in its `training_step`, and the example is a batch.
+    Without a loss, a Lightning module computes it in `training_step`, and the example is a batch.
     """
     module = unwrap_module(module)
     check_copyable(module)
@@ -288,8 +287,8 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
         example_inputs = getattr(module, "example_input_array", None)
     if example_inputs is None:
         raise UnsupportedError(
-            f"what `{type(module).__name__}` takes is not known",
-            hint="give it: `example_inputs=...`, " + ("a batch of its data" if has_step else "as for `from_torch`"),
+            f"the inputs of `{type(module).__name__}` are unknown",
+            hint="give `example_inputs=...`, " + ("a batch of its data" if has_step else "as for `from_torch`"),
         )
     if has_step:
         module, example_inputs = _training_step(module, example_inputs)
@@ -297,25 +296,25 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
 
 
 def remember_example(example: Any) -> Any:
-    """An example that a training loop went by: a copy on the CPU, and of at least two samples."""
+    """Return a copy of a loop's example on the CPU, with at least two samples."""
 
-    def kept(tensor: Any) -> Any:
+    def copied(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
         tensor = tensor.detach().cpu().clone()
         return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == 1 else tensor
 
-    return pytree.tree_map(kept, example)
+    return pytree.tree_map(copied, example)
 
 
 def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
-    """A module of Lightning whose forward pass is the loss of a batch, and the batch as it takes it."""
+    """Return a Lightning module whose forward pass is the loss of a batch, and its input."""
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
-            f"`{type(module).__name__}` has a training loop of its own (`automatic_optimization = False`)",
-            hint="say the loss of its forward pass: `loss=...`",
+            f"`{type(module).__name__}` runs its own training loop (`automatic_optimization = False`)",
+            hint="give the loss of its forward pass: `loss=...`",
         )
-    shell = copy.copy(module)  # holds the same tensors; a training step may call the forward pass of the module
+    shell = copy.copy(module)  # shares the tensors; a training step may call the forward pass of the module
     # A bound method, so that a copy of the shell calls a copy of the module.
     shell.forward = types.MethodType(_loss_by_name if isinstance(batch, Mapping) else _loss_of, module)
     return shell, dict(batch) if isinstance(batch, Mapping) else (batch,)
@@ -323,8 +322,8 @@ def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
 
 def _loss_of(module: Any, batch: Any) -> dict[str, torch.Tensor]:
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    made = module.training_step(*((batch, 0) if takes_index else (batch,)))
-    return {LOSS: made[LOSS] if isinstance(made, Mapping) else made}
+    output = module.training_step(*((batch, 0) if takes_index else (batch,)))
+    return {LOSS: output[LOSS] if isinstance(output, Mapping) else output}
 
 
 def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a module takes and returns, however it is nested, as tensors with names; and modules without values."""
+"""Inputs and outputs of modules as named tensors, and modules without values."""
 
 from __future__ import annotations
 
@@ -20,54 +20,52 @@ from onward.model.storage.containers import read_npz
 from onward.model.storage.files import reason
 
 
-def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
+def _bind(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
     signature = inspect.signature(module.forward)
     try:
         if isinstance(example_inputs, Mapping):
             return signature.bind(**example_inputs)
-        if isinstance(example_inputs, torch.Tensor):
-            return signature.bind(example_inputs)
-        return signature.bind(*example_inputs)
+        return signature.bind(*([example_inputs] if isinstance(example_inputs, torch.Tensor) else example_inputs))
     except TypeError as error:
         raise DataError(
             f"the module does not take the example: {error}",
-            hint=f"it takes {', '.join(signature.parameters)}: give a tensor, a sequence, or a mapping by these names",
+            hint=f"pass a tensor, a sequence, or a mapping of {', '.join(signature.parameters)}",
         ) from error
 
 
 class Flat(nn.Module):  # type: ignore[misc]
-    """A module as a function from tensors to tensors, however it takes and returns them."""
+    """Module as a function from tensors to tensors, whatever its arguments and results."""
 
     def __init__(self, module: nn.Module, example_inputs: Any):
         super().__init__()
         self.module = module
-        arguments = _arguments(module, example_inputs)
+        arguments = _bind(module, example_inputs)
         leaves, self._structure = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
-        names, held = _argument_names(arguments), dict(tensors_of(module))
+        names, own_tensors = _argument_names(arguments), dict(tensors_of(module))
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        self._places = [place for place, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._positions = [index for index, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.inputs: dict[str, torch.Tensor] = {}
-        for place in self._places:
-            path, tensor = leaves[place]
+        for index in self._positions:
+            path, tensor = leaves[index]
             name = _join_path((names[path[:2]], *path[2:]))
             if any(tensor is other for other in self.inputs.values()):
-                tensor = tensor.clone()  # the exporter would take two inputs for one
-            self.inputs[f"{name}_input" if name in held else name] = tensor
-        devices = {str(tensor.device) for tensor in held.values()} or {"cpu"}
-        wrong = [f"`{name}` is on {x.device}" for name, x in self.inputs.items() if str(x.device) not in devices]
-        if wrong:
+                tensor = tensor.clone()  # the exporter would merge the two inputs
+            self.inputs[f"{name}_input" if name in own_tensors else name] = tensor
+        devices = {str(tensor.device) for tensor in own_tensors.values()} or {"cpu"}
+        misplaced = [f"`{name}` is on {x.device}" for name, x in self.inputs.items() if str(x.device) not in devices]
+        if misplaced:
             raise DataError(
-                f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
+                f"the module is on {', '.join(sorted(devices))}, but {', '.join(misplaced)} of the example",
                 hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
             )
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(self._positions, tensors, strict=True):
+            leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        outputs = {_join_path(path or ("output",)): x for path, x in found if isinstance(x, torch.Tensor)}
+        results = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
+        outputs = {_join_path(path or ("output",)): x for path, x in results if isinstance(x, torch.Tensor)}
         for name, x in outputs.items():  # under `torch.autocast` losses are computed in float32
             if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
                 outputs[name] = x.float()
@@ -75,31 +73,28 @@ class Flat(nn.Module):  # type: ignore[misc]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, as `state_dict` orders them, those that are not kept by it among them."""
-    held = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    order = [name for name in module.state_dict() if name in held]
-    for name in dict.fromkeys([*order, *held]):
-        yield name, held[name]
+    """Yield all parameters and buffers in the order of `state_dict`, non-persistent ones included."""
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    for name in dict.fromkeys([*module.state_dict(), *tensors]):
+        if name in tensors:
+            yield name, tensors[name]
 
 
 def _argument_names(arguments: inspect.BoundArguments) -> dict[tuple[Any, ...], str]:
-    """Where `(args, kwargs)` have an argument -> its name."""
+    """Return path in `(args, kwargs)` -> name of the argument."""
     names: list[str] = []
     for name, value in arguments.arguments.items():
-        kind = arguments.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
+        parameter_kind = arguments.signature.parameters[name].kind
+        if parameter_kind is inspect.Parameter.VAR_POSITIONAL:
             names += [f"{name}_{i}" for i in range(len(value))]
         elif len(names) < len(arguments.args):
             names.append(name)
-    placed = {(pytree.SequenceKey(0), pytree.SequenceKey(i)): name for i, name in enumerate(names)}
-    return placed | {(pytree.SequenceKey(1), pytree.MappingKey(name)): name for name in arguments.kwargs}
+    positional = {(pytree.SequenceKey(0), pytree.SequenceKey(i)): name for i, name in enumerate(names)}
+    return positional | {(pytree.SequenceKey(1), pytree.MappingKey(name)): name for name in arguments.kwargs}
 
 
 def _join_path(path: Sequence[Any]) -> str:
-    """A name from where something is: `state_0`, `logits`, and `output_1` for what has no name."""
+    """Return a name for a path: `state_0`, `logits`, or `output_1` if it has no name."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return "_".join(["output", *parts] if parts[0].isdigit() else parts)
 
@@ -108,18 +103,18 @@ _TYPES = {code.numpy(): dtype for dtype, code in CODES.items()}
 
 
 def hollow_out(module: nn.Module, types: Mapping[str, np.dtype]) -> None:
-    """Replace the parameters of a module; `types` are those by name that are others than the module has."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace the parameters of a module by ones without memory, of these types."""
+    parameters: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:
+        if id(parameter) not in parameters:
             dtype = _TYPES.get(types[name], parameter.dtype) if name in types else parameter.dtype
-            made[id(parameter)] = _hollow(parameter, dtype)
+            parameters[id(parameter)] = _hollow(parameter, dtype)
         owner, _, attribute = name.rpartition(".")
-        module.get_submodule(owner)._parameters[attribute] = made[id(parameter)]
+        module.get_submodule(owner)._parameters[attribute] = parameters[id(parameter)]
 
 
 def hollow_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module, on the CPU, that holds buffers only."""
+    """Return a copy of a module on the CPU with buffers only."""
     memo: dict[int, object] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if isinstance(tensor, nn.Parameter):
@@ -138,18 +133,18 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 
 
 _UNNAMED = re.compile(r"arr_\d+")
-"""What `numpy.savez` calls arrays that have no names."""
+"""Names that `numpy.savez` gives to unnamed arrays."""
 
 
 def read_example(file: Path) -> Any:
-    """The arrays of an .npz file as tensors: by name; without names in their order, and one alone as it is."""
+    """Return the arrays of an .npz file as tensors: by name, in order, or a single one."""
     try:
-        found = {name: torch.from_numpy(array) for name, array in read_npz(file).items()}
+        tensors = {name: torch.from_numpy(array) for name, array in read_npz(file).items()}
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
-            f"`{file}` is no .npz file of arrays: {reason(error)}", hint="write it with `numpy.savez`"
+            f"`{file}` is not an .npz file of arrays: {reason(error)}", hint="write it with `numpy.savez`"
         ) from error
-    if not found or not all(map(_UNNAMED.fullmatch, found)):
-        return found
-    in_order = tuple(found.values())
+    if not tensors or not all(map(_UNNAMED.fullmatch, tensors)):
+        return tensors
+    in_order = tuple(tensors.values())
     return in_order if len(in_order) > 1 else in_order[0]

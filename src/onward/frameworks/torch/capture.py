@@ -1,7 +1,7 @@
-"""An nn.Module as an inference model that can be trained as the module is.
+"""Capture of an nn.Module as an inference model that can be trained like the module.
 
-What PyTorch's exporter leaves out is put back: names, ties, buffers, parameters that no output depends on, what is
-frozen, and what training switches.
+It restores what PyTorch's exporter drops: names, ties, buffers, unused parameters, frozen
+parameters, and layers that training switches.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ from onward.run_state.problems import Problems
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 """PARAMETER or BUFFER, as PyTorch's exporter writes it."""
 PERSISTENT = "pkg.torch.export.graph_signature.InputSpec.persistent"
-"""Whether a `state_dict` has it."""
+"""Presence in the `state_dict`."""
 ALSO = "torch.also"
-"""The other names under which the module has it, and which place in its order these have; JSON."""
+"""Other names of a tied tensor -> their positions in the order of the module; JSON."""
 LEARNS = "torch.requires_grad"
-"""Of a parameter that is not trained: whether PyTorch computes a gradient for it nevertheless."""
+"""`requires_grad` of a parameter that is not trained."""
 GROUP = "torch.group"
-"""Of a parameter that is not trained: the group in which the optimizer has it nevertheless."""
+"""Optimizer group of a parameter that is not trained."""
 STEP = "torch.step"
-"""Of a counter of batches: the updates that there had been when it was read."""
+"""Number of updates when a counter of batches was read."""
 COUNTER = "num_batches_tracked"
-"""What PyTorch calls the number of batches that a normalization has seen."""
+"""PyTorch's name of the number of batches that a normalization has seen."""
 
 
 _PREFIX = "module."
-"""What names begin with in the exported graph."""
+"""Prefix of names in the exported graph."""
 _INSIDE = ("_orig_mod", "_original_module")
-"""Where `torch.compile` and Lightning Fabric keep a module."""
+"""Attributes in which `torch.compile` and Lightning Fabric keep a module."""
 _NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
-"""Metadata of nodes that repeat the source code of the module, with its place on somebody's disk."""
+"""Metadata of nodes with source code of the module and local paths."""
 _RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
 
 def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
-    """The forward pass of a module, with its parameters and buffers under their names. The module stays as it is.
+    """Capture the forward pass of a module, with its parameters and buffers under their names.
 
-    - `example_inputs`: what `forward` takes: a tensor, a sequence of arguments, or a mapping by their names
-    - `dynamic_shapes`: argument -> axis -> its name, for axes of any size; without it, the first axis of all tensors
+    - `example_inputs`: inputs of `forward`: a tensor, a sequence of arguments, or a mapping by name
+    - `dynamic_shapes`: argument -> axis -> name of axes of any size (default: the first axis of all
+      tensors)
 
-    What is in `eval()` inside of a module in training stays as in inference: a normalization keeps its statistics. A
-    module that is in `eval()` itself is taken as `train()` makes it.
+    The module is not changed. Layers in `eval()` inside of a module in training stay in inference
+    mode: a normalization keeps its statistics. A module in `eval()` is captured as in `train()`.
     """
     return captured_in_place(copy.deepcopy(module), example_inputs, dynamic_shapes)
 
 
 def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
-    """The same of a module that nobody else needs: no copy is made, and it is left in training."""
+    """Capture a module without copying it, and leave it in training mode."""
     into_training(module)
     _check(module)
     model, changed = export(Flat(module, example_inputs), dynamic_shapes)
@@ -72,7 +73,7 @@ def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Ma
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile`, data parallelism and Lightning Fabric make of one."""
+    """Return the module inside of `torch.compile`, data parallelism or Lightning Fabric."""
     while isinstance(module, DataParallel | DistributedDataParallel) or any(hasattr(module, name) for name in _INSIDE):
         name = next((name for name in _INSIDE if hasattr(module, name)), "module")
         module = getattr(module, name)
@@ -80,48 +81,48 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def check_copyable(module: nn.Module) -> None:
-    """Refuse modules that keep results of computations, of which PyTorch makes no copies."""
+    """Refuse modules that hold computed tensors, which PyTorch cannot copy."""
     problems = Problems("the module")
     for prefix, layer in module.named_modules():
-        for name, kept in vars(layer).items():
-            if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+        for name, tensor in vars(layer).items():
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 problems.add(
                     f"it keeps `{f'{prefix}.{name}' if prefix else name}`, which is computed from other tensors",
-                    "keep it detached; in place of `torch.nn.utils.weight_norm` use that of `parametrizations`",
+                    "detach it; replace `torch.nn.utils.weight_norm` by `torch.nn.utils.parametrizations.weight_norm`",
                 )
     problems.refuse()
 
 
 def into_training(module: nn.Module) -> None:
-    """Put a module, in place, into the mode that it is captured in."""
+    """Put a module into the mode in which it is captured."""
     for layer in module.modules():
         layer._compiled_call_impl = None  # of `module.compile()`
     if not module.training:
         module.train()
     if getattr(getattr(module, "config", None), "use_cache", False):
-        module.config.use_cache = False  # of transformers: what it keeps for the next token, when it generates
+        module.config.use_cache = False  # of transformers: keys and values for generation
 
 
 # ---- what the module holds -------------------------------------------------------------------------------------------
 
 
 def _restore(model: Model, module: nn.Module) -> None:
-    """Give all that the module holds its name, in the module's order, used or not."""
+    """Give each tensor of the module its name, in the order of the module, including unused ones."""
     graph, named = model.graph, dict(tensors_of(module))
     main = {id(tensor): name for name, tensor in reversed(named.items())}
     exported = {name.removeprefix(_PREFIX): value for name, value in graph.initializers.items()}
     used = {main[id(tensor)]: exported.pop(name) for name, tensor in named.items() if name in exported}
-    kept = module.state_dict(keep_vars=True).keys()
+    persistent = module.state_dict(keep_vars=True).keys()
     graph.initializers.clear()
     free_names(model, named)
-    for place, (name, tensor) in enumerate(named.items()):
+    for position, (name, tensor) in enumerate(named.items()):
         if main[id(tensor)] == name:
             value = used.get(name) or ir.Value()
-            _describe(value, name, tensor, is_kept=name in kept)
+            _describe(value, name, tensor, name in persistent)
             graph.register_initializer(value)
         else:
             tied = graph.initializers[main[id(tensor)]].metadata_props
-            tied[ALSO] = json.dumps({**json.loads(tied.get(ALSO, "{}")), name: place})
+            tied[ALSO] = json.dumps({**json.loads(tied.get(ALSO, "{}")), name: position})
     taken = model.names()
     for value in exported.values():  # constants
         assert value.const_value is not None and value.name is not None
@@ -133,7 +134,7 @@ def _restore(model: Model, module: nn.Module) -> None:
             node.metadata_props.pop(key, None)
 
 
-def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool) -> None:
+def _describe(value: ir.Value, name: str, tensor: torch.Tensor, is_persistent: bool) -> None:
     dtype = CODES[tensor.dtype]
     value.name = name
     value.type, value.shape = ir.TensorType(dtype), ir.Shape(tuple(tensor.shape))
@@ -141,7 +142,7 @@ def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool
     value.const_value = ir.Tensor(array if is_hollow(tensor) else array.copy(), dtype=dtype, name=name)
     is_parameter = isinstance(tensor, nn.Parameter)
     value.metadata_props[KIND] = "PARAMETER" if is_parameter else "BUFFER"
-    value.metadata_props[PERSISTENT] = str(is_kept)
+    value.metadata_props[PERSISTENT] = str(is_persistent)
     value.metadata_props.pop("pkg.torch.onnx.original_node_name", None)
     if is_parameter:
         value.metadata_props[LEARNS] = str(tensor.requires_grad)
@@ -151,10 +152,10 @@ def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool
 
 
 def _switch(model: Model, module: nn.Module) -> None:
-    """Write the graph as inference runs it, so that training finds what to switch, and only that.
+    """Rewrite layers so that training switches exactly those that the module switches.
 
-    A normalization is switched if its statistics are stored and its scale is not frozen (see recipe/forward.py): an
-    Identity before the one or the other is how one is kept from it, or made to.
+    A normalization is switched if its statistics are stored and its scale is not frozen (see
+    recipe/forward.py). An Identity before either of them changes that.
     """
     running = {f"{prefix}running_mean" for prefix, layer in _normalizations(module) if layer.training}
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -169,9 +170,9 @@ def _switch(model: Model, module: nn.Module) -> None:
                 _behind_identity(node, 1)
 
 
-def _behind_identity(node: ir.Node, *places: int) -> None:
+def _behind_identity(node: ir.Node, *indices: int) -> None:
     assert node.graph is not None
-    for i in places:
+    for i in indices:
         value = node.inputs[i]
         assert value is not None
         identity = ir.node("Identity", [value])
@@ -182,7 +183,7 @@ def _behind_identity(node: ir.Node, *places: int) -> None:
 
 
 def _normalizations(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Those that keep running statistics, and what the names of these begin with."""
+    """Yield normalizations with running statistics, and the prefix of their names."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
             yield f"{name}." if name else "", layer
@@ -205,8 +206,8 @@ def _check(module: nn.Module) -> None:
         elif tensor.dtype not in CODES or tensor.dtype in FLOAT8 or tensor.is_complex():
             problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use float32")
         elif not is_plain or tensor.layout is not torch.strided:
-            kind = tensor.layout if is_plain else type(tensor).__name__
-            problems.add(f"`{name}` is no plain tensor ({kind})", "use dense tensors of PyTorch")
+            description = tensor.layout if is_plain else type(tensor).__name__
+            problems.add(f"`{name}` is not a plain tensor ({description})", "use dense tensors of PyTorch")
     problems.refuse()
 
 
@@ -214,29 +215,24 @@ def _check_layer(name: str, layer: nn.Module, problems: Problems) -> None:
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         for option in ("sparse", "max_norm", "scale_grad_by_freq"):
             if value := getattr(layer, option):
-                problems.add(f"`{name}` has {option}={value}", "make the embedding without")
+                problems.add(f"`{name}` has {option}={value}", f"create the embedding without `{option}`")
     if layer.training and getattr(layer, "layerdrop", None):
-        problems.add(
-            f"`{name}` leaves out whole layers at random (layerdrop={layer.layerdrop})",
-            "train on without: `layerdrop = 0.0`",
-        )
+        problems.add(f"`{name}` drops layers at random (layerdrop={layer.layerdrop})", "set `layerdrop = 0.0`")
     if ".nn.quantized" in type(layer).__module__ or isinstance(layer, torch.jit.ScriptModule):
-        kind = "compiled by TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "quantised"
-        problems.add(
-            f"`{name}` is {kind}", "give the module as it was before that, in which its weights can be trained"
-        )
+        description = "compiled by TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "quantized"
+        problems.add(f"`{name}` is {description}", "pass the original module, whose weights can be trained")
 
 
 def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> None:
     problems = Problems("the module")
-    parts = ("running_mean", "running_var", COUNTER)
-    expected = {f"{prefix}{part}" for prefix, _ in _normalizations(module) for part in parts}
+    suffixes = ("running_mean", "running_var", COUNTER)
+    expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
     for name in (name.removeprefix(_PREFIX) for name in changed):
         if name not in expected:
             problems.add(f"its forward pass changes the buffer `{name}`", "return it, and keep it in the loop")
     if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
         problems.add(
             "it draws random numbers other than for dropout",
-            "give them to the module as an input; or use `nn.Dropout`, or stochastic depth in its usual form",
+            "pass them as an input, or use `nn.Dropout` or stochastic depth in its usual form",
         )
     problems.refuse()

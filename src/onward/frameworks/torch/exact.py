@@ -1,6 +1,6 @@
-"""PyTorch objects that compute what no class of PyTorch's own does.
+"""PyTorch objects for what PyTorch has no class for.
 
-This file imports nothing but PyTorch, so that its source can go into a program that runs without Onward.
+This file imports only PyTorch, so that programs that run without Onward can contain its source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 
 def scale_to_norm(parameters: list[nn.Parameter], limit: float) -> None:
-    """Make gradients smaller if their norm is above a limit: g · limit / norm. PyTorch's own adds 1e-6 to the norm."""
+    """Clip gradients to a norm: g · limit / norm. PyTorch's own function adds 1e-6 to the norm."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
     if norm > limit:
         for parameter in parameters:
@@ -26,18 +26,18 @@ def scale_to_norm(parameters: list[nn.Parameter], limit: float) -> None:
 
 
 class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer that is one formula for each parameter."""
+    """Optimizer that is one formula per parameter."""
 
     SETTINGS: ClassVar[dict[str, Any]] = {}
-    """What it can be told beside `COMMON`, with defaults."""
+    """Settings in addition to `COMMON`, with defaults."""
     COMMON: ClassVar[dict[str, Any]] = {"weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False}
 
     def __init__(self, params: ParamsT, **settings: Any) -> None:
-        known = {**self.COMMON, **self.SETTINGS}
-        unknown = [name for name in settings if name not in known]
+        defaults = {**self.COMMON, **self.SETTINGS}
+        unknown = [name for name in settings if name not in defaults]
         if unknown:
             raise TypeError(f"{type(self).__name__} has no setting {', '.join(unknown)}")
-        super().__init__(params, {**known, **settings})
+        super().__init__(params, {**defaults, **settings})
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -59,15 +59,15 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.update(x, g, state, lr, int(state["step"]), group)
 
     def slots(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Tensors that it keeps beside a parameter."""
+        """Return the names of the state tensors of a parameter."""
         raise NotImplementedError
 
     def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first update."""
+        """Return the state of a parameter before its first update."""
         return {name: torch.full_like(x, group.get("initial_accumulator_value", 0.0)) for name in self.slots(group)}
 
     def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:
-        """Decoupled weight decay makes the parameter smaller; any other is part of the gradient, which is returned."""
+        """Apply decoupled weight decay, or return the gradient with weight decay added."""
         if not group["weight_decay"]:
             return g
         if group["decoupled_weight_decay"]:
@@ -76,18 +76,18 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return g + group["weight_decay"] * x
 
     def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
-        """Write the new parameter and state over the old ones; `t` counts this update from 1."""
+        """Update parameter and state in place; `t` counts updates from 1."""
         raise NotImplementedError
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """The loss that a closure computes, if there is one."""
+    """Return the loss of an optional closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
 class Together(torch.optim.Optimizer):  # type: ignore[misc]
-    """Several optimizers that step as one: their groups and their state are its own."""
+    """Several optimizers that step as one and share their groups and state."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -117,26 +117,26 @@ class Together(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def float32_copies(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Copies of parameters in 16 bits, for an optimizer to work on; others are themselves."""
+    """Return float32 copies of 16-bit parameters, and other parameters themselves."""
     narrow = (torch.float16, torch.bfloat16)
     return {name: Parameter(x.detach().float()) if x.dtype in narrow else x for name, x in parameters.items()}
 
 
 class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer of copies, with the parameters themselves in its groups: a step rounds the copies to them.
+    """Optimizer of float32 copies, with the parameters in its groups. A step rounds the copies to them.
 
-    parameters = dict(module.named_parameters())
-    copies = float32_copies(parameters)
-    optimizer = MasterWeights(torch.optim.AdamW(copies.values(), lr=1e-3), parameters, copies)
+        parameters = dict(module.named_parameters())
+        copies = float32_copies(parameters)
+        optimizer = MasterWeights(torch.optim.AdamW(copies.values(), lr=1e-3), parameters, copies)
 
-    The state of a parameter is that of its copy, and the copy itself: `master`.
+    The state of a parameter is that of its copy, with the copy itself as `master`.
     """
 
     def __init__(
         self, inner: torch.optim.Optimizer, parameters: Mapping[str, Parameter], copies: Mapping[str, Parameter]
     ) -> None:
         self.inner = inner
-        """The optimizer of the copies. What it is to do with their gradients before a step is a hook of its own."""
+        """Optimizer of the copies. A hook of it may clip their gradients."""
         self.copies = {parameters[name]: copy for name, copy in copies.items()}
         originals = {copy: parameter for parameter, copy in self.copies.items()}
         groups = [{**group, "params": [originals[x] for x in group["params"]]} for group in inner.param_groups]
@@ -159,15 +159,15 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def settle(self) -> None:
-        """Give the inner optimizer the settings that the groups have now: a scheduler changes these."""
+        """Copy the current settings, which a scheduler changes, to the inner optimizer."""
         _settle(self.param_groups, self.inner.param_groups)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        given = state_dict["param_groups"]
-        _settle(given, self.param_groups)
-        _settle(given, self.inner.param_groups)
-        numbers = [number for group in given for number in group["params"]]
+        stored_groups = state_dict["param_groups"]
+        _settle(stored_groups, self.param_groups)
+        _settle(stored_groups, self.inner.param_groups)
+        numbers = [number for group in stored_groups for number in group["params"]]
         own = [x for group in self.param_groups for x in group["params"]]
         for number, x in zip(numbers, own, strict=True):
             if number in state_dict["state"]:
@@ -182,7 +182,7 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
         self._show()
 
     def _show(self) -> None:
-        """Let the state be what the inner optimizer has now."""
+        """Update the state from that of the inner optimizer."""
         for x, copy in self.copies.items():
             master = {} if x is copy else {"master": copy.detach()}
             self.state[x] = {**self.inner.state.get(copy, {}), **master}
@@ -191,17 +191,20 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
         return {**super().__getstate__(), "inner": self.inner, "copies": self.copies}
 
 
-def _settle(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Give groups the settings of others."""
-    for one, other in zip(given, groups, strict=True):
-        other.update({key: value for key, value in one.items() if key != "params"})
+def _settle(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) -> None:
+    """Copy settings from groups to others."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update({key: value for key, value in source.items() if key != "params"})
 
 
 class OptaxAdafactor(ExactOptimizer):
     """Adafactor with the mean squares of the two largest axes. With β = 1 − t^decay and s = g² + ε1:
 
-    r ← β·r + (1−β)·mean(s, large);  c ← β·c + (1−β)·mean(s, small);  u = g / √(r / mean(r, small)) / √c;
-    x ← x·(1 − λ) − lr·max(ε2, rms(x)) · u / max(1, rms(u)/d). Small parameters keep one v in place of r and c.
+    r ← β·r + (1−β)·mean(s, large);  c ← β·c + (1−β)·mean(s, small);
+    u = g / √(r / mean(r, small)) / √c;
+    x ← x·(1 − λ) − lr·max(ε2, rms(x)) · u / max(1, rms(u)/d).
+
+    Small parameters have one v in place of r and c.
     """
 
     SETTINGS: ClassVar[dict[str, Any]] = {
@@ -214,7 +217,7 @@ class OptaxAdafactor(ExactOptimizer):
 
     @staticmethod
     def factored_axes(shape: torch.Size, smallest: int) -> tuple[int, int] | None:
-        """The second largest axis and the largest, unless one of them is small."""
+        """Return the second largest axis and the largest, or None if one of them is small."""
         if len(shape) < 2 or sorted(shape)[-2] < smallest:
             return None
         small, large = sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))[-2:]
@@ -232,18 +235,18 @@ class OptaxAdafactor(ExactOptimizer):
 
     def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
         eps1, eps2 = group["eps"]
-        share = t ** group["beta2_decay"]
+        weight = t ** group["beta2_decay"]
         square = g * g + eps1
         axes = self.factored_axes(x.shape, group["min_dim_size_to_factor"])
         if axes is None:
-            u = g / state["variance"].mul_(1 - share).add_(square, alpha=share).sqrt()
+            u = g / state["variance"].mul_(1 - weight).add_(square, alpha=weight).sqrt()
         else:
             small, large = axes
-            r = state["row_var"].mul_(1 - share).add_(square.mean(large, keepdim=True), alpha=share)
-            c = state["col_var"].mul_(1 - share).add_(square.mean(small, keepdim=True), alpha=share)
+            r = state["row_var"].mul_(1 - weight).add_(square.mean(large, keepdim=True), alpha=weight)
+            c = state["col_var"].mul_(1 - weight).add_(square.mean(small, keepdim=True), alpha=weight)
             u = g / (r / r.mean(small, keepdim=True)).sqrt() / c.sqrt()
-        rate = lr * max(eps2, rms(x)) / max(1.0, rms(u) / group["d"])
-        x.mul_(1 - group["weight_decay"]).sub_(rate * u)
+        step_size = lr * max(eps2, rms(x)) / max(1.0, rms(u) / group["d"])
+        x.mul_(1 - group["weight_decay"]).sub_(step_size * u)
 
 
 def rms(x: Tensor) -> float:
@@ -251,9 +254,10 @@ def rms(x: Tensor) -> float:
 
 
 class Muon(ExactOptimizer):
-    """b ← μ·b + (1−μ)·g;  x ← x·(1 − lr·λ) − lr·factor·u with u = b (nesterov: μ·b + (1−μ)·g) made orthogonal.
+    """b ← μ·b + (1−μ)·g;  x ← x·(1 − lr·λ) − lr·factor·orthogonal(u).
 
-    As torch.optim.Muon, but for the type of the Newton-Schulz steps: that of the parameter, where PyTorch has bfloat16.
+    u = b, or μ·b + (1−μ)·g with `nesterov`. Like torch.optim.Muon, but the Newton-Schulz steps have
+    the type of the parameter, where PyTorch has bfloat16.
     """
 
     SETTINGS: ClassVar[dict[str, Any]] = {
@@ -283,7 +287,10 @@ class Muon(ExactOptimizer):
 
 
 def orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A nearly orthogonal matrix in place of x: `steps` times X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, from x / ‖x‖."""
+    """Return a nearly orthogonal matrix by Newton-Schulz steps from x / ‖x‖.
+
+    Each of `steps` is X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ.
+    """
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     y = (x.T if tall else x) / max(float(x.norm()), eps)
@@ -294,16 +301,9 @@ def orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, 
 
 
 def population_batch_norm(
-    x: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, training: bool, momentum: float, eps: float
 ) -> Tensor:
-    """Batch normalization that keeps the variance of batches as it is; PyTorch's own divides by n - 1 for it."""
+    """Normalize a batch, with running population variance. PyTorch's own divides by n - 1."""
     if not training:
         return F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
     with torch.no_grad():
@@ -314,7 +314,7 @@ def population_batch_norm(
 
 
 class PopulationBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch normalization, of tensors with any number of axes, by `population_batch_norm`."""
+    """Batch normalization of tensors of any rank by `population_batch_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -324,7 +324,7 @@ class PopulationBatchNorm(_BatchNorm):  # type: ignore[misc]
 
 
 class Reduced(nn.Module):  # type: ignore[misc]
-    """A loss of single elements, and how they become one number."""
+    """Loss of single elements, with a reduction."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class CosineDistance(Reduced):
 
 
 class ClippedBCELoss(nn.BCELoss):  # type: ignore[misc]
-    """Binary cross entropy of probabilities that are kept away from 0 and 1."""
+    """Binary cross entropy of probabilities that are clipped away from 0 and 1."""
 
     def __init__(self, clip: float, weight: Tensor | None = None, reduction: str = "mean") -> None:
         super().__init__(weight=weight, reduction=reduction)
@@ -377,7 +377,7 @@ class ClippedBCELoss(nn.BCELoss):  # type: ignore[misc]
 
 
 class ClassesLast(nn.Module):  # type: ignore[misc]
-    """A loss of classifiers for scores whose classes are on the last axis; PyTorch has them on the second."""
+    """Classification loss for scores with classes on the last axis, not the second."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class ClassesLast(nn.Module):  # type: ignore[misc]
 
 
 class CTC(nn.CTCLoss):  # type: ignore[misc]
-    """Connectionist temporal classification of logits, or of scores [N, T, C]."""
+    """CTC loss of log-probabilities, of logits, or of scores [N, T, C]."""
 
     def __init__(
         self, blank: int, zero_infinity: bool, reduction: str, logits: bool = False, batch_first: bool = False
@@ -405,7 +405,7 @@ class CTC(nn.CTCLoss):  # type: ignore[misc]
 
 
 class Scaled(nn.Module):  # type: ignore[misc]
-    """A loss times a number."""
+    """Loss times a number."""
 
     def __init__(self, loss: nn.Module, scale: float) -> None:
         super().__init__()
@@ -417,10 +417,10 @@ class Scaled(nn.Module):  # type: ignore[misc]
 
 
 class SumOfLosses(nn.Module):  # type: ignore[misc]
-    """The sum of several losses of what a module returns: `loss(module(x), *targets)`.
+    """Sum of losses of a module's outputs: `loss(module(x), *targets)`.
 
-    `outputs` names the prediction of each loss, `targets` says how many targets it takes. Arguments may also be one
-    tuple for each loss: of a prediction and its targets.
+    `outputs` names the prediction of each loss, `targets` is the number of its targets. Arguments
+    may also be one tuple per loss, of a prediction and its targets.
     """
 
     def __init__(self, losses: list[nn.Module], outputs: list[str | None], targets: list[int]) -> None:
@@ -430,8 +430,8 @@ class SumOfLosses(nn.Module):  # type: ignore[misc]
         self.targets = targets
 
     def forward(self, *inputs: Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]) -> Tensor:
-        given = inputs if isinstance(inputs[0], tuple) else self.by_loss(*inputs)
-        losses = [loss(*own) for loss, own in zip(self.losses, given, strict=True)]
+        arguments = inputs if isinstance(inputs[0], tuple) else self.by_loss(*inputs)
+        losses = [loss(*terms) for loss, terms in zip(self.losses, arguments, strict=True)]
         return torch.stack(losses).sum()
 
     def by_loss(self, outputs: Tensor | Mapping[str, Tensor], *targets: Tensor) -> list[tuple[Tensor, ...]]:
@@ -447,7 +447,7 @@ class SumOfLosses(nn.Module):  # type: ignore[misc]
 
 
 class Watching(nn.Module):  # type: ignore[misc]
-    """A loss of a value that the module returns under this name, beside what it is for."""
+    """Loss of an inner value that the module returns under this name."""
 
     def __init__(self, output: str, loss: nn.Module) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ class Watching(nn.Module):  # type: ignore[misc]
 
 
 class OwnLoss(nn.Module):  # type: ignore[misc]
-    """The loss that a module computes itself: its output of this name, or the only one."""
+    """Loss that a module computes itself: its output of this name, or the only one."""
 
     def __init__(self, output: str) -> None:
         super().__init__()

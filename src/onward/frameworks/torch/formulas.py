@@ -1,8 +1,8 @@
 """Optimizers that PyTorch has no class for, printed from the definitions of their updates.
 
-A definition is the function that a training model has for it (`recipe/optimizers/updates.py`). Its graph becomes lines
-of Python: what is float64 or a whole number there is a number of Python here, all else a tensor, and values that are
-read more than once are called as the definition calls them. The text is executed here, and programs contain it.
+A definition is the function of a training model (`recipe/optimizers/updates.py`). Its graph becomes
+lines of Python: float64 and integers become Python numbers, the rest tensors. Values that are read
+more than once keep the names of the definition. The text is executed here, and programs contain it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INFIX = {
     "Div": ("/", PRODUCT),
 }  # fmt: skip
 _LONG = 60
-"""Expressions with more signs get a name, if the definition has one for them."""
+"""Length from which an expression gets the name that its definition has."""
 _ARGUMENTS = ("x", "g", "lr", "t")
 _BETAS = ("beta1", "beta2")
 
@@ -41,7 +41,7 @@ _BETAS = ("beta1", "beta2")
 def _expression(node: ir.Node, texts: Mapping[ir.Value, Expression], numbers: set[ir.Value]) -> Expression:
     """Return a node as an expression, and note whether it is a number of Python."""
     inputs = [value for value in node.inputs if value is not None]
-    given = [texts[value] for value in inputs]
+    operands = [texts[value] for value in inputs]
     is_number = numbers.issuperset(inputs[:1] if node.op_type in ("Cast", "CastLike") else inputs)
     if is_number or node.op_type in ("Pow", "ReduceSumSquare"):
         numbers.add(node.outputs[0])
@@ -49,29 +49,29 @@ def _expression(node: ir.Node, texts: Mapping[ir.Value, Expression], numbers: se
         case "Constant":
             return Expression(f"{node.attributes['value'].as_tensor().numpy().item():.17g}")
         case "Cast" | "CastLike":  # to the type of a tensor, which a number of Python becomes by itself
-            return given[0]
+            return operands[0]
         case "Pow":
-            return Expression(f"{given[0].within(ATOM)}**{given[1].within(ATOM)}", POWER)
+            return Expression(f"{operands[0].within(ATOM)}**{operands[1].within(ATOM)}", POWER)
         case "Mul" if inputs[1] in numbers and not is_number:
-            return Expression(f"{given[1].within(PRODUCT)} * {given[0].within(POWER)}", PRODUCT)
-        case kind if kind in _INFIX:
-            sign, looseness = _INFIX[kind]
-            return Expression(f"{given[0].within(looseness)} {sign} {given[1].within(looseness - 1)}", looseness)
+            return Expression(f"{operands[1].within(PRODUCT)} * {operands[0].within(POWER)}", PRODUCT)
+        case operator if operator in _INFIX:
+            sign, looseness = _INFIX[operator]
+            return Expression(f"{operands[0].within(looseness)} {sign} {operands[1].within(looseness - 1)}", looseness)
         case "Sqrt" if is_number:
-            return Expression(f"math.sqrt({given[0].text})")
-        case ("Sqrt" | "Abs" | "Sign") as kind:
-            return Expression(f"{given[0].within(ATOM)}.{kind.lower()}()")
+            return Expression(f"math.sqrt({operands[0].text})")
+        case ("Sqrt" | "Abs" | "Sign") as operator:
+            return Expression(f"{operands[0].within(ATOM)}.{operator.lower()}()")
         case "Max":
-            return Expression(f"{'max' if is_number else 'torch.maximum'}({given[0].text}, {given[1].text})")
+            return Expression(f"{'max' if is_number else 'torch.maximum'}({operands[0].text}, {operands[1].text})")
         case "Where":
-            return Expression(f"{given[1].within(WIDE)} if {given[0].text} else {given[2].text}", WIDE + 1)
+            return Expression(f"{operands[1].within(WIDE)} if {operands[0].text} else {operands[2].text}", WIDE + 1)
         case "ReduceSumSquare":
-            return Expression(f"float({given[0].within(ATOM)}.square().sum())")
+            return Expression(f"float({operands[0].within(ATOM)}.square().sum())")
     raise NotImplementedError(node.op_type)
 
 
 def _graph_of(function: Function) -> tuple[ir.Function, dict[ir.Value, str]]:
-    """The body of a function, and what the Python that builds it calls its values."""
+    """Return the body of a function, and the names of its values in the Python code that builds it."""
     names: dict[ir.Value, str] = {}
 
     def note(frame: types.FrameType, event: str, _: Any) -> None:
@@ -79,17 +79,17 @@ def _graph_of(function: Function) -> tuple[ir.Function, dict[ir.Value, str]]:
             names.update({x.value: name for name, x in frame.f_locals.items() if isinstance(x, Expr)})
 
     functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-    before = sys.getprofile()
+    profiler = sys.getprofile()
     sys.setprofile(note)
     try:
         function.define(functions, COMMON_OPSET)
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler)
     return functions[DOMAIN, function.name, ""], names
 
 
 def _statements(function: Function) -> list[str]:
-    """Lines that write the new parameter and state over the old ones."""
+    """Return lines that update parameter and state in place."""
     graph, names = _graph_of(function)
     slots = _slots_of(function)
     tensors = ("x", "g", *slots)
@@ -97,27 +97,29 @@ def _statements(function: Function) -> list[str]:
     texts: dict[ir.Value, Expression] = {}
     for value in graph.inputs:
         name = value.name or ""
-        kept = f'{"state" if name in slots else "group"}["{name}"]'
-        texts[value] = Expression(name if name in (*_ARGUMENTS, *betas) else kept)
+        entry = f'{"state" if name in slots else "group"}["{name}"]'
+        texts[value] = Expression(name if name in (*_ARGUMENTS, *betas) else entry)
     numbers = {value for value in graph.inputs if value.name not in tensors}
     taken = {*function.inputs, "self", "state", "group"}
     lines = ['beta1, beta2 = group["betas"]'] if betas else []
     for node in graph:
         value = node.outputs[0]
-        made = _expression(node, texts, numbers)
+        expression = _expression(node, texts, numbers)
         reads = sum(use.node.op_type != "CastLike" or use.idx == 0 for use in value.uses()) + value.is_graph_output()
         name = names.get(value, "")
-        if node.op_type not in ("Constant", "Cast", "CastLike") and (reads > 1 or (name and len(made.text) > _LONG)):
+        if node.op_type not in ("Constant", "Cast", "CastLike") and (
+            reads > 1 or (name and len(expression.text) > _LONG)
+        ):
             if not name or name in taken:
                 name = next(letter for letter in "dehk" if letter not in taken)
             taken.add(name)
-            lines.append(f"{name} = {made.text}")
-            made = Expression(name)
-        texts[value] = made
+            lines.append(f"{name} = {expression.text}")
+            expression = Expression(name)
+        texts[value] = expression
     targets = ["x", *(f'state["{slot}"]' for slot in slots)]
     results = [texts[value].text for value in graph.outputs]
     for i, result in enumerate(results):  # nothing may be read after it was written
-        assert not any(re.search(rf"(?<!\w){re.escape(done)}(?!\w)", result) for done in targets[:i]), function.name
+        assert not any(re.search(rf"(?<!\w){re.escape(x)}(?!\w)", result) for x in targets[:i]), function.name
     return lines + [f"{target}.copy_({result})" for target, result in zip(targets, results, strict=True)]
 
 
@@ -168,7 +170,7 @@ def _words(condition: str) -> str:
 
 
 def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lines, each under its condition; the last has none."""
+    """Return lines under their conditions, the last without one."""
     blocks = list(lines.items())
     while len(blocks) > 1 and blocks[-2][1] == blocks[-1][1]:
         del blocks[-2]
@@ -191,7 +193,7 @@ from {ExactOptimizer.__module__} import ExactOptimizer
 
 
 def _execute(text: str) -> types.ModuleType:
-    """A module of this text, in which others find its source."""
+    """Return a module with this text, whose source `inspect` can find."""
     module = types.ModuleType(_HOME)
     module.__file__ = f"<{_HOME}>"
     linecache.cache[module.__file__] = len(text), None, text.splitlines(True), module.__file__
@@ -204,4 +206,4 @@ _MODULE = _execute("\n\n\n".join([_IMPORTS, *(_class_text(row) for row in _OWN i
 EXACT: dict[str, type[ExactOptimizer]] = {
     row.name: getattr(_MODULE if row.updates else exact, row.name) for row in _OWN
 }
-"""The classes by name, printed or written by hand."""
+"""Printed and hand-written classes by name."""

@@ -1,7 +1,7 @@
-"""A model as a live nn.Module: real parameters under their names, and a graph that PyTorch's operators execute.
+"""Models as live modules: parameters of PyTorch, and a graph that PyTorch's operators execute.
 
-The graph can be cut into the blocks that it repeats. Each is then a module of its own, to be sharded, recomputed or
-compiled block by block.
+The graph can be split into the blocks that it repeats, each a module that can be sharded,
+recomputed or compiled alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from onward.analysis.blocks import cut_into_parts
 from onward.engines.torch.types import CODES, from_array, to_array
 from onward.frameworks.torch.capture import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
-from onward.frameworks.torch.module_engine import Executable, Live, Segment, make_segments, where
+from onward.frameworks.torch.module_engine import Executable, Live, Segment, device_and_type, make_segments
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.options import Variance
@@ -32,28 +32,28 @@ from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 
 LIVE = "take the live module, which computes all of them: `onward.to_torch`"
-"""Hint where a program cannot be written."""
+"""Hint for models that no program can be written of."""
 
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """What a module executes, and what it holds; copies of a module share it, since it holds no state."""
+    """Graph of a module and its initial tensors, shared by copies of the module."""
 
     program: Executable
     inputs: list[str]
     outputs: list[str]
     state: dict[str, ir.TensorProtocol]
     learns: dict[str, bool]
-    """Parameters, and whether they require gradients."""
+    """Parameter -> `requires_grad`."""
     constants: set[str]
-    """State that is no part of a `state_dict`."""
+    """Tensors that are not in the `state_dict`."""
     also: dict[str, dict[str, int]]
-    """Other names of tied weights, and their places in the order of all."""
+    """Other names of tied weights, and their positions in the order of all names."""
     counters: list[str]
     inner: Sequence[str] = ()
-    """Those outputs that the model itself does not have."""
+    """Outputs that the model itself does not have."""
     segments: Sequence[Segment] = ()
-    """The same as `program`, cut into blocks, if that is asked for and it repeats any."""
+    """Parts of `program` if it is split into blocks."""
 
     @classmethod
     def of(
@@ -67,49 +67,48 @@ class Graph:
     ) -> Graph:
         model = of_one_opset(model, OLDEST_OPSET)
         table = Live(torch.device("cpu"), statistics).operators
-        own = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
-        if hidden := [*functions_to_inline(model), *own]:
+        local_functions = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
+        if hidden := [*functions_to_inline(model), *local_functions]:
             model = inline(model, hidden)
         model = model.copy()
         names = model.names()
         for node in model.graph.all_nodes():
             node.name = node.name or names.fresh(node.op_type)
-        known = {value.name: value for value in values(model.graph)}
-        model.graph.outputs.extend(known[name] for name in inner)
+        values_by_name = {value.name: value for value in values(model.graph)}
+        model.graph.outputs.extend(values_by_name[name] for name in inner)
         learns = _parameters(model, trainable)
-        held: dict[str, ir.Value] = {}  # parameters, buffers, and floats that are more than a number
+        stored: dict[str, ir.Value] = {}  # parameters, buffers, and float tensors that are not scalars
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
             assert tensor is not None
             is_buffer = value.metadata_props.get(KIND) == "BUFFER"
             if name in learns or is_buffer or (tensor.dtype.is_floating_point() and len(tensor.shape)):
-                held[name] = value
+                stored[name] = value
         frozen = [name for name, learn in learns.items() if not learn]
         normalizations = [node for node in model.graph.all_nodes() if node.op_type == "BatchNormalization"]
         switched = [node for node in normalizations if is_switchable(node, frozen)]
         followed = {value for node in switched for value in node.inputs}
-        kept = {
+        persistent = {
             name
-            for name, value in held.items()
+            for name, value in stored.items()
             if (value.metadata_props.get(PERSISTENT) == "True" if KIND in value.metadata_props else value in followed)
         }
-        state = {name: value.const_value for name, value in held.items() if value.const_value is not None}
-        program = Executable(
-            model, statistics, [node.name or "" for node in switched], {name: x.dtype for name, x in state.items()}
-        )
+        state = {name: value.const_value for name, value in stored.items() if value.const_value is not None}
+        types = {name: tensor.dtype for name, tensor in state.items()}
+        program = Executable(model, statistics, [node.name or "" for node in switched], types)
         graph = cls(
             program,
             inputs=[value.name or "" for value in model.inputs],
             outputs=[value.name or "" for value in model.outputs],
             state=state,
             learns=learns,
-            constants={name for name in held if name not in learns and name not in kept},
-            also={name: json.loads(v.metadata_props[ALSO]) for name, v in held.items() if ALSO in v.metadata_props},
-            counters=[name for node in switched if (name := _counter(node)) in held],
+            constants={name for name in stored if name not in learns and name not in persistent},
+            also={name: json.loads(v.metadata_props[ALSO]) for name, v in stored.items() if ALSO in v.metadata_props},
+            counters=[name for node in switched if (name := _counter(node)) in stored],
             inner=inner,
         )
         parts = cut_into_parts(model, learns) if blocks else []
-        for name in held:
+        for name in stored:
             as_input(model.graph, name)
         if any(part.kind is not None for part in parts):
             graph.segments = make_segments(program, parts, graph.also)
@@ -117,11 +116,11 @@ class Graph:
 
     @property
     def model(self) -> Model:
-        """Without the tensors that the module holds: they are inputs."""
+        """Return the model in which the tensors of the module are inputs."""
         return self.program.model
 
     def names(self) -> list[tuple[str, str]]:
-        """All names in their order, and what they are names of."""
+        """Return all names in order, each with the main name of its tensor."""
         names = [(name, name) for name in self.state]
         others = sorted((place, other, main) for main, also in self.also.items() for other, place in also.items())
         for place, other, main in others:
@@ -132,25 +131,25 @@ class Graph:
         return self
 
     def change_programs(self, change: Callable[[Executable], Executable]) -> Graph:
-        """The same with other programs; segments that shared one share it still."""
+        """Return a copy with other programs. Segments that share one still do."""
         programs = {program: change(program) for program in dict.fromkeys(s.program for s in self.segments)}
         segments = [dataclasses.replace(segment, program=programs[segment.program]) for segment in self.segments]
         return dataclasses.replace(self, program=change(self.program), segments=segments)
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
-        """The model with the tensors that a module holds."""
-        _, dtype = where(state, self.program.held)
+        """Return the model with the tensors of a module."""
+        _, dtype = device_and_type(state, self.program.held)
         model = self.model.copy() if dtype is None else convert_floats(self.model, dtype)
         constants = list(model.graph.initializers.values())
         del model.graph.outputs[len(model.graph.outputs) - len(self.inner) :]
         model.graph.initializers.clear()
-        held = {value.name: value for value in model.graph.inputs if value.name in state}
+        inputs = {value.name: value for value in model.graph.inputs if value.name in state}
         for name, tensor in state.items():
-            model.graph.inputs.remove(held[name])
-            held[name].const_value = ir.Tensor(to_array(tensor).copy(), dtype=CODES[tensor.dtype], name=name)
+            model.graph.inputs.remove(inputs[name])
+            inputs[name].const_value = ir.Tensor(to_array(tensor).copy(), dtype=CODES[tensor.dtype], name=name)
             if name in self.learns:
-                held[name].metadata_props[LEARNS] = str(tensor.requires_grad)
-            model.graph.register_initializer(held[name])
+                inputs[name].metadata_props[LEARNS] = str(tensor.requires_grad)
+            model.graph.register_initializer(inputs[name])
         for value in constants:
             model.graph.register_initializer(value)
         return model
@@ -165,15 +164,17 @@ class Graph:
 
 
 def _parameters(model: Model, trainable: Collection[str] | None) -> dict[str, bool]:
-    """What is a parameter, and whether it is trained."""
+    """Return parameter -> `requires_grad`."""
     by_rule = {choice.name for choice in judge(model, model.outputs) if choice.role == "parameter"}
-    found = {}
+    learns = {}
     for name, value in model.graph.initializers.items():
-        kind = value.metadata_props.get(KIND)
-        if kind == "PARAMETER" or (kind is None and name in by_rule) or name in (trainable or ()):
-            learns = value.metadata_props.get(LEARNS)
-            found[name] = learns != "False" if trainable is None else name in trainable or learns == "True"
-    return found
+        declared = value.metadata_props.get(KIND)
+        if declared == "PARAMETER" or (declared is None and name in by_rule) or name in (trainable or ()):
+            requires_grad = value.metadata_props.get(LEARNS)
+            learns[name] = (
+                requires_grad != "False" if trainable is None else name in trainable or requires_grad == "True"
+            )
+    return learns
 
 
 def _counter(node: ir.Node) -> str:
@@ -191,24 +192,24 @@ def to_module(
     inner: Sequence[str] = (),
     blocks: bool = False,
 ) -> OnnxModule:
-    """The inference graph of a model as a module.
+    """Return the inference graph of a model as a module.
 
-    Without a list of what is trainable, all that looks like a parameter is. `statistics` is the running variance that
-    BatchNorm keeps in training: that of the sample, as PyTorch has it, or of the population. `inner` are values that it
-    returns beside its outputs. With `blocks`, it is cut into the blocks that it repeats.
+    By default all likely parameters are trainable. `statistics` selects BatchNorm's running
+    variance: of the sample as in PyTorch, or of the population. `inner` are values to return beside
+    the outputs. With `blocks`, the graph is split into the blocks that it repeats.
     """
     return OnnxModule(Graph.of(load(source), trainable, statistics, inner, blocks=blocks))
 
 
 class _Folder(nn.Module):  # type: ignore[misc]
-    """A part of the names of parameters: what is before a dot."""
+    """Module for a prefix of parameter names."""
 
 
 class Block(_Folder):
-    """One of the blocks that a graph repeats: from what is handed to it to what it hands on.
+    """Block that a graph repeats, with the parameters that only it reads.
 
-    It holds the parameters that nothing else reads. Blocks that are equal execute the same program, so that what is
-    compiled for one serves all. With `recomputes`, it keeps nothing for its derivative but what is handed to it.
+    Equal blocks execute the same program, so that it is compiled once. With `recomputes`, a block
+    keeps only its inputs for the backward pass.
     """
 
     def __init__(self, segment: Segment):
@@ -217,7 +218,7 @@ class Block(_Folder):
         self._compiles: dict[str, Any] | None = None
         self._program: Executable = segment.program
         self._sources: list[str | None] = []
-        """For each input of the program: the path of what the block holds, or None for what is handed to it."""
+        """Path of the tensor for each input of the program, or None for an input of the block."""
 
     def forward(self, *inputs: Any) -> Any:
         if self.recomputes and torch.is_grad_enabled():
@@ -225,12 +226,12 @@ class Block(_Folder):
         return self._compute(*inputs)
 
     def compile(self, **options: Any) -> None:
-        """Let `torch.compile`, with these options, compile it for each set of sizes, once for all blocks like it."""
+        """Compile with `torch.compile` and these options, once per set of sizes for equal blocks."""
         self._compiles = options
 
     def _compute(self, *inputs: Any) -> Any:
-        held, given = _tensors_of(self), iter(inputs)
-        tensors = [next(given) if path is None else held[path] for path in self._sources]
+        tensors_by_path, remaining = _tensors_of(self), iter(inputs)
+        tensors = [next(remaining) if path is None else tensors_by_path[path] for path in self._sources]
         if self._compiles is None:
             results = self._program.run(tensors, training=self.training)
         else:
@@ -239,10 +240,11 @@ class Block(_Folder):
 
 
 class OnnxModule(nn.Module):  # type: ignore[misc]
-    """A graph of ONNX operators, computed by PyTorch.
+    """Graph of ONNX operators, computed by PyTorch.
 
-    It takes the inputs of the graph by position or name, and returns its output, or several by name. In training,
-    Dropout drops and BatchNorm follows its batches; in inference both are as the model has them.
+    It takes the inputs of the graph by position or name, and returns its output, or several by
+    name. In training, Dropout drops and BatchNorm updates its statistics; in inference both follow
+    the model.
     """
 
     def __init__(self, graph: Graph):
@@ -250,63 +252,65 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         self._graph = graph
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in graph.state.items():
-            made = from_array(tensor.numpy()).clone()
-            tensors[name] = nn.Parameter(made, graph.learns[name]) if name in graph.learns else made
-        homes = _homes(graph)
-        keys: dict[str, str] = {}  # a block has all that it holds, and nothing else that is read
+            parameter_data = from_array(tensor.numpy()).clone()
+            tensors[name] = nn.Parameter(parameter_data, graph.learns[name]) if name in graph.learns else parameter_data
+        homes = _block_paths(graph)
+        keys: dict[str, str] = {}  # a block has its own tensors, and no others that are read
         for home, segment in homes.items():
             keys |= {name: f"{home}.{name}" for name in segment.own if not name.startswith(f"{home}.")}
-            keys |= {name: f"outside.{name}" for name in _strangers(graph, home, segment.own)}
+            keys |= {name: f"outside.{name}" for name in _names_read_elsewhere(graph, home, segment.own)}
         blocks = {home: Block(segment) for home, segment in homes.items()}
         for name, main in graph.names():
-            owner, attribute = _place(self, keys.get(name, name), blocks)
+            owner, attribute = _owner_of(self, keys.get(name, name), blocks)
             if isinstance(tensor := tensors[main], nn.Parameter):
                 owner.register_parameter(attribute, tensor)
             else:
                 owner.register_buffer(attribute, tensor, persistent=main not in graph.constants)
         for home, block in blocks.items():
             if not homes[home].own:
-                self.add_module(_free(self, home), block)
+                self.add_module(_free_attribute(self, home), block)
         paths = {id(x): path for path, x in _tensors_of(self).items()}
         self._paths = {name: paths[id(tensor)] for name, tensor in tensors.items()}
-        at = {id(module): path for path, module in self.named_modules()}
-        self._blocks = [at[id(block)] for block in blocks.values()]
+        path_of = {id(module): path for path, module in self.named_modules()}
+        self._blocks = [path_of[id(block)] for block in blocks.values()]
         for path, block, segment in zip(self._blocks, blocks.values(), homes.values(), strict=True):
             block._sources = [
                 self._paths[name][len(path) + 1 :] if name in segment.own else None for name in segment.piece.reads
             ]
 
     def _state(self) -> dict[str, torch.Tensor]:
-        held = _tensors_of(self)
-        return {name: held[path] for name, path in self._paths.items()}
+        tensors = _tensors_of(self)
+        return {name: tensors[path] for name, path in self._paths.items()}
 
     def _whole_state(self) -> dict[str, torch.Tensor]:
-        """The state, gathered from all processes where it is sharded: all must ask for it."""
+        """Return the state, gathered from all processes if it is sharded: all must call this."""
         return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in self._state().items()}
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in the model, which PyTorch may not allow."""
-        held = dict(self.named_parameters())
-        return {name: held[path] for name, path in self._paths.items() if path in held}
+        """Return parameters by their names in the model, which may be invalid in PyTorch."""
+        parameters = dict(self.named_parameters())
+        return {name: parameters[path] for name, path in self._paths.items() if path in parameters}
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """The blocks that the graph repeats, in their order; none, unless it was cut into them and there are any."""
+        """Return the blocks in order, if the graph was split."""
         return [self.get_submodule(path) for path in self._blocks]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a `state_dict` holds, by the names in the model."""
+        """Return the tensors of the `state_dict` by their names in the model."""
         return {n: to_array(x) for n, x in self._whole_state().items() if n not in self._graph.constants}
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        given = dict(zip(self._graph.inputs, inputs, strict=False)) | named
-        if given.keys() != set(self._graph.inputs) or len(given) != len(inputs) + len(named):
+        arguments = dict(zip(self._graph.inputs, inputs, strict=False)) | named
+        if arguments.keys() != set(self._graph.inputs) or len(arguments) != len(inputs) + len(named):
             raise TypeError(f"the module takes {', '.join(self._graph.inputs)}")
         state = self._state()
         if self.training:
             for counter in self._graph.counters:
                 state[counter] += 1
-        device, _ = where(state, self._graph.program.held)
-        tensors = {n: x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device) for n, x in given.items()}
+        device, _ = device_and_type(state, self._graph.program.held)
+        tensors = {
+            n: x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device) for n, x in arguments.items()
+        }
         results = self._execute({**state, **tensors})
         return results if len(results) > 1 else next(iter(results.values()))
 
@@ -317,12 +321,12 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             return dict(zip(outputs, program.run(tensors, training=self.training), strict=True))
         blocks = iter(self.repeated_blocks())
         for segment in self._graph.segments:
-            given = [values[name] for name in segment.given]
+            arguments = [values[name] for name in segment.given]
             if segment.piece.is_block:
-                results = next(blocks)(*given)
+                results = next(blocks)(*arguments)
                 results = results if len(segment.piece.makes) > 1 else [results]
             else:
-                results = segment.program.run(given, training=self.training)
+                results = segment.program.run(arguments, training=self.training)
             segment.piece.hand_over(values, results)
         return {name: values[name] for name in outputs}
 
@@ -333,23 +337,23 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     @property
     def output_names(self) -> list[str]:
-        """What the tensors are called that it returns, a single one too."""
+        """Return the names of all outputs, also of a single one."""
         return self._graph.outputs
 
     def named(self, inputs: Any) -> dict[str, Any]:
-        """Inputs by name, where they are a tensor or a sequence of them."""
+        """Return inputs by name, from a mapping, a tensor or a sequence."""
         if isinstance(inputs, Mapping):
             return dict(inputs)
         return dict(zip(self._graph.inputs, [inputs] if isinstance(inputs, torch.Tensor) else inputs, strict=True))
 
     def leave_out_dropout(self) -> None:
-        """Drop nothing from now on, while all else is as in training."""
+        """Disable dropout in training."""
         self._change_programs(Executable.without_dropout)
 
     def sync_batch_norm(self, together: bool = True) -> None:
-        """Let BatchNorm in training have the statistics of the batches of all processes, or of its own alone.
+        """Let BatchNorm in training use the batches of all processes, or only its own.
 
-        The processes are those of the default group of torch.distributed, whichever strategy runs the module.
+        The processes are those of the default group of torch.distributed, under any strategy.
         """
         self._change_programs(lambda program: program.normalizing_together(together))
 
@@ -360,7 +364,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             block._program = segment.program
 
     def to_model(self) -> Model:
-        """The model that this is, with the weights as they are now."""
+        """Return the model with the current weights."""
         return self._graph.with_state(self._whole_state())
 
     def extra_repr(self) -> str:
@@ -374,40 +378,40 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _homes(graph: Graph) -> dict[str, Segment]:
-    """Blocks by where they are in a module: what the names of their parameters begin with, if few others do."""
+def _block_paths(graph: Graph) -> dict[str, Segment]:
+    """Return paths of blocks: the common prefix of parameter names, or `block0`."""
     homes: dict[str, Segment] = {}
     blocks = [segment for segment in graph.segments if segment.piece.is_block]
-    held = {name for segment in blocks for name in segment.own}
+    owned = {name for segment in blocks for name in segment.own}
     for segment in blocks:
-        others = _strangers(graph, segment.piece.name, segment.own)
-        is_alone = held.isdisjoint(others.values()) and len(others) < len(segment.own)
+        others = _names_read_elsewhere(graph, segment.piece.name, segment.own)
+        is_alone = owned.isdisjoint(others.values()) and len(others) < len(segment.own)
         fits = segment.piece.name and segment.piece.name not in homes and is_alone
         homes[segment.piece.name if fits else f"block{len(homes)}"] = segment
     return homes
 
 
-def _strangers(graph: Graph, home: str, own: Collection[str]) -> dict[str, str]:
-    """Names that begin as those of what a block holds, and what they are names of, which is read elsewhere."""
+def _names_read_elsewhere(graph: Graph, home: str, own: Collection[str]) -> dict[str, str]:
+    """Return names with the prefix of a block for tensors that are read elsewhere."""
     read = {name for segment in graph.segments for name in segment.given}
     begins = f"{home}."
     return {name: x for name, x in graph.names() if name.startswith(begins) and x in read and x not in own}
 
 
-def _place(root: nn.Module, key: str, blocks: Mapping[str, Block]) -> tuple[nn.Module, str]:
-    """Where a module keeps what has this key; parts that PyTorch cannot take get an underscore."""
+def _owner_of(root: nn.Module, key: str, blocks: Mapping[str, Block]) -> tuple[nn.Module, str]:
+    """Return the owner and attribute of a key, with underscores for invalid parts."""
     *folders, last = key.split(".")
     owner = root
-    for i, part in enumerate(folders):
-        part = _free(owner, part, _Folder)
-        if not hasattr(owner, part):
-            owner.add_module(part, blocks.get(".".join(folders[: i + 1])) or _Folder())
-        owner = getattr(owner, part)
-    return owner, _free(owner, last)
+    for i, attribute in enumerate(folders):
+        attribute = _free_attribute(owner, attribute, _Folder)
+        if not hasattr(owner, attribute):
+            owner.add_module(attribute, blocks.get(".".join(folders[: i + 1])) or _Folder())
+        owner = getattr(owner, attribute)
+    return owner, _free_attribute(owner, last)
 
 
-def _free(owner: nn.Module, part: str, kind: type | None = None) -> str:
-    part = part or "_"
-    while hasattr(owner, part) and not (kind is not None and isinstance(getattr(owner, part), kind)):
-        part += "_"
-    return part
+def _free_attribute(owner: nn.Module, name: str, kind: type | None = None) -> str:
+    name = name or "_"
+    while hasattr(owner, name) and not (kind is not None and isinstance(getattr(owner, name), kind)):
+        name += "_"
+    return name

@@ -1,4 +1,4 @@
-"""Losses of PyTorch as those of a recipe, and back: a loss, or summands on outputs, each with targets."""
+"""Losses of PyTorch as losses of a recipe and back: one loss, or a sum of losses on outputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from onward.run_state.problems import Problems
 from onward.vocabulary.torch import LOSSES
 
 _LEGACY = ("size_average", "reduce")
-"""Arguments that modules have long since turned into a reduction."""
+"""Arguments that modules convert to a reduction."""
 
 
 class TorchLoss(NamedTuple):
-    """A loss of a recipe, and its counterparts in PyTorch."""
+    """Loss of a recipe, and its PyTorch module and function."""
 
     name: str
     module: type[nn.Module]
@@ -36,15 +36,16 @@ class TorchLoss(NamedTuple):
 ROWS = [TorchLoss(row.name, getattr(nn, row.module), getattr(F, row.function)) for row in LOSSES if row.function]
 _BY_NAME = {row.name: row for row in ROWS}
 _OURS = {getattr(exact, row.module): row.name for row in LOSSES if not row.function}
-"""Classes of Onward, and the losses of a recipe that they are."""
+"""Classes of Onward -> losses of a recipe."""
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
-    """The loss of a recipe that computes the same as a module, a function of torch.nn.functional or a partial of one.
+    """Return the loss of a recipe for a module, a function of torch.nn.functional or a partial of
+    one.
 
-    `probabilities` says that the targets of a cross entropy are probabilities of classes rather than their indices.
+    `probabilities` is True if the targets of a cross entropy are class probabilities.
     """
     if isinstance(loss, exact.ClassesLast):
         spec = read_loss(loss.loss, probabilities=probabilities)
@@ -54,14 +55,14 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
         return Spec(_OURS[type(loss)], {key: _plain(value) for key, value in settings.items() if value is not None})
     function = loss.func if isinstance(loss, functools.partial) else loss
     problems = Problems(f"the loss {getattr(function, '__name__', type(function).__name__)}")
-    found = _row_and_settings(loss, problems)
+    match = _row_and_settings(loss, problems)
     problems.refuse()
-    assert found is not None
-    row, settings, defaults = found
+    assert match is not None
+    row, settings, defaults = match
     options = _options(row, settings, defaults, problems)
     if row.name == "cross_entropy" and probabilities:
         if options.pop("ignore_index") >= 0:
-            problems.add("class probabilities have no ignore_index", "give them rows of zeros")
+            problems.add("class probabilities have no ignore_index", "use rows of zeros")
         options["target"] = "probabilities"
     problems.refuse()
     if row.name == "smooth_l1" and not options["beta"]:
@@ -70,7 +71,7 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
 
 
 def _row_and_settings(loss: Any, problems: Problems) -> tuple[TorchLoss, dict[str, Any], dict[str, Any]] | None:
-    """The row of a loss, its settings, and what they are unless they are given."""
+    """Return the row of a loss, its settings, and their defaults."""
     for row in ROWS:
         if type(loss) is row.module:
             defaults = _defaults(row.module)
@@ -78,14 +79,15 @@ def _row_and_settings(loss: Any, problems: Problems) -> tuple[TorchLoss, dict[st
         function = loss.func if isinstance(loss, functools.partial) else loss
         if function is row.function:
             defaults = _defaults(row.function)
-            given = loss.keywords if isinstance(loss, functools.partial) else {}
-            if isinstance(loss, functools.partial) and loss.args:
-                problems.add("some arguments have no names", "give the settings by name in `functools.partial`")
-            return row, {**defaults, **given}, defaults
+            if not isinstance(loss, functools.partial):
+                return row, defaults, defaults
+            if loss.args:
+                problems.add("some arguments have no names", "pass the settings by name in `functools.partial`")
+            return row, {**defaults, **loss.keywords}, defaults
     problems.add(
-        "what it computes is not known",
+        "its formula is unknown",
         "use a loss of torch.nn, a function of torch.nn.functional or a `functools.partial` of one; "
-        "or let the module return its loss, and make that the loss",
+        "or return the loss from the module, and name that output",
     )
     return None
 
@@ -98,17 +100,19 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def _options(
     row: TorchLoss, settings: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
 ) -> dict[str, Any]:
-    known = named_loss(row.name).options
+    defaults_of_recipe = named_loss(row.name).options
     options = {}
     for name, value in settings.items():
-        if name in known:
+        if name in defaults_of_recipe:
             if value is not None:
                 options[name] = _plain(value)
         elif value is not defaults[name] and value != defaults[name]:
             problems.add(f"`{name}={value}` has no counterpart", f"leave `{name}` out")
     if options["reduction"] == "none":
-        problems.add("it is not one number", 'use `reduction="mean"` or "sum"')
-    return {name: float(value) if isinstance(known[name], float) else value for name, value in options.items()}
+        problems.add('it has reduction="none"', 'use `reduction="mean"` or "sum"')
+    return {
+        name: float(value) if isinstance(defaults_of_recipe[name], float) else value for name, value in options.items()
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -119,17 +123,18 @@ def _plain(value: Any) -> Any:
 
 
 def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
-    """The loss of a `RunState`: a class of PyTorch's own, or a small module with the formula.
+    """Return the loss of a `RunState`: a PyTorch class, or a small module with the formula.
 
-    It takes a prediction and its targets; where there are several terms, what the module returns and all targets. A
-    value that the model computes itself is picked from what it returns, and so is one that is `inner`.
+    It takes a prediction and its targets; for several terms, the results of the module and all
+    targets. Values that the model computes itself, and `inner` ones, are picked from the results of
+    the module.
     """
-    made, outputs, targets = [], [], []
+    losses, outputs, targets = [], [], []
     problems = Problems("the loss")
     for term in terms_of(terms):
         if term.custom is not None or term.spec.name == "custom":
             problems.add(
-                "it is a graph of its own", "run the training model as it is: `onward.engines.start(model, engine=...)`"
+                "it is a custom graph", "run the training model itself: `onward.engines.start(model, engine=...)`"
             )
             continue
         is_own = term.spec.name == "value"
@@ -137,27 +142,29 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
         outputs.append(term.output)
         targets.append(len(inspect.signature(loss.forward).parameters) - 1)
         loss = loss if term.scale == 1 else exact.Scaled(loss, term.scale)
-        made.append(exact.Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
+        losses.append(
+            exact.Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss
+        )
     problems.refuse()
-    return made[0] if len(made) == 1 else exact.SumOfLosses(made, outputs, targets)
+    return losses[0] if len(losses) == 1 else exact.SumOfLosses(losses, outputs, targets)
 
 
 def _make(spec: Spec) -> nn.Module:
-    kind = named_loss(spec.name)
-    options = {**kind.options, **spec.options}
-    if kind.name not in _BY_NAME:
-        return next(made for made, name in _OURS.items() if name == kind.name)(**options)
-    if kind.name == "binary_cross_entropy" and options["clip"]:
+    definition = named_loss(spec.name)
+    options = {**definition.options, **spec.options}
+    if definition.name not in _BY_NAME:
+        return next(loss for loss, name in _OURS.items() if name == definition.name)(**options)
+    if definition.name == "binary_cross_entropy" and options["clip"]:
         return exact.ClippedBCELoss(options["clip"], _tensor(options["weight"]), options["reduction"])
-    if kind.name == "ctc" and (options["logits"] or options["batch_first"]):
+    if definition.name == "ctc" and (options["logits"] or options["batch_first"]):
         return exact.CTC(**options)
-    module = _BY_NAME[kind.name].module
-    taken = inspect.signature(module).parameters
-    weights = {name: _tensor(options[name]) for name in ("weight", "pos_weight") if name in taken}
-    made = module(
-        **{name: value for name, value in {**options, **weights}.items() if name in taken and value is not None}
+    module = _BY_NAME[definition.name].module
+    parameters = inspect.signature(module).parameters
+    weights = {name: _tensor(options[name]) for name in ("weight", "pos_weight") if name in parameters}
+    loss = module(
+        **{name: value for name, value in {**options, **weights}.items() if name in parameters and value is not None}
     )
-    return exact.ClassesLast(made) if options.get("axis", 1) == -1 else made
+    return exact.ClassesLast(loss) if options.get("axis", 1) == -1 else loss
 
 
 def _tensor(weights: Any) -> torch.Tensor | None:
@@ -168,10 +175,10 @@ def _tensor(weights: Any) -> torch.Tensor | None:
 
 
 class Summand(NamedTuple):
-    """A loss on an output, times a number, and the targets that were given for the example."""
+    """Loss on an output, with its factor and its example targets."""
 
     output: str | None
-    """None where there is only one."""
+    """Name of the output, or None for the only one."""
     loss: Any
     scale: float
     targets: tuple[torch.Tensor, ...]
@@ -180,7 +187,7 @@ class Summand(NamedTuple):
         return self.loss(prediction, *targets) * self.scale
 
     def spec(self) -> Any:
-        """The summand in the words of a recipe."""
+        """Return the summand as an entry of a recipe."""
         is_soft = bool(self.targets) and self.targets[0].is_floating_point()
         is_own = isinstance(self.loss, OwnLoss)
         spec = Spec("value") if is_own else read_loss(self.loss, probabilities=is_soft)
@@ -189,31 +196,31 @@ class Summand(NamedTuple):
 
 
 def summands(loss: Any, targets: Any) -> list[Summand]:
-    """The summands of a loss as `from_torch` takes it, with their targets; none, if the module computes its loss."""
+    """Return the summands of a loss with their targets; none if the module computes its loss."""
     if isinstance(loss, str | OwnLoss):
         return []
     if not isinstance(loss, Mapping):
         return list(_of_output(None, loss, targets))
-    given = targets if targets is not None else {}
-    if not isinstance(given, Mapping) or given.keys() - loss.keys():
-        raise DataError(
-            "the example of targets does not fit the loss",
-            hint=f"give a mapping, as the loss is: of {', '.join(map(str, loss))}",
-        )
-    return [one for output, term in loss.items() for one in _of_output(output, term, given.get(output))]
+    targets_by_output = targets if targets is not None else {}
+    if not isinstance(targets_by_output, Mapping) or targets_by_output.keys() - loss.keys():
+        raise DataError("`example_targets` do not fit the loss", hint=f"pass a mapping of {', '.join(map(str, loss))}")
+    return [
+        summand for output, term in loss.items() for summand in _of_output(output, term, targets_by_output.get(output))
+    ]
 
 
 def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]:
     if isinstance(loss, SumOfLosses):
         loss = list(loss.losses)
     if isinstance(loss, list):
-        given = targets if targets is not None else [None] * len(loss)
-        if len(given) != len(loss):
+        example_targets = targets if targets is not None else [None] * len(loss)
+        if len(example_targets) != len(loss):
             raise DataError(
-                f"there are {len(loss)} losses, but {len(given)} examples of targets", hint="give targets for each loss"
+                f"there are {len(loss)} losses, but targets for {len(example_targets)}",
+                hint="pass targets for each loss",
             )
-        for one, its_targets in zip(loss, given, strict=True):
-            yield from _of_output(output, one, its_targets)
+        for term, its_targets in zip(loss, example_targets, strict=True):
+            yield from _of_output(output, term, its_targets)
         return
     if isinstance(loss, Watching):
         yield from _of_output(loss.output, loss.loss, targets)
@@ -225,12 +232,12 @@ def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]
         scale, loss = scale * loss.scale, loss.loss
     if isinstance(loss, OwnLoss):
         output = loss.output
-    given = () if targets is None else (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-    yield Summand(output, loss, float(scale), given)
+    example_targets = () if targets is None else (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
+    yield Summand(output, loss, float(scale), example_targets)
 
 
 def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
-    """A loss in the words of a recipe."""
+    """Return a loss as an entry of a recipe."""
     if not terms:
         return f"value:{loss.output if isinstance(loss, OwnLoss) else loss}"
     specs = [term.spec() for term in terms]
@@ -238,6 +245,6 @@ def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
 
 
 def inner_values(loss: Any, model: Model) -> list[str]:
-    """The values that the loss of a `RunState` looks at, and that are no outputs of its model."""
+    """Return the values that the loss of a `RunState` reads and its model does not return."""
     outputs = {value.name for value in model.outputs}
     return list(dict.fromkeys(t.output for t in terms_of(loss) if t.output is not None and t.output not in outputs))

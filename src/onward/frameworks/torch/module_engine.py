@@ -1,4 +1,4 @@
-"""What a live module executes: operators of PyTorch with gradients left on, and with statistics that are buffers."""
+"""Execution of live modules: PyTorch operators with gradients on and statistics as buffers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from onward.transform.float_type import convert_floats
 
 
 class Live(Torch):
-    """PyTorch with gradients left on, and with statistics that are buffers of a module: those of its own batch, or of
-    the batches of all processes."""
+    """PyTorch with gradients on, and with statistics as buffers, of one or all processes."""
 
     def __init__(self, device: torch.device, statistics: Variance, *, of_all_processes: bool = False):
         super().__init__(str(device))
@@ -56,29 +55,29 @@ def _batch_normalization(
     epsilon: float,
     outputs: int,
 ) -> Any:
-    """In training the running statistics change in place, as those of PyTorch's own layer do."""
-    share = share_of_batch(momentum)
+    """Normalize, and update running statistics in place in training, as PyTorch's own layer does."""
+    weight = torch_momentum(momentum)
     if training_mode and of_all_processes and dist.is_initialized() and dist.get_world_size() > 1:
-        y, *of_batch = _normalize_together(x, scale, bias, epsilon, statistics)
-        _follow((mean, variance), of_batch, share)
+        y, *batch_statistics = _normalize_together(x, scale, bias, epsilon, statistics)
+        _follow((mean, variance), batch_statistics, weight)
         return y
     if training_mode and statistics == "sample":
-        return F.batch_norm(x, mean, variance, scale, bias, True, share, epsilon)
+        return F.batch_norm(x, mean, variance, scale, bias, True, weight, epsilon)
     if training_mode:
-        _follow((variance, mean), torch.var_mean(x.detach(), (0, *range(2, x.ndim)), correction=0), share)
+        _follow((variance, mean), torch.var_mean(x.detach(), (0, *range(2, x.ndim)), correction=0), weight)
     return batch_normalization(
         x, scale, bias, mean, variance, epsilon=epsilon, momentum=momentum, training_mode=training_mode, outputs=1
     )
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _follow(running: Iterable[torch.Tensor], of_batch: Iterable[torch.Tensor], share: float) -> None:
-    for old, new in zip(running, of_batch, strict=True):
-        old.mul_(1 - share).add_(new, alpha=share)
+def _follow(running: Iterable[torch.Tensor], batch_statistics: Iterable[torch.Tensor], weight: float) -> None:
+    for old, new in zip(running, batch_statistics, strict=True):
+        old.mul_(1 - weight).add_(new, alpha=weight)
 
 
-def share_of_batch(momentum: float) -> float:
-    """What PyTorch calls the momentum of its layers: 0.1, not 0.10000002."""
+def torch_momentum(momentum: float) -> float:
+    """Return PyTorch's momentum, rounded: 0.1, not 0.10000002."""
     return round(1 - float(str(np.float32(momentum))), 9)
 
 
@@ -86,7 +85,7 @@ def share_of_batch(momentum: float) -> float:
 
 
 class _SumOverProcesses(torch.autograd.Function):  # type: ignore[misc]
-    """The sum over all processes, through which derivatives go: PyTorch's own is for GPUs, or deprecated."""
+    """Differentiable sum over all processes. PyTorch's own is for GPUs, or deprecated."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +101,9 @@ class _SumOverProcesses(torch.autograd.Function):  # type: ignore[misc]
 def _normalize_together(
     x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float, statistics: Variance
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is normalized by the statistics of all processes, and these. The batches of some may be smaller."""
+    """Return normalized values and the statistics of all processes, whose batches may differ in
+    size.
+    """
     axes = (0, *range(2, x.ndim))
     wide = x.float() if x.element_size() < 4 else x
     count = wide.new_full((1,), x.numel() // x.shape[1])
@@ -117,17 +118,17 @@ def _normalize_together(
 
 @dataclasses.dataclass(eq=False)
 class Executable:
-    """What executes; copies of a module share it, since it holds no state, and so do blocks that are equal."""
+    """Program without state, shared by copies of a module and by equal blocks."""
 
     model: Model
-    """All that modules hold is an input of it."""
+    """Model in which tensors of modules are inputs."""
     statistics: Variance
     switched: list[str]
-    """Names of the normalizations that follow their batches."""
+    """Names of normalizations that update their statistics."""
     held: dict[str, ir.DataType]
-    """The types of those inputs that modules hold."""
+    """Types of the inputs that modules hold."""
     of_all_processes: bool = False
-    """Whether normalizations follow the batches of all processes."""
+    """True if normalizations use the batches of all processes."""
 
     def __deepcopy__(self, memo: Any) -> Executable:
         return self
@@ -137,18 +138,18 @@ class Executable:
         return [value.name or "" for value in self.model.graph.inputs]
 
     def run(self, tensors: Iterable[Any], *, training: bool) -> list[Any]:
-        """The outputs in their order, from the inputs in theirs."""
-        given = dict(zip(self.inputs, tensors, strict=True))
-        device, dtype = where({name: given[name] for name in self.held}, self.held)
-        results = self._interpreter(training, device, dtype)(given)
+        """Return the outputs for the inputs, both in order."""
+        values = dict(zip(self.inputs, tensors, strict=True))
+        device, dtype = device_and_type({name: values[name] for name in self.held}, self.held)
+        results = self._interpreter(training, device, dtype)(values)
         return [results[value.name or ""] for value in self.model.graph.outputs]
 
     def run_compiled(self, tensors: Sequence[Any], options: Mapping[str, Any], *, training: bool) -> list[Any]:
-        """The same by what `torch.compile` makes of it for tensors of these sizes, and for these arrays on the host."""
+        """Run with `torch.compile`, cached by the sizes of tensors and the values of host arrays."""
         key = training, repr(options), *kinds_of(tensors)
         if key not in self._compiled:
-            compile = functools.partial(torch.compile, **options)
-            self._compiled[key] = Recording(functools.partial(self.run, training=training), tensors, compile)
+            compiler = functools.partial(torch.compile, **options)
+            self._compiled[key] = Recording(functools.partial(self.run, training=training), tensors, compiler)
         return self._compiled[key](tensors)
 
     @functools.cached_property
@@ -156,23 +157,23 @@ class Executable:
         return {}
 
     @functools.cached_property
-    def _made(self) -> dict[Any, Interpreter]:
+    def _interpreters(self) -> dict[Any, Interpreter]:
         return {}
 
     def _interpreter(self, training: bool, device: torch.device, dtype: ir.DataType | None) -> Interpreter:
         key = training, device, dtype
-        if key not in self._made:
+        if key not in self._interpreters:
             model = self.model.copy()
             if training:
                 _train(model, self.switched)
             if dtype is not None:
                 model = convert_floats(model, dtype)
             live = Live(device, self.statistics, of_all_processes=self.of_all_processes)
-            self._made[key] = interpreter(model, live)
-        return self._made[key]
+            self._interpreters[key] = interpreter(model, live)
+        return self._interpreters[key]
 
     def part(self, model: Model) -> Executable:
-        """The program of a part of the graph."""
+        """Return the program of a part of the graph."""
         held = {name: self.held[name] for value in model.graph.inputs if (name := value.name or "") in self.held}
         return dataclasses.replace(self, model=model, held=held)
 
@@ -183,30 +184,30 @@ class Executable:
         return dataclasses.replace(self, of_all_processes=together)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in vars(self).items() if key not in ("_made", "_compiled", "inputs")}
-        return {**kept, "model": self.model.to_proto().SerializeToString()}
+        state = {key: value for key, value in vars(self).items() if key not in ("_interpreters", "_compiled", "inputs")}
+        return {**state, "model": self.model.to_proto().SerializeToString()}
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        vars(self).update({**kept, "model": load(kept["model"])})
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "model": load(state["model"])})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A piece of a graph, which a program computes that it shares with those that are equal."""
+    """Part of a graph, with a program that equal parts share."""
 
     piece: PartInterface
     program: Executable
     own: list[str]
-    """What a block holds."""
+    """Tensors that a block holds."""
 
     @property
     def given(self) -> list[str]:
-        """What it is handed."""
+        """Return the inputs from outside."""
         return [name for name in self.piece.reads if name not in self.own]
 
 
 def make_segments(whole: Executable, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
-    """The parts of the graph of a program. What has several names is held by the whole."""
+    """Return the parts of the graph of a program. Tied tensors belong to the whole module."""
     pieces = models_of_parts(whole.model, parts, whole.held)
     programs = {model: whole.part(model) for model in {model for _, model in pieces}}
     return [
@@ -215,10 +216,10 @@ def make_segments(whole: Executable, parts: Iterable[Part], tied: Collection[str
     ]
 
 
-def where(
+def device_and_type(
     state: Mapping[str, torch.Tensor], declared: Mapping[str, ir.DataType]
 ) -> tuple[torch.device, ir.DataType | None]:
-    """Where tensors are now, and the type that they were converted to, if they were."""
+    """Return the device of tensors, and their type if they were converted."""
     floats = (name for name, tensor in state.items() if tensor.is_floating_point())
     name = next(floats, None)
     if name is None:
@@ -228,7 +229,7 @@ def where(
 
 
 def _train(model: Model, switched: Collection[str]) -> None:
-    """Switch what computes something else in training, in place."""
+    """Switch nodes to training mode in place."""
     on = ir.Value(name=model.names().fresh("training"), const_value=ir.Tensor(np.array(True)))
     model.graph.register_initializer(on)
     for node in model.graph.all_nodes():

@@ -1,4 +1,4 @@
-"""A run as PyTorch executes it, and a written program, compared with the training model."""
+"""Comparison of a PyTorch run, and of a written program, with the training model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
-from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipping_part
+from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipped_optimizer
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe
 from onward.model import Model
@@ -42,8 +42,8 @@ from onward.run_state.reading import LossTerm
 from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.training_models import from_training_model, to_training_model
 
-_LABELS = 2
-"""How many a sequence has, for CTC."""
+_LABELS_PER_SEQUENCE = 2
+"""Labels per sequence, for CTC."""
 
 
 def drawn_targets(
@@ -53,13 +53,13 @@ def drawn_targets(
     inputs: Mapping[str, ir.Value],
     sizes: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
-    """Classes, or numbers from 0 to 1, which are probabilities and variances if need be."""
+    """Return random classes, or numbers from 0 to 1, which may be probabilities or variances."""
     if term.name == "ctc":  # labels that are not blank, of sequences that are as long as they can be
         is_first = term.options.get("batch_first")
         batch, time = prediction.shape[:2] if is_first else (prediction.shape[1], len(prediction))
         blank, classes = term.options.get("blank", 0), prediction.shape[2]
-        labels = (blank + rng.integers(1, classes, (batch, _LABELS))) % classes
-        return dict(zip(term.inputs, (labels, np.full(batch, time), np.full(batch, _LABELS)), strict=True))
+        labels = (blank + rng.integers(1, classes, (batch, _LABELS_PER_SEQUENCE))) % classes
+        return dict(zip(term.inputs, (labels, np.full(batch, time), np.full(batch, _LABELS_PER_SEQUENCE)), strict=True))
     axis = term.options.get("axis", 1)
     classes = prediction.shape[axis] if prediction.ndim > 1 else 2
     targets = {}
@@ -67,8 +67,8 @@ def drawn_targets(
         target = inputs[name]
         assert target.shape is not None and target.dtype is not None
         shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
-        drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
-        targets[name] = drawn.astype(target.dtype.numpy())
+        values = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
+        targets[name] = values.astype(target.dtype.numpy())
     return targets
 
 
@@ -78,24 +78,21 @@ _RATE = 1e-3
 
 @dataclasses.dataclass
 class NativeRun:
-    """What a training loop works with."""
+    """Objects of a training loop."""
 
     module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     loss: Any
     summands: Sequence[Summand]
-    """Of the loss, unless the module computes it."""
+    """Summands of the loss, unless the module computes it."""
     clip: Mapping[str, Any] | None
     every: int
-    """Updates between two steps of the scheduler."""
+    """Updates per step of the scheduler."""
 
 
 def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
-    """Compare a run with its training model. The run makes the steps: it must be the caller's own.
-
-    Targets are made up where there are none.
-    """
+    """Compare a run, which makes the steps, with its training model. Targets may be generated."""
     model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
     for layer in native.module.modules():
@@ -104,8 +101,8 @@ def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: i
             layer.training = False
         elif isinstance(layer, OnnxModule):
             layer.leave_out_dropout()
-    is_ours = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
-    flat = _OwnNames(native.module, example_inputs) if is_ours else Flat(native.module, example_inputs)
+    is_live = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
+    flat = _OwnNames(native.module, example_inputs) if is_live else Flat(native.module, example_inputs)
     prober = _Prober(native, run.step, flat, terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
@@ -113,11 +110,8 @@ def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: i
         compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
 
 
-def probe_made(native: NativeRun, run: RunState) -> None:
-    """Compare a run with what was made of it, whose module is a live one, with inputs that are made up.
-
-    Where the module runs on none of them, nothing is compared.
-    """
+def probe_live(native: NativeRun, run: RunState) -> None:
+    """Compare a run with its live objects, on generated inputs if the module accepts any."""
     for arrays in example_inputs(run.model):
         inputs = {name: from_array(array) for name, array in arrays.items()}
         try:
@@ -132,34 +126,42 @@ def probe_made(native: NativeRun, run: RunState) -> None:
 
 
 def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any) -> None:
-    """Compare a step of a captured model with one of its module, which is given the weights of the model.
+    """Compare a step of a captured model with one of its module, which gets the weights of the
+    model.
 
-    Raises:
-        MismatchError: the loss, a gradient or a statistic differs.
+    Raises: MismatchError if the loss, a gradient or a statistic differs.
     """
     module = hollow_copy(module)
-    held = {name: tensor for name, tensor in tensors_of(module) if name in model.graph.initializers}  # tied ones once
-    for name, tensor in held.items():
+    tensors = {
+        name: tensor for name, tensor in tensors_of(module) if name in model.graph.initializers
+    }  # tied ones once
+    for name, tensor in tensors.items():
         tensor.data = from_array(model.array(name)).to(tensor.dtype)
     try:
-        given = make_loss(loss, inner_values(loss, model))
-    except UnsupportedError:  # of a graph that PyTorch has no module for: it is not what is compared
+        loss_module = make_loss(loss, inner_values(loss, model))
+    except UnsupportedError:  # a custom loss graph, which PyTorch has no module for, is not compared
         loss = [{value.name: "mse"} for value in model.outputs if value.dtype and value.dtype.is_floating_point()]
-        given = make_loss(loss)
+        loss_module = make_loss(loss)
     edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
-    trained = {name: x for name, x in held.items() if x.requires_grad and model.graph.initializers[name] in edges}
+    trained = {name: x for name, x in tensors.items() if x.requires_grad and model.graph.initializers[name] in edges}
     if not trained:
         return
     group = ParameterGroup(Spec("sgd", {"lr": _RATE}), list(trained))
     run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
     native = NativeRun(
-        module, torch.optim.SGD(trained.values(), _RATE), None, given, summands(given, None), clip=None, every=1
+        module,
+        torch.optim.SGD(trained.values(), _RATE),
+        None,
+        loss_module,
+        summands(loss_module, None),
+        clip=None,
+        every=1,
     )
     probe_native(native, run, example_inputs, steps=1)
 
 
 class _OwnNames(nn.Module):  # type: ignore[misc]
-    """A live module as `Flat` has others. Its names are those of a model, which Python may have no argument for."""
+    """Live module in the form of `Flat`, with names that Python may not allow as arguments."""
 
     def __init__(self, module: OnnxModule, inputs: Mapping[str, torch.Tensor]):
         super().__init__()
@@ -167,30 +169,30 @@ class _OwnNames(nn.Module):  # type: ignore[misc]
         self.inputs = {name: inputs[name] for name in module._graph.inputs}
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        made = self.module(*tensors)
-        return made if isinstance(made, dict) else {self.module._graph.outputs[0]: made}
+        outputs = self.module(*tensors)
+        return outputs if isinstance(outputs, dict) else {self.module._graph.outputs[0]: outputs}
 
 
 class _Prober:
-    def __init__(self, native: NativeRun, made: int, forward: Flat | _OwnNames, terms: Sequence[LossTerm]):
+    def __init__(self, native: NativeRun, updates: int, forward: Flat | _OwnNames, terms: Sequence[LossTerm]):
         self._native = native
-        self._made = made
+        self._made = updates
         """Updates so far."""
         self._forward = forward
         for name, x in forward.inputs.items():
-            # An example that is the same everywhere leaves nothing but rounding errors of a BatchNorm.
+            # With a constant example, a BatchNorm returns nothing but rounding errors.
             if x.is_floating_point() and x.numel() > 1 and bool((x == x.flatten()[0]).all()):
                 forward.inputs[name] = torch.rand_like(x)
         self._terms = terms
         self._clip = native.clip
-        """What happens to gradients before a step, unless it happens to those of copies, in it."""
-        part = clipping_part(native.optimizer)
-        if part is not native.optimizer and native.clip is not None:
-            part.register_step_pre_hook(Clip(native.clip))
+        """Clipping before a step, unless the optimizer clips gradients of its copies itself."""
+        inner = clipped_optimizer(native.optimizer)
+        if inner is not native.optimizer and native.clip is not None:
+            inner.register_step_pre_hook(Clip(native.clip))
             self._clip = None
 
     def batch(self, model: Model) -> Arrays:
-        """The example, and its targets or random ones that go with it."""
+        """Return the example with its targets, or random ones that fit."""
         inputs = self._forward.inputs
         try:
             with torch.no_grad():
@@ -209,26 +211,29 @@ class _Prober:
         }
         rng = np.random.default_rng(0)
         targets = {value.name or "": value for value in model.step().algorithm.inputs}
-        made = {name: to_array(tensor) for name, tensor in inputs.items()}
+        arrays = {name: to_array(tensor) for name, tensor in inputs.items()}
         for term, summand in zip(self._terms, self._native.summands, strict=bool(self._native.summands)):
             if summand.targets:
-                made |= {name: to_array(x) for name, x in zip(term.inputs, summand.targets, strict=True)}
+                arrays |= {name: to_array(x) for name, x in zip(term.inputs, summand.targets, strict=True)}
             else:
-                made |= drawn_targets(rng, term, outputs[term.output], targets, sizes)
-        return made
+                arrays |= drawn_targets(rng, term, outputs[term.output], targets, sizes)
+        return arrays
 
     def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
-        """By their names in the model; one that was made from a model returns a single output without its name."""
+        """Return outputs by their names in the model.
+
+        A live module returns a single one unnamed.
+        """
         outputs = forward(*forward.inputs.values())
-        made = isinstance(forward.module, OnnxModule)
-        return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if made else outputs
+        is_live = isinstance(forward.module, OnnxModule)
+        return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if is_live else outputs
 
     def step(self, batch: Arrays) -> StepResult:
         native = self._native
         native.optimizer.zero_grad()
         named = dict(native.module.named_parameters())
         loss = self._loss(batch)
-        with torch.autocast(loss.device.type, enabled=False):  # which is for the forward pass alone
+        with torch.autocast(loss.device.type, enabled=False):  # autocast is for the forward pass only
             loss.backward()
             gradients = {name: to_array(x.grad).copy() for name, x in named.items() if x.grad is not None}
             if self._clip is not None:
@@ -238,8 +243,8 @@ class _Prober:
         self._made += 1
         if native.scheduler is not None and self._made % native.every == 0:
             native.scheduler.step()
-        held = {**named, **dict(native.module.named_buffers())}
-        weights = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
+        tensors = {**named, **dict(native.module.named_buffers())}
+        weights = {name: to_array(x) for name, x in tensors.items() if x.is_floating_point()}
         return StepResult(float(loss.detach()), gradients, weights)
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
@@ -255,11 +260,11 @@ class _Prober:
 
 
 def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
-    """Let a process of its own load the files, compute outputs and make steps, and compare."""
+    """Load the files in a separate process, compute outputs and steps, and compare."""
     inputs, expected = _example(live)
     trial = step_trial(model)
     if trial is not None and any(value.name not in trial.batch for value in model.inputs):
-        trial = None  # a module takes more than the steps are fed
+        trial = None  # the module takes more inputs than the steps
     terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
     settings = {  # see the heading of a program
         "inputs": [value.name for value in model.inputs],
@@ -269,30 +274,35 @@ def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> Non
         "step": run.step,
     }
     with tempfile.TemporaryDirectory() as folder:
-        given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
-        torch.save(inputs, given)
+        inputs_file, results_file = Path(folder, "given.pt"), Path(folder, "results.pt")
+        torch.save(inputs, inputs_file)
         batch = [] if trial is None else [trial.save(Path(folder), **settings)]
         if not try_out(
-            str(Path(__file__).with_name("program") / "trial_script.py"), program, state, given, results, *batch
+            str(Path(__file__).with_name("program") / "trial_script.py"),
+            program,
+            state,
+            inputs_file,
+            results_file,
+            *batch,
         ):
             return
-        found = torch.load(results, weights_only=True)
-    _compare_state(found["state"], live)
-    _compare(found["outputs"], expected, live)
+        results = torch.load(results_file, weights_only=True)
+    _compare_state(results["state"], live)
+    _compare(results["outputs"], expected, live)
     if trial is not None:
-        trial.compare(found["losses"], same_random_numbers=False)
+        trial.compare(results["losses"], same_random_numbers=False)
 
 
-def try_module(made: nn.Module, live: OnnxModule) -> None:
-    """The same for what a program has made here."""
-    _compare_state({name: list(x.shape) for name, x in made.state_dict().items()}, live)
+def try_module(module: nn.Module, live: OnnxModule) -> None:
+    """Compare a module that a program created here with the live module."""
+    _compare_state({name: list(x.shape) for name, x in module.state_dict().items()}, live)
     inputs, expected = _example(live)
     if inputs is not None:
-        _compare(_outputs(made, inputs), expected, live)
+        _compare(_outputs(module, inputs), expected, live)
 
 
 def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
-    """Inputs that are made up, and what the live module makes of them; None if it takes none."""
+    """Return generated inputs and the outputs of the live module, or None if it runs on none."""
     for named in example_inputs(live.to_model()):
         inputs = [from_array(array) for array in named.values()]
         try:
@@ -304,36 +314,36 @@ def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any
 
 def _outputs(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
     with torch.no_grad():
-        made = copy.deepcopy(module).eval()(*inputs)
-    return made if isinstance(made, dict) else {"": made}
+        outputs = copy.deepcopy(module).eval()(*inputs)
+    return outputs if isinstance(outputs, dict) else {"": outputs}
 
 
-def _compare_state(found: Mapping[str, list[int]], live: OnnxModule) -> None:
-    if list(found.items()) != [(name, list(x.shape)) for name, x in live.state_dict().items()]:
-        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+def _compare_state(shapes: Mapping[str, list[int]], live: OnnxModule) -> None:
+    if list(shapes.items()) != [(name, list(x.shape)) for name, x in live.state_dict().items()]:
+        raise UnsupportedError("parameter names are not valid in Python", hint=LIVE)
 
 
-def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxModule) -> None:
-    ours, theirs = ({name: to_array(x) for name, x in outputs.items()} for outputs in (found, expected))
+def _compare(written: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxModule) -> None:
+    arrays, expected_arrays = ({name: to_array(x) for name, x in outputs.items()} for outputs in (written, expected))
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
-    hint = "please report the model; the live module is `onward.to_torch(training)`"
+    hint = "report the model; use the live module: `onward.to_torch(training)`"
     Comparison("that of the live module", hint, tolerance, lambda name: f"`{name or 'the output'}` of the program")(
-        ours, theirs
+        arrays, expected_arrays
     )
 
 
 class NothingDropped(TorchFunctionMode):  # type: ignore[misc]
-    """Leaves out dropout, also where a module calls it as a function."""
+    """Mode that disables dropout, also where a module calls it as a function."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if function in _DROPOUTS:
-            return args[0] if args else given["input"]
+            return args[0] if args else keywords["input"]
         if function is torch.Tensor.bernoulli_:
-            return args[0].fill_(given.get("p", (*args[1:], 0.5)[0]))
+            return args[0].fill_(keywords.get("p", (*args[1:], 0.5)[0]))
         if function is F.scaled_dot_product_attention:
-            args, given = args[:4], {**given, **dict(zip(_AFTER_MASK, args[4:], strict=False)), "dropout_p": 0.0}
-        return function(*args, **given)
+            args, keywords = args[:4], {**keywords, **dict(zip(_AFTER_MASK, args[4:], strict=False)), "dropout_p": 0.0}
+        return function(*args, **keywords)
 
 
 _DROPOUTS = (
@@ -341,4 +351,4 @@ _DROPOUTS = (
     *(torch.dropout, torch.feature_dropout, torch.alpha_dropout),
 )
 _AFTER_MASK = ("dropout_p", "is_causal")
-"""Arguments of attention that may be given by position, after queries, keys, values and the mask."""
+"""Positional arguments of attention after queries, keys, values and the mask."""

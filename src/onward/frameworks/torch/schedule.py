@@ -1,4 +1,4 @@
-"""Schedulers of PyTorch as schedules of a recipe, and back."""
+"""Schedulers of PyTorch as schedules of a recipe and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Make = Callable[[Optimizer], LRScheduler]
 
 
 def updates_per_step(run: RunState) -> int:
-    """How many updates one step of the scheduler that `make_scheduler` makes stands for: those of an epoch, maybe."""
+    """Return the updates per step of the scheduler from `make_schedule`."""
     units = {int(spec.options.get("every", 1)) for spec in run.schedule}
     ends = [spec.options["until"] for spec in run.schedule if "until" in spec.options]
     unit = units.pop() if len(units) == 1 else 1
@@ -42,18 +42,20 @@ def updates_per_step(run: RunState) -> int:
 
 
 def make_schedule(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
-    """Return the scheduler of a run, at its position, for an optimizer of `make_optimizer`; None if the rate is fixed.
-
-    It is PyTorch's own where that computes the same, else a formula in LambdaLR.
-    """
+    """Return the scheduler of a run at its position, or None for a fixed learning rate."""
     if not run.schedule:
         return None
     unit = updates_per_step(run)
-    schedules = complete([(one.without("until"), float(one.options.get("until", FOREVER))) for one in run.schedule])
+    schedules = complete(
+        [(schedule.without("until"), float(schedule.options.get("until", FOREVER))) for schedule in run.schedule]
+    )
     if unit > 1:  # by steps of the scheduler
-        schedules = [{key: value for key, value in one.items() if key != "every"} for one in schedules]
-        schedules = [{**one, **({"until": one["until"] / unit} if "until" in one else {})} for one in schedules]
-    bases = [float(group["lr"]) for group in optimizer.param_groups]
+        schedules = [{key: value for key, value in schedule.items() if key != "every"} for schedule in schedules]
+        schedules = [
+            {**schedule, **({"until": schedule["until"] / unit} if "until" in schedule else {})}
+            for schedule in schedules
+        ]
+    base_rates = [float(group["lr"]) for group in optimizer.param_groups]
     position = run.step // unit
     make = _native(schedules, position)
     with warnings.catch_warnings():
@@ -61,44 +63,36 @@ def make_schedule(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
         if make is not None:
             scheduler = make(optimizer)
         else:
-            scheduler = lr_scheduler.LambdaLR(optimizer, [Factor(base, schedules) for base in bases])
-    _put_at(scheduler, position)
-    for group, base in zip(optimizer.param_groups, bases, strict=True):
+            scheduler = lr_scheduler.LambdaLR(optimizer, [Factor(base, schedules) for base in base_rates])
+    for group, base in zip(optimizer.param_groups, base_rates, strict=True):
         group["lr"] = Factor(base, schedules).rate(position)
-    _remember_rates(scheduler, [group["lr"] for group in optimizer.param_groups])
+    _put_at(scheduler, position, [group["lr"] for group in optimizer.param_groups])
     return scheduler
 
 
-def _put_at(scheduler: Any, position: int) -> None:
-    """Go on after so many steps."""
-    scheduler.last_epoch = position
+def _put_at(scheduler: Any, position: int, rates: list[float]) -> None:
+    """Set a scheduler to a position and its last learning rates."""
+    scheduler.last_epoch, scheduler._last_lr = position, list(rates)
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         active = bisect_right(scheduler._milestones, position)
         start = scheduler._milestones[active - 1] if active else 0
-        _put_at(scheduler._schedulers[active], position - start)
+        _put_at(scheduler._schedulers[active], position - start, rates)
         return
     scheduler._step_count = position + 1
     if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
         vars(scheduler).update(restart_position(scheduler.T_0, scheduler.T_mult, position))
 
 
-def _remember_rates(scheduler: Any, rates: list[float]) -> None:
-    scheduler._last_lr = list(rates)
-    if isinstance(scheduler, lr_scheduler.SequentialLR):
-        active = bisect_right(scheduler._milestones, scheduler.last_epoch)
-        _remember_rates(scheduler._schedulers[active], rates)
-
-
 def _native(schedules: list[dict[str, Any]], position: int) -> Make | None:
-    """Return what makes the class that computes the same, if there is one."""
-    made = [_maker(one, position) for one in schedules]
-    ends = [one["until"] for one in schedules if "until" in one]
-    makers = [make for make in made if make is not None]
+    """Return a function that creates the PyTorch class which computes the same, if there is one."""
+    candidates = [_maker(schedule, position) for schedule in schedules]
+    ends = [schedule["until"] for schedule in schedules if "until" in schedule]
+    makers = [make for make in candidates if make is not None]
     if len(makers) < len(schedules) or not all(is_whole(end) for end in ends):
         return None
     if len(makers) == 1:
         return makers[0]
-    if any(one["name"] == "one_cycle" for one in schedules):
+    if any(schedule["name"] == "one_cycle" for schedule in schedules):
         return None
     milestones = [int(end) for end in ends]
     return lambda optimizer: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in makers], milestones)
@@ -108,10 +102,10 @@ def _maker(schedule: dict[str, Any], position: int) -> Make | None:
     if schedule["name"] == "one_cycle":
         settings = one_cycle_arguments(schedule, position)
         return None if settings is None else functools.partial(_one_cycle, settings)
-    if (found := class_of(schedule)) is None:
+    if (match := class_of(schedule)) is None:
         return None
-    kind, arguments = found
-    return lambda optimizer: getattr(lr_scheduler, kind)(optimizer, **arguments)
+    class_name, arguments = match
+    return lambda optimizer: getattr(lr_scheduler, class_name)(optimizer, **arguments)
 
 
 def _one_cycle(settings: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -122,20 +116,20 @@ def _one_cycle(settings: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler
 
 
 class ReadSchedule(NamedTuple):
-    """What a scheduler says."""
+    """Schedule and position of a scheduler."""
 
     specs: list[Spec]
-    """As a `RunState` has them; empty where the rate stays as it is."""
+    """Schedules as in a `RunState`, empty for a fixed learning rate."""
     base_rates: list[float]
-    """What the optimizer's groups begin with."""
+    """Initial learning rates of the optimizer's groups."""
     position: int
-    """The steps that the scheduler has made."""
+    """Steps of the scheduler so far."""
     every: int
-    """The updates between its steps."""
+    """Updates per step of the scheduler."""
 
 
 def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
-    """Return the schedules of a recipe with the rates of a scheduler that steps once in `every` updates."""
+    """Return the schedules of a recipe for a scheduler that steps once in `every` updates."""
     problems = Problems(f"the scheduler {type(scheduler).__name__}")
     groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
     key = "max_lr" if isinstance(scheduler, lr_scheduler.OneCycleLR) else "initial_lr"
@@ -153,10 +147,10 @@ def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
         counter = counter._schedulers[0]
     position = int(counter.last_epoch)
     for base, group in zip(base_rates, groups, strict=True):
-        expected, found = Factor(base, schedules).rate(position), float(group["lr"])
-        if not math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-6 * base):
-            what = f"the learning rate is {found:g}, and by the scheduler it would be {expected:g}"
-            problems.add(f"{what} after {position} steps", "change the scheduler instead of the rate")
+        expected, actual = Factor(base, schedules).rate(position), float(group["lr"])
+        if not math.isclose(expected, actual, rel_tol=1e-6, abs_tol=1e-6 * base):
+            problem = f"the learning rate is {actual:g}, but {expected:g} by the scheduler"
+            problems.add(f"{problem} after {position} steps", "change the scheduler instead of the learning rate")
     problems.refuse()
     return ReadSchedule(in_words(pieces, every), base_rates, position, every)
 
@@ -167,37 +161,37 @@ class _Reader:
         self._base_rates = base_rates
 
     def pieces(self, scheduler: LRScheduler) -> Pieces:
-        kind = type(scheduler)
-        is_native = kind is getattr(lr_scheduler, kind.__name__, None)
-        if is_native and kind.__name__ in REFUSED_SCHEDULERS:
-            self._problems.add(*REFUSED_SCHEDULERS[kind.__name__])
-        elif is_native and kind.__name__ in SCHEDULERS:
-            return SCHEDULERS[kind.__name__].read(vars(scheduler))
+        scheduler_class = type(scheduler)
+        is_native = scheduler_class is getattr(lr_scheduler, scheduler_class.__name__, None)
+        if is_native and scheduler_class.__name__ in REFUSED_SCHEDULERS:
+            self._problems.add(*REFUSED_SCHEDULERS[scheduler_class.__name__])
+        elif is_native and scheduler_class.__name__ in SCHEDULERS:
+            return SCHEDULERS[scheduler_class.__name__].read(vars(scheduler))
         elif isinstance(scheduler, lr_scheduler.SequentialLR):
             return self._sequence(scheduler)
         elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
             return self._chain(scheduler)
-        elif kind is lr_scheduler.LambdaLR:
+        elif scheduler_class is lr_scheduler.LambdaLR:
             return self._lambda(scheduler)
-        elif kind is lr_scheduler.OneCycleLR:
+        elif scheduler_class is lr_scheduler.OneCycleLR:
             return self._one_cycle(scheduler)
         else:
-            what = f"what a step of the class `{kind.__qualname__}` does is not known"
-            self._problems.add(what, "use one of torch.optim.lr_scheduler")
+            problem = f"the formula of the class `{scheduler_class.__qualname__}` is unknown"
+            self._problems.add(problem, "use one of torch.optim.lr_scheduler")
         return []
 
     def _sequence(self, scheduler: Any) -> Pieces:
         for inner in scheduler._schedulers:
             if isinstance(inner, lr_scheduler.OneCycleLR):
-                what = "OneCycleLR in a sequence changes the rates of the schedulers before it"
-                self._problems.add(what, "let OneCycleLR be the only scheduler")
+                problem = "OneCycleLR in a sequence changes the rates of the schedulers before it"
+                self._problems.add(problem, "use OneCycleLR as the only scheduler")
             if isinstance(inner, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
-                what = f"{type(inner).__name__} in a sequence miscounts its steps in PyTorch"
-                self._problems.add(what, "give all schedulers to one SequentialLR")
+                problem = f"{type(inner).__name__} in a sequence miscounts its steps in PyTorch"
+                self._problems.add(problem, "put all schedulers into one SequentialLR")
         return in_sequence([self.pieces(inner) for inner in scheduler._schedulers], scheduler._milestones)
 
     def _chain(self, scheduler: Any) -> Pieces:
-        """A product of rates, where that is a schedule again."""
+        """Return a product of learning rates, if that is a schedule again."""
         factors = [self.pieces(inner) for inner in scheduler._schedulers]
         moving = [pieces for pieces in factors if pieces != [(Spec("constant"), FOREVER)]]
         if len(moving) <= 1:
@@ -214,30 +208,32 @@ class _Reader:
 
     def _lambda(self, scheduler: Any) -> Pieces:
         functions = scheduler.lr_lambdas
-        # Formulas of ours know the rate of their group, and are the same if their schedules are.
-        kinds = [each.schedules if isinstance(each, Factor) else each for each in functions]
-        same = all(kind is kinds[0] or (isinstance(kind, list) and kind == kinds[0]) for kind in kinds)
-        pieces = read_lambda(functions[0], self._base_rates) if same else None
+        # A `Factor` has the learning rate of its group, so compare schedules.
+        meanings = [function.schedules if isinstance(function, Factor) else function for function in functions]
+        are_equal = all(
+            meaning is meanings[0] or (isinstance(meaning, list) and meaning == meanings[0]) for meaning in meanings
+        )
+        pieces = read_lambda(functions[0], self._base_rates) if are_equal else None
         if pieces is None:
-            what = "its function is not known" if same else "its groups have different functions"
-            self._problems.add(what, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
+            problem = "its function is unknown" if are_equal else "its groups have different functions"
+            self._problems.add(problem, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
         return pieces or []
 
     def _one_cycle(self, scheduler: Any) -> Pieces:
         if scheduler.cycle_momentum:
-            what = "it moves the momentum, which is a fixed number in a training model"
-            self._problems.add(what, "make it with `cycle_momentum=False`")
+            problem = "it changes the momentum, which is constant in a training model"
+            self._problems.add(problem, "set `cycle_momentum=False`")
         return one_cycle(vars(scheduler), scheduler.optimizer.param_groups[0])
 
 
 # ---- functions of LambdaLR -------------------------------------------------------------------------------------------
 
-ENOUGH = 400
-"""Steps at which two schedules are compared one by one, and then ever fewer."""
+_COMPARED_STEPS = 400
+"""Number of consecutive steps at which two schedules are compared."""
 
 
 def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pieces | None:
-    """The schedules that a function means, or None where that is not known."""
+    """Return the schedules of a function, or None if they are unknown."""
     if isinstance(function, Factor):
         rows = [dict(one) for one in function.schedules]
         return [(Spec(row.pop("name"), row), end) for row in rows for end in [row.pop("until", FOREVER)]]
@@ -251,7 +247,7 @@ def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pie
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """The name of what made a function, and the numbers that it was made with."""
+    """Return the name of the function that created a function, and its numbers."""
     if isinstance(function, functools.partial):
         name, numbers = function.func.__name__, dict(function.keywords)
     else:
@@ -263,7 +259,11 @@ def _origin(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
 
 def _agrees(function: Callable[[int], float], factor: Factor, numbers: Mapping[str, Any]) -> bool:
     total = int(sum(value for value in numbers.values() if isinstance(value, int | float) and value > 1))
-    steps = {*range(ENOUGH), *range(max(total - ENOUGH, 0), total + ENOUGH), *(2**i for i in range(24))}
+    steps = {
+        *range(_COMPARED_STEPS),
+        *range(max(total - _COMPARED_STEPS, 0), total + _COMPARED_STEPS),
+        *(2**i for i in range(24)),
+    }
     for value in numbers.values():
         if isinstance(value, int):
             steps |= {value - 1, value, value + 1}

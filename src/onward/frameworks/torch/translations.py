@@ -1,4 +1,4 @@
-"""Operators of PyTorch that its exporter translates otherwise than training needs them."""
+"""Translations of PyTorch operators that differ from the exporter's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onward.recipe.losses import functions as losses
 _SUM, _MEAN = range(2)
 """Modes of EmbeddingBag."""
 _REDUCTIONS = ("none", "mean", "sum")
-"""Names of the reductions of losses, which ATen numbers."""
+"""Reductions of losses, by their number in ATen."""
 _FUNCTIONS = (
     stop_gradient,
     losses.SmoothedCrossEntropy,
@@ -34,19 +34,19 @@ _FLOATS = [f"tensor({name})" for name in ("float", "double", "float16", "bfloat1
 
 
 def _operator(function: Function, **attributes: onnx.defs.OpSchema.AttrType) -> Op:
-    """Return the call of a function as an operator with a schema, which is what the exporter asks for."""
+    """Return a function as an operator with a schema, which the exporter requires."""
     schema = onnx.defs.OpSchema
-    # Labels are integers and numbers doubles, whatever the type of a prediction: no two inputs share a type.
-    made = schema(
+    # Labels are integers and scalars doubles, whatever the type of a prediction: no inputs share a type.
+    operator_schema = schema(
         function.name,
         DOMAIN,
         DOMAIN_VERSION,
         inputs=[schema.FormalParameter(name, f"T_{name}") for name in function.inputs],
         outputs=[schema.FormalParameter(name, f"T_{function.inputs[0]}") for name in function.outputs],
-        attributes=[schema.Attribute(name, kind) for name, kind in attributes.items()],
+        attributes=[schema.Attribute(name, attribute_type) for name, attribute_type in attributes.items()],
         type_constraints=[(f"T_{name}", [*_FLOATS, "tensor(int64)"], "") for name in function.inputs],
     )
-    return Op(Opset(DOMAIN, DOMAIN_VERSION), function.name, made)
+    return Op(Opset(DOMAIN, DOMAIN_VERSION), function.name, operator_schema)
 
 
 _stop = _operator(stop_gradient)
@@ -61,7 +61,7 @@ def _stop_gradient(x: Any) -> Any:
 
 
 def define_functions(model: Model) -> None:
-    """Add the functions that translations call."""
+    """Define the functions that translations call."""
     called = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
     for function in _FUNCTIONS:
         if function.name in called:
@@ -79,18 +79,24 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy of class indices or class probabilities. The exporter's own drops `label_smoothing`."""
-    kind, smoothing = _REDUCTIONS[reduction], op.Constant(value=_double(label_smoothing))
+    """Return the cross entropy. The exporter's own drops `label_smoothing`."""
+    reduction_name, smoothing = _REDUCTIONS[reduction], op.Constant(value=_double(label_smoothing))
     if target.dtype.is_floating_point():
         target = _smooth_labels(target, smoothing) if label_smoothing else target
         target = target if weight is None else _weight_classes(target, weight)
-        loss = _reduce(_cross_entropy_with_probabilities(scores, target), kind)
+        loss = _reduce(_cross_entropy_with_probabilities(scores, target), reduction_name)
     elif label_smoothing:
         weight = op.Constant(value=_double(1.0)) if weight is None else weight
         loss, counted = _smoothed_cross_entropy(scores, target, weight, smoothing, ignore_index=ignore_index)
-        loss = op.Div(_reduce(loss, "sum"), _reduce(counted, "sum")) if kind == "mean" else _reduce(loss, kind)
+        loss = (
+            op.Div(_reduce(loss, "sum"), _reduce(counted, "sum"))
+            if reduction_name == "mean"
+            else _reduce(loss, reduction_name)
+        )
     else:
-        loss, _ = op.SoftmaxCrossEntropyLoss(scores, target, weight, reduction=kind, ignore_index=ignore_index)
+        loss, _ = op.SoftmaxCrossEntropyLoss(
+            scores, target, weight, reduction=reduction_name, ignore_index=ignore_index
+        )
     return loss
 
 
@@ -98,10 +104,10 @@ def _double(number: float) -> onnx.TensorProto:
     return onnx.helper.make_tensor("", onnx.TensorProto.DOUBLE, [], [number])
 
 
-def _reduce(loss: Any, kind: str) -> Any:
-    if kind == "none":
+def _reduce(loss: Any, reduction: str) -> Any:
+    if reduction == "none":
         return loss
-    return (op.ReduceMean if kind == "mean" else op.ReduceSum)(loss, keepdims=0)
+    return (op.ReduceMean if reduction == "mean" else op.ReduceSum)(loss, keepdims=0)
 
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
@@ -110,15 +116,15 @@ def _reduce(loss: Any, kind: str) -> Any:
 def _embedding(
     weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
-    """Rows of a table; that of the padding is not trained."""
+    """Return rows of a table, without a gradient for the padding row."""
     rows = op.Gather(weight, indices)
     if padding_idx < 0:
         return rows
     return op.Where(op.Unsqueeze(_is(indices, padding_idx), op.Constant(value_ints=[-1])), _stop(rows), rows)
 
 
-def _is(indices: Any, place: int) -> Any:
-    return op.Equal(indices, op.CastLike(op.Constant(value_int=place), indices))
+def _is(indices: Any, value: int) -> Any:
+    return op.Equal(indices, op.CastLike(op.Constant(value_int=value), indices))
 
 
 def _embedding_bag(
@@ -132,26 +138,26 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Sums or means of rows, each added where its bag is."""
+    """Return sums or means of rows per bag."""
     if mode not in (_SUM, _MEAN):
         raise NotImplementedError("EmbeddingBag(mode='max')")
-    first, last, once = (op.Constant(value_ints=[n]) for n in (0, -1, 1))
+    first, last, one = (op.Constant(value_ints=[n]) for n in (0, -1, 1))
     if include_last_offset:
         offsets = op.Slice(offsets, first, last)
-    place = op.Range(op.Constant(value_int=0), op.Size(indices), op.Constant(value_int=1))
-    begun = op.LessOrEqual(op.Cast(offsets, to=onnx.TensorProto.INT64), op.Unsqueeze(place, once))
-    bag = op.Sub(op.ReduceSum(op.Cast(begun, to=onnx.TensorProto.INT64), once), once)  # [indices, 1]
-    share = op.CastLike(op.Constant(value_float=1.0), weight)
-    share = op.Expand(share, op.Concat(op.Shape(indices), once, axis=0))
+    index = op.Range(op.Constant(value_int=0), op.Size(indices), op.Constant(value_int=1))
+    has_begun = op.LessOrEqual(op.Cast(offsets, to=onnx.TensorProto.INT64), op.Unsqueeze(index, one))
+    bag = op.Sub(op.ReduceSum(op.Cast(has_begun, to=onnx.TensorProto.INT64), one), one)  # [indices, 1]
+    weights = op.CastLike(op.Constant(value_float=1.0), weight)
+    weights = op.Expand(weights, op.Concat(op.Shape(indices), one, axis=0))
     if padding_idx is not None and padding_idx >= 0:
-        share = op.Where(op.Unsqueeze(_is(indices, padding_idx), once), op.Sub(share, share), share)
-    weighted = share if per_sample_weights is None else op.Mul(share, op.Unsqueeze(per_sample_weights, once))
+        weights = op.Where(op.Unsqueeze(_is(indices, padding_idx), one), op.Sub(weights, weights), weights)
+    weighted = weights if per_sample_weights is None else op.Mul(weights, op.Unsqueeze(per_sample_weights, one))
     rows = op.Mul(op.Gather(weight, indices), weighted)
-    added = _add_rows(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
+    result = _add_rows(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
     if mode == _MEAN:
-        counted = _add_rows(share, bag, op.Concat(op.Shape(offsets), once, axis=0))
-        added = op.Div(added, op.Max(counted, op.CastLike(op.Constant(value_float=1.0), weight)))
-    return added, offsets, offsets, offsets  # the others are for PyTorch's own derivative
+        count = _add_rows(weights, bag, op.Concat(op.Shape(offsets), one, axis=0))
+        result = op.Div(result, op.Max(count, op.CastLike(op.Constant(value_float=1.0), weight)))
+    return result, offsets, offsets, offsets  # the others are for PyTorch's own derivative
 
 
 def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
@@ -172,7 +178,7 @@ def _expm1(x: Any) -> Any:
 
 
 def _log1p(x: Any) -> Any:
-    """Return log(1 + x), as 2 atanh(x / (x + 2)) where x is small. Each branch computes its own elements only."""
+    """Return log(1 + x), as 2 atanh(x / (x + 2)) where x is small. Each branch gets safe inputs."""
     is_small = op.Less(op.Abs(x), _number(0.5, x))
     near = op.Where(is_small, x, _number(0.0, x))
     far = op.Where(is_small, _number(1.0, x), op.Add(x, _number(1.0, x)))
@@ -184,7 +190,7 @@ def _log1p(x: Any) -> Any:
 
 
 def _conv3d(x: Any, weight: Any, bias: Any = None, *settings: Any, **options: Any) -> Any:
-    """Return a convolution. The exporter's own has zeros of the wrong shape in the place of a bias that is left out."""
+    """Return a convolution. The exporter's own adds a bias of the wrong shape for none."""
     if bias is None:
         bias = op.Expand(_constant(0, weight), op.Shape(weight, start=0, end=1))
     return aten_conv3d(x, weight, bias, *settings, **options)
@@ -205,7 +211,7 @@ def _attention(
 ) -> Any:
     """Return attention that is 0 in rows where all keys are masked, as in PyTorch.
 
-    The exporter's own is a mean of all values there, or NaN where the mask is of numbers.
+    The exporter's own is a mean of all values there, or NaN for a mask of numbers.
     """
     options = (dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is None:
@@ -217,7 +223,7 @@ def _attention(
     else:
         lowest = op.CastLike(_constant(float("-inf"), query), attn_mask)
         attends = op.Greater(op.ReduceMax(attn_mask, last), lowest)
-        mask = op.Where(attends, attn_mask, op.CastLike(zero, attn_mask))  # NaN of a Softmax would reach gradients
+        mask = op.Where(attends, attn_mask, op.CastLike(zero, attn_mask))  # else NaN of a Softmax reaches gradients
         mask.dtype = attn_mask.dtype
     return op.Where(attends, aten_scaled_dot_product_attention(query, key, value, mask, *options), zero)
 
@@ -226,7 +232,7 @@ def _attention(
 
 
 def _constant(value: float, x: Any) -> Any:
-    """Return a number in the type of `x`, as a constant: a Clip between constants is known (see `is_relu6`)."""
+    """Return a constant in the type of `x`, so that a Clip has constant bounds (see `is_relu6`)."""
     return op.Constant(value=onnx.helper.make_tensor("", int(x.dtype), [], [value]))
 
 
@@ -235,7 +241,7 @@ def _relu6(x: Any) -> Any:
 
 
 def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    """Return a ReLU6, or what has the slope 0 at the bounds, too. That of a Clip is 1 there, as of `torch.clamp`."""
+    """Return a ReLU6, or a function with slope 0 at the bounds, where a Clip has slope 1."""
     if (min_val, max_val) == (0, 6):
         return _relu6(x)
     low, high = _constant(min_val, x), _constant(max_val, x)
@@ -243,7 +249,7 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
 
 
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Any:
-    """Return a Clip; two of them where one would be a ReLU6."""
+    """Return a Clip, or two of them where one would be a ReLU6."""
     bounds = [None if bound is None else _constant(bound, x) for bound in (min, max)]
     if (min, max) == (0, 6):
         return op.Clip(op.Clip(x, bounds[0], None), None, bounds[1])
@@ -251,7 +257,7 @@ def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Any:
 
 
 def _clamp_tensor(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Return `x` between tensors; where it is equal to one, its slope is 1. Max and Min would share it."""
+    """Return `x` between tensors, with slope 1 at a bound. Max and Min would divide it."""
     if min is not None:
         min = op.CastLike(min, x)
         x = op.Where(op.Less(x, min), min, x)
@@ -262,7 +268,7 @@ def _clamp_tensor(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _chooser(position: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the translation of `max` or `min` along an axis: of elements that tie the first has the whole slope."""
+    """Return the translation of `max` or `min`, in which only the first of equals has a gradient."""
 
     def choose(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
         if not x.shape:
@@ -275,7 +281,7 @@ def _chooser(position: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Return the cosine. Where `eps` takes the place of a norm, the slope is still that of the norm."""
+    """Return the cosine. The gradient is that of the norm also where `eps` replaces it."""
     if a.dtype != b.dtype:
         raise NotImplementedError("cosine_similarity of different types")
     least = _constant(eps, a)
@@ -283,13 +289,13 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
         shape = op.Shape(op.Add(a, b))
         a, b = op.Expand(a, shape), op.Expand(b, shape)
     axes = op.Constant(value_ints=[dim])
-    for_each = []
+    normalized = []
     for x in (a, b):
         norm = op.ReduceL2(x, axes, keepdims=1)
         fixed = _stop(norm)
         norm = op.Add(op.Max(fixed, least), op.Sub(norm, fixed))  # adds 0, and its slope
-        for_each.append(op.Div(x, norm))
-    return op.ReduceSum(op.Mul(*for_each), axes, keepdims=0)
+        normalized.append(op.Div(x, norm))
+    return op.ReduceSum(op.Mul(*normalized), axes, keepdims=0)
 
 
 TRANSLATIONS = {
@@ -312,4 +318,4 @@ TRANSLATIONS = {
     ops.aten._embedding_bag.default: _embedding_bag,
     ops.aten.embedding_bag.padding_idx: _embedding_bag,
 }
-"""For `torch.onnx.export`."""
+"""Translation table for `torch.onnx.export`."""

@@ -23,7 +23,7 @@ from onward.frameworks.program.calls import ProgramStep, Value, without_unused
 from onward.frameworks.program.short_forms import slice_places
 from onward.frameworks.program.sizes import on_host
 from onward.frameworks.torch.forward import LIVE, OnnxModule
-from onward.frameworks.torch.module_engine import Live, share_of_batch
+from onward.frameworks.torch.module_engine import Live, torch_momentum
 from onward.frameworks.torch.program import recurrent
 from onward.frameworks.torch.program.recording import Recorder, is_always_zero
 from onward.options import Variance
@@ -205,7 +205,7 @@ class Writing(Live):
         if not training_mode:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         arguments = [x, mean, variance, scale, bias]
-        named = {"momentum": share_of_batch(momentum), "eps": epsilon}
+        named = {"momentum": torch_momentum(momentum), "eps": epsilon}
         return self.recorder.imagine(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
 
 

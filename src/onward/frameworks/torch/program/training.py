@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.errors import UnsupportedError
 from onward.frameworks.program.source_text import number, quote
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
-from onward.frameworks.torch.optimizer import Clip, clipping_part
+from onward.frameworks.torch.optimizer import clipped_optimizer, clips_of
 from onward.frameworks.torch.program.recording import defaults_of
 from onward.vocabulary import rate_formulas
 from onward.vocabulary.torch_schedules import one_cycle, one_cycle_arguments
@@ -39,7 +39,7 @@ class Definitions:
         *lines, whole = self._made(made, names, _all_of(made, names, module))
         if "named[" in "".join(lines):
             lines.insert(0, "named = dict(module.named_parameters())")
-        if not _clips(made):
+        if not clips_of(made):
             return [*lines, f"return {whole}"]
         return [*lines, f"optimizer = {whole}", "optimizer.register_step_pre_hook(clip)", "return optimizer"]
 
@@ -50,7 +50,7 @@ class Definitions:
         names = {id(made.copies[x]): name for name, x in module.named_parameters() if x in made.copies}
         has_all = _all_of(made.inner, names, module) == "module.parameters()"
         *lines, whole = self._made(made.inner, names, "named.values()" if has_all else None)
-        hook = ["optimizer.register_step_pre_hook(clip)"] if _clips(made.inner) else []
+        hook = ["optimizer.register_step_pre_hook(clip)"] if clips_of(made.inner) else []
         return [
             "parameters = dict(module.named_parameters())",
             "named = float32_copies(parameters)",
@@ -91,7 +91,7 @@ class Definitions:
 
     def clip(self, made: Optimizer) -> list[str]:
         """The function that an optimizer calls before it steps, if there is one."""
-        hooks = _clips(clipping_part(made))
+        hooks = clips_of(clipped_optimizer(made))
         if not hooks:
             return []
         settings = hooks[0].settings
@@ -163,10 +163,6 @@ class Definitions:
         if isinstance(value, torch.Tensor):
             return f"torch.tensor({_text(value.tolist())})"
         return _text(value)
-
-
-def _clips(made: Optimizer) -> list[Clip]:
-    return [hook for hook in made._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
 
 
 def schedules_of(made: LRScheduler | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""An optimizer of PyTorch that executes a graph: for updates that PyTorch has no class for."""
+"""PyTorch optimizer that executes a graph, for updates that PyTorch has no class for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onward.transform.inline import inline
 
 @dataclasses.dataclass(eq=False)
 class _Update:
-    """What executes; copies of an optimizer share it, since it holds no state."""
+    """Program without state, shared by copies of an optimizer."""
 
     function: FunctionOptimizer
 
@@ -37,25 +37,26 @@ class _Update:
     def _made(self) -> dict[torch.device, Interpreter]:
         return {}
 
-    def __call__(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    def __call__(self, inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         if device not in self._made:
             self._made[device] = interpreter(inline(self.function.update), Torch(str(device)))
-        results = self._made[device](given)
+        results = self._made[device](inputs)
         return [results[value.name or ""] for value in self.function.update.graph.outputs]
 
     def __getstate__(self) -> dict[str, Any]:
         update = self.function.update.to_proto().SerializeToString()
         return {"function": dataclasses.replace(self.function, update=update)}
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        function = kept["function"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        function = state["function"]
         self.function = dataclasses.replace(function, update=load(function.update))
 
 
 class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """The update of a group of parameters by the operators of a training model.
+    """Update of a group of parameters by the operators of a training model.
 
-    State of a parameter is in `state`; that of the whole group is among the settings of its only group.
+    State of a parameter is in `state`, that of the whole group among the settings of its only
+    group.
     """
 
     def __init__(self, function: FunctionOptimizer, parameters: Mapping[str, Parameter], step: int) -> None:
@@ -80,15 +81,15 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluate(closure)
         (group,) = self.param_groups
-        held = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if len(held) != len(self._names):
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if len(trained) != len(self._names):
             raise UnsupportedError(
                 f"`{self._update.function.name}` updates {len(self._names)} parameters at once, "
-                f"but {len(held)} have gradients",
+                f"but {len(trained)} have gradients",
                 hint="let the loss depend on all of them",
             )
         group[COUNT] += 1
-        self._replace(dict(zip(self._names, held, strict=True)), group)
+        self._replace(dict(zip(self._names, trained, strict=True)), group)
         return loss
 
     def _replace(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> None:
@@ -96,23 +97,25 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         device = next(iter(parameters.values())).device
         state = self._held(parameters, group)
         scalars = {RATE: float(group[RATE]), COUNT: int(group[COUNT])}
-        given: dict[str, Tensor] = {**parameters, **state}
-        given |= {gradient_of(name): parameter.grad for name, parameter in parameters.items()}
-        given |= {n: torch.tensor(x, dtype=torch.float64 if n == RATE else torch.int64) for n, x in scalars.items()}
-        wanted = {value.name or "": given[value.name or ""] for value in function.inputs}
-        results = self._update(wanted, device)
+        values: dict[str, Tensor] = {**parameters, **state}
+        values |= {gradient_of(name): parameter.grad for name, parameter in parameters.items()}
+        values |= {n: torch.tensor(x, dtype=torch.float64 if n == RATE else torch.int64) for n, x in scalars.items()}
+        inputs = {value.name or "": values[value.name or ""] for value in function.inputs}
+        results = self._update(inputs, device)
         old = [*(parameters[name] for name in function.parameters), *(state[v.name or ""] for v in function.state)]
         for tensor, new in zip(old, results, strict=True):
             tensor.copy_(new)
 
     def _held(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> dict[str, Tensor]:
-        found = dict(group["common"])
+        state = dict(group["common"])
         for name, parameter in parameters.items():
-            found |= {f"{name}/{slot}": tensor for slot, tensor in self.state[parameter].items()}
-        return found
+            state |= {f"{name}/{slot}": tensor for slot, tensor in self.state[parameter].items()}
+        return state
 
     def function(self, names: Mapping[int, str], rate: float) -> FunctionOptimizer:
-        """The function with this rate and the state as it is now, for parameters of these names, by `id`."""
+        """Return the function with a learning rate and the current state, for parameters named by
+        `id`.
+        """
         (group,) = self.param_groups
         trained = [p for p in group["params"] if p in self.state or id(p) in names]
         parameters = dict(zip(self._names, trained, strict=True))

@@ -1,4 +1,4 @@
-"""The trace of an optimizer as functions: one for each group of parameters, or one where groups are coupled."""
+"""Traces of optimizers as functions, one per group of parameters, or one for coupled groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onward.frameworks.torch.traced.optimizer_state import (
     step_of,
     with_initial_state,
 )
-from onward.frameworks.torch.traced.trace import Trace, is_rate, trace, traced_alike
+from onward.frameworks.torch.traced.trace import Trace, is_rate, trace, trace_similar
 from onward.lowering.optimize import optimize
 from onward.model import Model
 from onward.model.walk import ancestors, is_random
@@ -36,78 +36,78 @@ from onward.run_state.state import ParameterGroup
 from onward.transform.context import Context
 
 
-class Side(NamedTuple):
-    """A function, and where the optimizer holds what it takes as state."""
+class TracedFunction(NamedTuple):
+    """Function, and the paths of its state in the optimizer."""
 
     function: FunctionOptimizer
     places: Mapping[str, Path]
     group: int
-    """The group whose learning rate it takes."""
+    """Index of the group whose learning rate it takes."""
 
 
-def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> None:
-    """Compare some steps, each from the same state. Neither side is changed."""
-    theirs = copy_optimizer(optimizer)
-    held = {name: parameters_of(theirs)[i] for i, name in trained.items()}
-    rates = [float(group[RATE]) for group in theirs.param_groups]
+def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: TracedFunction) -> None:
+    """Compare steps of a function with the optimizer, each from the same state."""
+    copied = copy_optimizer(optimizer)
+    parameters_by_name = {name: parameters_of(copied)[i] for i, name in trained.items()}
+    rates = [float(group[RATE]) for group in copied.param_groups]
     function = dataclasses.replace(side.function, lr=rates[side.group])
 
     def parameters() -> dict[str, np.ndarray]:
-        return {name: to_array(parameter).copy() for name, parameter in held.items()}
+        return {name: to_array(parameter).copy() for name, parameter in parameters_by_name.items()}
 
     def step(trial: Trial) -> Arrays:
-        for name, parameter in held.items():
+        for name, parameter in parameters_by_name.items():
             parameter.grad = from_array(trial.gradients[name]).to(parameter)
-        for group, rate in zip(theirs.param_groups, rates, strict=True):
+        for group, rate in zip(copied.param_groups, rates, strict=True):
             group[RATE] = rate * trial.factor
         with torch.random.fork_rng():
-            step_of(theirs)()
-        leaves, after = leaves_of(theirs), parameters()
-        for name, place in side.places.items():
-            leaf = leaves[("state", next(iter(trained)), *place[1:]) if place[0] == "each" else place]
+            step_of(copied)()
+        leaves, after = leaves_of(copied), parameters()
+        for name, path in side.places.items():
+            leaf = leaves[("state", next(iter(trained)), *path[1:]) if path[0] == "each" else path]
             after[name] = to_array(leaf).copy() if isinstance(leaf, Tensor) else np.asarray(leaf, np.float64)
         return after
 
     start = {**parameters(), **function.initial}
-    compare_updates(update_by(function), step, start, held, optimizer=f"the optimizer {function.name}")
+    compare_updates(update_by(function), step, start, parameters_by_name, optimizer=f"the optimizer {function.name}")
 
 
 def trace_groups(
     optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]
 ) -> tuple[list[ParameterGroup], int]:
-    """The groups of an optimizer of any class, by tracing a step of it; `rates` are what its groups begin with.
+    """Return the groups of an optimizer of any class, by tracing a step, and its updates so far, or
+    0.
 
-    The second result is the updates that it says it has made, or 0.
-
-    `names` are those of the parameters that are trained, by `id`. What was traced is compared with the optimizer.
+    `names` are those of the trained parameters by `id`, `rates` the initial learning rates. The
+    trace is compared with the optimizer.
     """
     trained = {i: names[id(p)] for i, p in enumerate(parameters_of(optimizer)) if id(p) in names and p.requires_grad}
     ready = with_initial_state(optimizer, trained)
-    if (alike := traced_alike(ready, list(trained))) is not None:
+    if (alike := trace_similar(ready, list(trained))) is not None:
         with contextlib.suppress(MismatchError):  # where parameters that are alike are not treated alike
             return _try_trace(optimizer, trained, alike, rates)
     return _try_trace(optimizer, trained, trace(ready, list(trained)), rates)
 
 
 def _try_trace(
-    optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]
+    optimizer: Optimizer, trained: Mapping[int, str], trace_of_step: Trace, rates: Sequence[float]
 ) -> tuple[list[ParameterGroup], int]:
-    _clean(found.model)
+    _clean(trace_of_step.model)
     group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-    sides = _Making(type(optimizer).__name__, found, trained, group_of, rates).functions()
+    sides = _FunctionMaker(type(optimizer).__name__, trace_of_step, trained, group_of, rates).functions()
     for side in sides:
         try_out(optimizer, trained, side)
-    count = found.state.get(("each", "step"))
+    count = trace_of_step.state.get(("each", "step"))
     groups = [ParameterGroup(side.function, side.function.parameters) for side in sides]
     return groups, 0 if count is None else int(count)
 
 
 def _clean(model: Model) -> None:
-    """Shorten a graph in place: what was written once for each parameter may be the same for all."""
+    """Simplify a graph in place: copies for each parameter may be equal."""
     graph = model.graph
     if any(is_random(node) for node in graph.all_nodes()):
         raise UnsupportedError(
-            "a step of the optimizer draws random numbers, which no two frameworks draw alike",
+            "a step of the optimizer draws random numbers, which differ between frameworks",
             hint="use an optimizer without noise",
         )
     for name, value in list(graph.initializers.items()):
@@ -120,69 +120,74 @@ def _clean(model: Model) -> None:
         graph.initializers.pop(name)
         constant.outputs[0].name = name
     for node in graph.all_nodes():
-        node.metadata_props.clear()  # which says where on somebody's disk the code is
+        node.metadata_props.clear()  # local paths of the code
         if node.op_type == "Identity" and not node.outputs[0].is_graph_output() and node.inputs[0] is not None:
             node.outputs[0].replace_all_uses_with(node.inputs[0])
     optimize(Context(model))
 
 
-class _Making:
+class _FunctionMaker:
     def __init__(
-        self, name: str, found: Trace, trained: Mapping[int, str], group_of: Sequence[int], rates: Sequence[float]
+        self,
+        name: str,
+        trace_of_step: Trace,
+        trained: Mapping[int, str],
+        group_of: Sequence[int],
+        rates: Sequence[float],
     ):
         self._name = name
-        self._found = found
+        self._found = trace_of_step
         self._trained = trained
         self._group_of = group_of
         self._rates = rates
-        self._places = found.places
+        self._places = trace_of_step.places
         self._indices = list(dict.fromkeys(group_of[i] for i in trained))
 
-    def functions(self) -> list[Side]:
+    def functions(self) -> list[TracedFunction]:
         if all(self._stands_alone(index) for index in self._indices):
             return [self._function([index]) for index in self._indices]
         return [self._function(self._indices)]
 
-    def _owner(self, place: Path) -> int | None:
-        """The group that something belongs to; None where it is of the optimizer as a whole."""
-        if place[0] in ("parameter", "gradient") or (place[0] == "state" and isinstance(place[1], int)):
-            return self._group_of[place[1]]
-        return place[1] if place[0] == "group" else None
+    def _owner(self, path: Path) -> int | None:
+        """Return the group of a path, or None if it belongs to the whole optimizer."""
+        if path[0] in ("parameter", "gradient") or (path[0] == "state" and isinstance(path[1], int)):
+            return self._group_of[path[1]]
+        return path[1] if path[0] == "group" else None
 
     def _stands_alone(self, index: int) -> bool:
-        """Whether a group depends on nothing of another."""
+        """True if a group does not depend on another."""
         graph = self._found.model.graph
-        own = [
-            r
-            for place, r in zip(self._found.results, graph.outputs, strict=True)
-            if self._owner(place) in (index, None)
+        results = [
+            result
+            for path, result in zip(self._found.results, graph.outputs, strict=True)
+            if self._owner(path) in (index, None)
         ]
-        _, reached = ancestors(own)
-        read = (place for place, value in zip(self._places, graph.inputs, strict=True) if value in reached)
-        return all(self._owner(place) in (index, None) for place in read)
+        _, reached = ancestors(results)
+        read = (path for path, value in zip(self._places, graph.inputs, strict=True) if value in reached)
+        return all(self._owner(path) in (index, None) for path in read)
 
-    def _function(self, indices: Sequence[int]) -> Side:
+    def _function(self, indices: Sequence[int]) -> TracedFunction:
         model = self._found.model.copy()
         graph = model.graph
         graph.name = self._name
         inputs = dict(zip(self._places, graph.inputs, strict=True))
         results = dict(zip(self._found.results, graph.outputs, strict=True))
-        own = [p for p in self._places if self._owner(p) in (*indices, None) and not is_rate(p)]
+        paths = [p for p in self._places if self._owner(p) in (*indices, None) and not is_rate(p)]
         rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self._rates[i] for i in indices])
-        graph.outputs[:] = [results[place] for place in own if place in results]
-        graph.inputs[:] = [rate, *(inputs[place] for place in own)]
+        graph.outputs[:] = [results[path] for path in paths if path in results]
+        graph.inputs[:] = [rate, *(inputs[path] for path in paths)]
         optimize(Context(model))
-        name_inputs(model, [RATE, *(self._named(place, len(indices) == 1) for place in own)])
-        places = {inputs[place].name or "": place for place in self._found.state if place in own}
-        initial = {name: to_array(self._found.state[place]).copy() for name, place in places.items()}
-        made = FunctionOptimizer(self._name, model, self._rates[indices[0]], initial)
-        made.check()
-        return Side(made, places, indices[0])
+        name_inputs(model, [RATE, *(self._named(path, len(indices) == 1) for path in paths)])
+        paths_of_state = {inputs[path].name or "": path for path in self._found.state if path in paths}
+        initial = {name: to_array(self._found.state[path]).copy() for name, path in paths_of_state.items()}
+        function = FunctionOptimizer(self._name, model, self._rates[indices[0]], initial)
+        function.check()
+        return TracedFunction(function, paths_of_state, indices[0])
 
-    def _named(self, place: Path, is_alone: bool) -> str:
-        """The name of an input: see `recipe.optimizers.function`."""
-        slot = ".".join(str(part) for part in place[2:]).replace("/", ".")
-        match place:
+    def _named(self, path: Path, is_alone: bool) -> str:
+        """Return the name of an input, as in `recipe.optimizers.graph_optimizer`."""
+        slot = ".".join(str(key) for key in path[2:]).replace("/", ".")
+        match path:
             case ("parameter", i):
                 return self._trained[i]
             case ("gradient", i):
@@ -192,19 +197,21 @@ class _Making:
             case ("group", i, *_):
                 return slot if is_alone else f"{slot}.{i}"
             case _:
-                return ".".join(str(part) for part in place[1:]).replace("/", ".")
+                return ".".join(str(key) for key in path[1:]).replace("/", ".")
 
 
 def _one_rate(model: Model, inputs: Sequence[ir.Value], rates: Sequence[float]) -> ir.Value:
-    """One learning rate in place of several, of which the others are multiples."""
+    """Replace several learning rates by multiples of one."""
     first = ir.Value(name=RATE, type=inputs[0].type, shape=ir.Shape([]))
-    before = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="rates")
-    op = Builder(before, opset=model.opset, names=model.names())
+    rates_graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="rates")
+    op = Builder(rates_graph, opset=model.opset, names=model.names())
     for value, rate in zip(inputs, rates, strict=True):
-        same = rate == rates[0]
-        value.replace_all_uses_with(first if same else op.Mul(first, op.constant(np.float64(rate / rates[0]))).value)
-    nodes = list(before)
-    before.remove(nodes)
+        is_equal = rate == rates[0]
+        value.replace_all_uses_with(
+            first if is_equal else op.Mul(first, op.constant(np.float64(rate / rates[0]))).value
+        )
+    nodes = list(rates_graph)
+    rates_graph.remove(nodes)
     for node in reversed(nodes):
         model.graph.insert_before(model.graph[0], node)
     return first

@@ -1,4 +1,4 @@
-"""What an optimizer holds, leaf by leaf: the state of parameters, settings of groups, attributes of its own."""
+"""Leaves of an optimizer: state of parameters, settings of groups, and its own attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from onward.errors import UnsupportedError, first_line
 
 Path = tuple[Any, ...]
-"""`("state", 0, "exp_avg")`: of the first parameter; `("group", 1, "lr")`; `("self", "k")`."""
+"""`("state", 0, "exp_avg")` of the first parameter, `("group", 1, "lr")`, or `("self", "k")`."""
 Leaves = dict[Path, Any]
 
 _OF_PYTORCH = ("state", "param_groups", "defaults", "step", "_opt_called")
@@ -24,12 +24,12 @@ _OF_PYTORCH_TOO = ("_optimizer_", "_zero_grad_profile_name", "_warned_capturable
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None) -> Optimizer:
-    """A copy with all attributes, of which PyTorch's own way to copy an optimizer knows only some."""
+    """Return a copy with all attributes, of which PyTorch's own copy has only some."""
     memo = {} if memo is None else memo
-    made = copy.deepcopy(optimizer, memo)
+    copied = copy.deepcopy(optimizer, memo)
     for name, value in _attributes(optimizer).items():
-        vars(made)[name] = copy.deepcopy(value, memo)
-    return made
+        vars(copied)[name] = copy.deepcopy(value, memo)
+    return copied
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -37,41 +37,44 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def leaves_of(optimizer: Optimizer) -> Leaves:
-    """Everything that an optimizer holds but for the parameters themselves, by where it is."""
-    found: Leaves = {}
-    places = {id(parameter): i for i, parameter in enumerate(parameters_of(optimizer))}
+    """Return path -> leaf of an optimizer, without the parameters themselves."""
+    leaves: Leaves = {}
+    indices = {id(parameter): i for i, parameter in enumerate(parameters_of(optimizer))}
     for key, value in optimizer.state.items():
-        found |= _flat(("state", places.get(id(key), key)), value)
+        leaves |= _flat(("state", indices.get(id(key), key)), value)
     for i, group in enumerate(optimizer.param_groups):
-        found |= _flat(("group", i), {key: value for key, value in group.items() if key != "params"})
+        leaves |= _flat(("group", i), {key: value for key, value in group.items() if key != "params"})
     for name, value in _attributes(optimizer).items():
-        found |= _flat(("self", name), value)
-    return found
+        leaves |= _flat(("self", name), value)
+    return leaves
 
 
 def shell_of(optimizer: Optimizer, parameters: Mapping[int, Tensor], new: Callable[[Path, Any], Any]) -> Optimizer:
-    """An optimizer of the same class that holds other leaves, and has these parameters; others have no gradients."""
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).pop("step", None)  # where a scheduler counts the steps of the original
-    own = {i: parameters.get(i, torch.empty(0)) for i in range(len(parameters_of(optimizer)))}
-    places = {id(parameter): i for i, parameter in enumerate(parameters_of(optimizer))}
-    made.state = defaultdict(dict)
+    """Return an optimizer of the same class with other leaves and these parameters.
+
+    Others are empty.
+    """
+    shell: Optimizer = object.__new__(type(optimizer))
+    vars(shell).update(vars(optimizer))
+    vars(shell).pop("step", None)  # where a scheduler counts the steps of the original
+    parameters_by_index = {i: parameters.get(i, torch.empty(0)) for i in range(len(parameters_of(optimizer)))}
+    indices = {id(parameter): i for i, parameter in enumerate(parameters_of(optimizer))}
+    shell.state = defaultdict(dict)
     for key, value in optimizer.state.items():
-        place = places.get(id(key), key)
-        made.state[own[place] if id(key) in places else key] = _map_leaf(("state", place), value, new)
-    rest = iter(own.values())
-    made.param_groups = []
+        index = indices.get(id(key), key)
+        shell.state[parameters_by_index[index] if id(key) in indices else key] = _map_leaf(("state", index), value, new)
+    rest = iter(parameters_by_index.values())
+    shell.param_groups = []
     for i, group in enumerate(optimizer.param_groups):
         settings = {key: _map_leaf(("group", i, key), value, new) for key, value in group.items() if key != "params"}
-        made.param_groups.append({"params": [next(rest) for _ in group["params"]], **settings})
+        shell.param_groups.append({"params": [next(rest) for _ in group["params"]], **settings})
     for name, value in _attributes(optimizer).items():
-        vars(made)[name] = _map_leaf(("self", name), value, new)
-    return made
+        vars(shell)[name] = _map_leaf(("self", name), value, new)
+    return shell
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is a number, or true or false."""
+    """True for numbers and booleans."""
     return isinstance(value, int | float)
 
 
@@ -80,18 +83,18 @@ def is_number(value: Any) -> bool:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What the class itself has added."""
+    """Return the attributes that the class itself adds."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _OF_PYTORCH}
     return {name: value for name, value in own.items() if not name.startswith(_OF_PYTORCH_TOO)}
 
 
-def _flat(place: Path, value: Any) -> Leaves:
-    found, _ = pytree.tree_flatten_with_path(value)
-    return {(*place, *map(_key, path)): leaf for path, leaf in found}
+def _flat(prefix: Path, value: Any) -> Leaves:
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    return {(*prefix, *map(_key, path)): leaf for path, leaf in leaves}
 
 
-def _map_leaf(place: Path, value: Any, new: Callable[[Path, Any], Any]) -> Any:
-    return pytree.tree_map_with_path(lambda path, leaf: new((*place, *map(_key, path)), leaf), value)
+def _map_leaf(prefix: Path, value: Any, new: Callable[[Path, Any], Any]) -> Any:
+    return pytree.tree_map_with_path(lambda path, leaf: new((*prefix, *map(_key, path)), leaf), value)
 
 
 def _key(entry: Any) -> Any:
@@ -102,33 +105,32 @@ _ONE_STEP = "make one step with the optimizer first"
 
 
 def with_initial_state(optimizer: Optimizer, trained: Collection[int]) -> Optimizer:
-    """A copy whose state has what a first step would make: as it was when the step made it, before it was used."""
+    """Return a copy with the state that a first step creates, before its first use."""
     parameters = inspect.signature(step_of(optimizer)).parameters.values()
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
         raise _refusal(
             optimizer,
-            "its step asks for a closure, to evaluate the model several times",
-            "use an optimizer of one gradient for each update, such as AdamW",
+            "its step needs a closure that evaluates the model several times",
+            "use an optimizer with one gradient per update, such as AdamW",
         )
-    made = [_first_state(optimizer, trained, seed) for seed in range(2)]
-    first, second = made
+    first, second = (_first_state(optimizer, trained, seed) for seed in range(2))
     if first.keys() != second.keys() or not all(_equal(first[key], second[key]) for key in first):
-        raise _refusal(optimizer, "what its state begins with depends on the first gradients", _ONE_STEP)
+        raise _refusal(optimizer, "its initial state depends on the first gradients", _ONE_STEP)
     result = copy_optimizer(optimizer)
-    own = parameters_of(result)
-    for (place, slot), value in first.items():
-        result.state[own[place]][slot] = value
+    copied_parameters = parameters_of(result)
+    for (index, slot), value in first.items():
+        result.state[copied_parameters[index]][slot] = value
     before, after = leaves_of(result), leaves_of(after_step(copy_optimizer(result), trained, 2))
-    strange = [path for path in before.keys() ^ after.keys() if path[0] != "state" or path[1] in trained]
-    strange += [path for path in before.keys() & after.keys() if (before[path] is None) != (after[path] is None)]
-    if strange:
-        where = ".".join(map(str, strange[0][1:]))
-        raise _refusal(optimizer, f"a step changes what it holds (`{where}`), and not only its values", _ONE_STEP)
+    changed = [path for path in before.keys() ^ after.keys() if path[0] != "state" or path[1] in trained]
+    changed += [path for path in before.keys() & after.keys() if (before[path] is None) != (after[path] is None)]
+    if changed:
+        path_text = ".".join(map(str, changed[0][1:]))
+        raise _refusal(optimizer, f"a step adds or removes `{path_text}`", _ONE_STEP)
     return result
 
 
 def after_step(optimizer: Optimizer, trained: Collection[int], seed: int, scale: float = 1.0) -> Optimizer:
-    """The same optimizer after a step with random gradients."""
+    """Return the optimizer after a step with random gradients."""
     generator = torch.Generator().manual_seed(seed)
     for i, parameter in enumerate(parameters_of(optimizer)):
         parameter.grad = None
@@ -140,14 +142,12 @@ def after_step(optimizer: Optimizer, trained: Collection[int], seed: int, scale:
     except UnsupportedError:
         raise
     except Exception as error:
-        raise _refusal(
-            optimizer, f"a step of it fails: {first_line(error)}", "see that `optimizer.step()` works"
-        ) from error
+        raise _refusal(optimizer, f"its step fails: {first_line(error)}", "check `optimizer.step()`") from error
     return optimizer
 
 
 def step_of(optimizer: Optimizer) -> Any:
-    """What the class calls a step, without what PyTorch puts around it."""
+    """Return the step of the class, without PyTorch's wrappers."""
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -155,7 +155,7 @@ def step_of(optimizer: Optimizer) -> Any:
 
 
 class _Slots(dict[Any, Any]):
-    """The state of a parameter, which remembers what was put into it first."""
+    """State of a parameter that records the first value of each key."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -177,25 +177,25 @@ class _Slots(dict[Any, Any]):
 
 
 class _State(defaultdict[Any, Any]):
-    """The state of all parameters, which remembers the same."""
+    """State of all parameters, with `_Slots` as values."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, dict) and not isinstance(value, _Slots):
-            given, value = value, _Slots()
-            value.update(given)
+            entries, value = value, _Slots()
+            value.update(entries)
         super().__setitem__(key, value)
 
 
 def _first_state(optimizer: Optimizer, trained: Collection[int], seed: int) -> dict[tuple[int, Any], Any]:
-    """What a step puts into the state that was not there, by parameter and slot."""
-    made = copy_optimizer(optimizer)
-    held = made.state
-    made.state = _State(_Slots)
-    for parameter, slots in held.items():
-        dict.__setitem__(made.state, parameter, _Slots(slots) if isinstance(slots, dict) else slots)
-    after_step(made, trained, seed)
-    parameters = parameters_of(made)
-    state = {i: made.state[parameters[i]] for i in trained if parameters[i] in made.state}
+    """Return the first values that a step adds to the state, by parameter and slot."""
+    copied = copy_optimizer(optimizer)
+    state_before = copied.state
+    copied.state = _State(_Slots)
+    for parameter, slots in state_before.items():
+        dict.__setitem__(copied.state, parameter, _Slots(slots) if isinstance(slots, dict) else slots)
+    after_step(copied, trained, seed)
+    parameters = parameters_of(copied)
+    state = {i: copied.state[parameters[i]] for i in trained if parameters[i] in copied.state}
     return {(i, slot): value for i, slots in state.items() for slot, value in slots.first.items()}
 
 

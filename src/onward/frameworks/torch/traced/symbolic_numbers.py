@@ -1,9 +1,12 @@
-"""Python's numbers as tensors while a step is traced, so that nothing that changes becomes a constant of the graph.
+"""Python numbers as tensors while a step is traced, so that changing numbers do not become
+constants.
 
-An optimizer computes with numbers of Python (`state["step"] += 1`, `lr * math.sqrt(1 - beta2 ** step)`), which a trace
-would not see. While `Numbers` is active they are float64 tensors without axes: `.item()` gives one, and where PyTorch
-insists on a number (`add_(g, alpha=-lr)`) the same is computed otherwise. Where Python decides (`if step > 5:`), one
-way is taken, and `Numbers` remembers the question, so that the other way can be traced too."""
+An optimizer computes with Python numbers (`state["step"] += 1`, `lr * math.sqrt(1 - beta2 **
+step)`) that a trace would not see. Under `Numbers` they are float64 scalars: `.item()` returns one,
+and where PyTorch requires a number (`add_(g, alpha=-lr)`) the same is computed differently. Where
+Python branches (`if step > 5:`), one branch is taken, and `Numbers` records the question so that
+the other can be traced.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,27 @@ from onward.model import Model
 
 
 def number(tensor: Tensor) -> Tensor:
-    """A copy of a tensor of one element as a number, which Python has in double precision."""
+    """Return a copy of a one-element tensor as a float64 scalar."""
     return tensor.reshape(()).to(torch.float64, copy=True)
 
 
 def double(value: Any) -> Any:
-    """A number of Python as a tensor: as an argument of an operator it would go through float32 on its way to ONNX."""
+    """Return a Python float as a float64 tensor.
+
+    As an operator's argument it would pass through float32.
+    """
     return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
 
 
 def in_double(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a function of which a tensor is in double precision, and so are numbers then."""
+    """Return arguments with all floats as float64 tensors if one tensor is float64."""
     if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(double, args)), {key: double(x) for key, x in kwargs.items()}
 
 
 def _as_factor(factor: Any, x: Any) -> Tensor | None:
-    """A factor that has to be a tensor."""
+    """Return a factor as a tensor if it must be one."""
     if isinstance(factor, Tensor):
         return factor
     is_wide = isinstance(x, Tensor) and x.dtype == torch.float64 and type(factor) is float
@@ -52,7 +58,7 @@ def _as_factor(factor: Any, x: Any) -> Tensor | None:
 
 def _sum(name: str) -> Callable[..., Any]:
     def compute(in_place: bool, x: Any, *args: Any, alpha: Any = 1, **kwargs: Any) -> Any:
-        if len(args) == 2:  # as it was long ago: add(alpha, other)
+        if len(args) == 2:  # deprecated signature: add(alpha, other)
             alpha, other = args
         else:
             other = args[0] if args else kwargs.get("other")
@@ -69,7 +75,7 @@ def _finish(name: str, in_place: bool, x: Tensor, *changes: Any) -> Tensor:
 
 def _product_added(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def compute(in_place: bool, x: Any, *args: Any, value: Any = 1, **kwargs: Any) -> Any:
-        if len(args) == 3:  # as it was long ago: addcmul(value, a, b)
+        if len(args) == 3:  # deprecated signature: addcmul(value, a, b)
             value, a, b = args
         else:
             a, b = (*args, *(kwargs[key] for key in ("tensor1", "tensor2") if key in kwargs))
@@ -94,9 +100,9 @@ def _matrix_added(in_place: bool, x: Tensor, a: Tensor, b: Tensor, *, beta: Any 
 
 def _clamp(in_place: bool, x: Tensor, min: Any = None, max: Any = None) -> Any:
     if not isinstance(min, Tensor) and not isinstance(max, Tensor):
-        whole = x.is_floating_point() and int in (type(min), type(max))  # with which the exporter has trouble
-        limits = [float(limit) if whole and limit is not None else limit for limit in (min, max)]
-        return _finish("clamp", in_place, x, *limits) if whole and x.dtype != torch.float64 else NotImplemented
+        has_integer = x.is_floating_point() and int in (type(min), type(max))  # the exporter mishandles integers
+        limits = [float(limit) if has_integer and limit is not None else limit for limit in (min, max)]
+        return _finish("clamp", in_place, x, *limits) if has_integer and x.dtype != torch.float64 else NotImplemented
     result = x
     for limit, function in ((min, torch.maximum), (max, torch.minimum)):
         if limit is not None:
@@ -114,7 +120,7 @@ REWRITTEN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _matrix_added),
     **dict.fromkeys(("clamp", "clip"), _clamp),
 }
-"""By name, without the underscore of those that work in place."""
+"""Rewritten functions by name, without the underscore of in-place ones."""
 
 
 _SAME_NAME = (
@@ -125,7 +131,7 @@ _SAME_NAME = (
 
 @contextlib.contextmanager
 def shadow_builtins(kind: type) -> Iterator[None]:
-    """Let `math.sqrt`, `max`, `float` and the like take tensors in the modules that a class is written in."""
+    """Let `math.sqrt`, `max`, `float` and others accept tensors in the modules of a class."""
     modules = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__ in sys.modules]
     undo = contextlib.ExitStack()
     with undo:
@@ -148,12 +154,12 @@ def _shadow(names: dict[str, Any], undo: contextlib.ExitStack) -> None:
         names[name] = new
 
 
-def _of_numbers(given: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(given)
+def _of_numbers(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def compute(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) for x in args):
             return function(*(x.item() if isinstance(x, Tensor) else double(float(x)) for x in args))
-        return given(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return compute
 
@@ -162,18 +168,18 @@ def _log(x: Tensor, base: Tensor | None = None) -> Tensor:
     return torch.log(x) if base is None else torch.log(x) / torch.log(base)
 
 
-def _extreme(given: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         items = list(args[0]) if len(args) == 1 and not isinstance(args[0], Tensor) else list(args)
         if kwargs or not any(isinstance(x, Tensor) for x in items):
-            return given(items, **kwargs)
+            return original(items, **kwargs)
         return functools.reduce(function, (x.item() if isinstance(x, Tensor) else double(float(x)) for x in items))
 
     return compute
 
 
 class _Kind(type):
-    """A type of numbers that tensors in the place of numbers belong to."""
+    """Metaclass of number types that include tensors."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.given)  # type: ignore[attr-defined]
@@ -213,19 +219,22 @@ _ELEMENTWISE = {
     *("gt", "ge", "lt", "le", "eq", "ne", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "atan2"),
 }
 _FILLED = {"full_like": 1, "full": 1, "new_full": 2}
-"""Functions that fill a tensor, and which argument is the number."""
+"""Functions that fill a tensor -> index of the number."""
 
 
 class Question(NamedTuple):
-    """What Python asked about a tensor."""
+    """Question of Python about a tensor."""
 
     key: object
-    """Equal for questions that have the same answer."""
+    """Key that is equal for questions with the same answer."""
     condition: Tensor
 
 
 class Numbers(TorchFunctionMode):  # type: ignore[misc]
-    """Computes with numbers as tensors. `answers` says which way to go where Python asks; others are yes."""
+    """Mode that computes with numbers as tensors.
+
+    `answers` are those to questions (default: yes).
+    """
 
     def __init__(
         self,
@@ -237,11 +246,11 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
         self._gradients: dict[int, Any] = {id(parameter): gradient for parameter, gradient in gradients}
         self.asked: list[Question] = []
         self._answers = answers
-        self._kept = [tensor for _, tensor in inputs]  # so that nothing else gets their ids
+        self._tensors = [tensor for _, tensor in inputs]  # so that their ids are not used again
         self._keys: dict[int, object] = {id(tensor): key for key, tensor in inputs}
 
     def key(self, value: Any) -> object:
-        """How a number was computed, if that was from numbers alone; else something that equals nothing else."""
+        """Return how a number was computed from other numbers, else a unique key."""
         return self._keys.get(id(value), ("computed", id(value))) if isinstance(value, Tensor) else value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,7 +262,7 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if func == Tensor.data.__get__:  # what is written to it is written to the tensor
+        if func == Tensor.data.__get__:  # writing to it writes to the tensor
             return args[0]
         if func == Tensor.grad.__get__:
             return self._gradients.get(id(args[0]))
@@ -266,20 +275,20 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
             return self._decide(args[0])
         if name in _CONCRETE:
             raise UnsupportedError(
-                f"a step makes a number of Python of a tensor (`{name}`), whose way from there cannot be followed",
+                f"a step converts a tensor to a Python number (`{name}`), which cannot be traced",
                 hint="compute with tensors: `torch.sqrt(x)` in place of `numpy.sqrt(x)`",
             )
         if name.startswith("_foreach_"):
             return self._each(name, args, kwargs)
         if (rewritten := REWRITTEN.get(name.removesuffix("_"))) is not None:
-            found = rewritten(name.endswith("_"), *args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        place = _FILLED.get(name, len(args))  # of the number that a tensor is filled with
-        value = args[place] if place < len(args) else kwargs.get("fill_value")
-        if name in _FILLED and isinstance(value, Tensor):
-            rest = {key: x for key, x in kwargs.items() if key != "fill_value"}
-            return func(*args[:place], 0.0, **rest) + value
+            result = rewritten(name.endswith("_"), *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        index = _FILLED.get(name, len(args))
+        fill_value = args[index] if index < len(args) else kwargs.get("fill_value")
+        if name in _FILLED and isinstance(fill_value, Tensor):
+            others = {key: x for key, x in kwargs.items() if key != "fill_value"}
+            return func(*args[:index], 0.0, **others) + fill_value
         if name in ("tensor", "as_tensor", "asarray", "scalar_tensor") and args and isinstance(args[0], Tensor):
             return args[0].clone().to(kwargs.get("dtype") or args[0].dtype)
         if name.strip("_") in _ELEMENTWISE:
@@ -287,14 +296,14 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def _remember(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
-        """Two numbers that are computed alike from the same are the same."""
-        flat = [*args, *(part for item in kwargs.items() for part in item)]
+        """Record a number, so that numbers computed alike have the same key."""
+        flat = [*args, *(argument for item in kwargs.items() for argument in item)]
         name = str(getattr(func, "__name__", func)).strip("_")
         is_plain = all(isinstance(x, Tensor | float | int | str | torch.dtype | None) for x in flat)
-        has_source = name == "tensor" or any(isinstance(x, Tensor) for x in flat)  # not random, not read from elsewhere
+        has_source = name == "tensor" or any(isinstance(x, Tensor) for x in flat)  # not random or external
         is_known = is_plain and has_source and all(id(x) in self._keys for x in flat if isinstance(x, Tensor))
         key = (name, *(self._keys.get(id(x)) if isinstance(x, Tensor) else x for x in flat))
-        self._kept.append(result)
+        self._tensors.append(result)
         self._keys.pop(id(result), None)
         if is_known:
             self._keys[id(result)] = key
@@ -304,29 +313,29 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
         if all(question.key != key for question in self.asked):
             if len(self.asked) == _MOST_QUESTIONS:
                 raise UnsupportedError(
-                    "a step decides by the values of tensors what to do, more often than can be followed",
+                    f"a step branches on values of tensors more than {_MOST_QUESTIONS} times",
                     hint="choose by `torch.where`",
                 )
             self.asked.append(Question(key, condition))
         return self._answers.get(key, True)
 
     def _each(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function of lists, one tensor after the other."""
-        plain = name.removeprefix("_foreach_")
-        single = torch.linalg.vector_norm if plain == "norm" else getattr(Tensor, plain)
+        """Apply a function of lists to one tensor after the other."""
+        operation = name.removeprefix("_foreach_")
+        single = torch.linalg.vector_norm if operation == "norm" else getattr(Tensor, operation)
         count = next(len(x) for x in args if isinstance(x, list | tuple))
         results = []
         for i in range(count):
-            own = [x[i] if isinstance(x, list | tuple) else x for x in args]
-            named = {key: x[i] if isinstance(x, list | tuple) else x for key, x in kwargs.items()}
-            if plain.rstrip("_") in ("addcdiv", "addcmul") and len(own) == 4:
-                named["value"] = own.pop()
-            results.append(self.__torch_function__(single, (), tuple(own), named))
+            arguments = [x[i] if isinstance(x, list | tuple) else x for x in args]
+            keywords = {key: x[i] if isinstance(x, list | tuple) else x for key, x in kwargs.items()}
+            if operation.rstrip("_") in ("addcdiv", "addcmul") and len(arguments) == 4:
+                keywords["value"] = arguments.pop()
+            results.append(self.__torch_function__(single, (), tuple(arguments), keywords))
         return None if name.endswith("_") else results
 
 
 def exported_update(update: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Model:
-    """The graph of a function of tensors, which computes with numbers as an optimizer does."""
+    """Return the graph of a function of tensors that computes with numbers as an optimizer does."""
 
     def computed(*tensors: Tensor) -> Any:
         with Numbers((), (), {}):
