@@ -249,7 +249,7 @@ def test_programs_are_written_of_them(framework: Framework, tmp_path: Path) -> N
 def test_the_checker_says_which_operator_is_another() -> None:
     found = [finding for finding in onward.check(mixed("reduce_mean")) if finding.code == "OW618"]
     assert [finding.severity for finding in found] == ["error"]
-    assert "`ReduceMean` is of version 13" in found[0].message
+    assert "`ReduceMean` has version 13" in found[0].message
     assert "onward opset MODEL 21" in (found[0].hint or "")
     assert not onward.check(onward.transform.convert_opset(mixed("reduce_mean"), 21))
 

@@ -18,7 +18,7 @@ from onward.model.core import values
 from onward.model.storage.containers import read_npz
 from onward.model.storage.files import reason
 from onward.run_state.reading import number
-from onward.transform.declare import way_out
+from onward.transform.declare import declare_hint
 from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
@@ -113,7 +113,7 @@ def _sizes(model: Model, given: Mapping[str, np.ndarray]) -> dict[str, int]:
 def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[int, ...]:
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype == ir.DataType.STRING:
         kind = port(value).type
-        hint = f"{GIVE}; or {way_out(value.name or '')}" if value.shape is None else GIVE
+        hint = f"{GIVE}; or {declare_hint(value.name or '')}" if value.shape is None else GIVE
         raise UnsupportedError(f"cannot make up a value for `{value.name}` ({kind} of unknown shape)", hint=hint)
     return tuple(d if isinstance(d, int) else sizes.get(d.value or "", otherwise) for d in value.shape)
 

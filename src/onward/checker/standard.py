@@ -23,7 +23,7 @@ from onward.errors import UnknownNameError, suggest
 from onward.model.core import TRAINING_DOMAIN
 from onward.runtime.sessions import NO_KERNEL, onnxruntime_limits
 from onward.standard import domain_of
-from onward.transform.declare import way_out
+from onward.transform.declare import declare_hint
 
 MOST_STEPS = 64
 """Largest number of steps that are combined with the inference graph; each costs as much as inference."""
@@ -102,7 +102,7 @@ def _message_and_hint(scope: Scope, message: str) -> tuple[str, str | None]:
     without = [v.name for v in (*graph.input, *graph.output) if _lacks_shape(v)] if "'shape'" in message else []
     if not without:
         return _sentence(message), None
-    return f"{', '.join(f'`{name}`' for name in without)}: no shape is declared", way_out(without[0])
+    return f"{', '.join(f'`{name}`' for name in without)}: no shape is declared", declare_hint(without[0])
 
 
 def _lacks_shape(value: ValueInfoProto) -> bool:

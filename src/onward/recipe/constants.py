@@ -12,7 +12,7 @@ from onward.model import Model
 from onward.model.state import with_metadata
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION
-from onward.transform.quantized import open_up
+from onward.transform.quantized import open_weight
 
 _BLOCK = 1 << 22
 """Elements that are read at a time."""
@@ -42,7 +42,7 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
     if node.op_type == "DequantizeLinear":
         integers = constant_tensor(node.inputs[0])
         assert integers is not None
-        return open_up(graph, node, integers, _evaluate(node).numpy())
+        return open_weight(graph, node, integers, _evaluate(node).numpy())
     exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
     exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
     exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]

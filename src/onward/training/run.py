@@ -39,7 +39,7 @@ from onward.recipe.lora.adapters import adapters
 from onward.training.config import EDITED, Natural, parse_json_as, read_settings
 from onward.training.log import read_log
 from onward.transform.padding import write_padding
-from onward.transform.quantized import stored_as_integers, stored_biases
+from onward.transform.quantized import stored_biases, stored_weights
 from onward.transform.training import strip
 
 
@@ -51,7 +51,7 @@ def in_form_of(original: Model, training: Model) -> Model:
     trained = strip(_put_averages(training))
     if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
         return trained  # the original graph has copies of trained tensors
-    stored = stored_as_integers(training)
+    stored = stored_weights(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
     biases = stored_biases(training)
     names = [stored.get(name, name) for name in updated if name in training.graph.initializers and name not in biases]

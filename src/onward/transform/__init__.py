@@ -1,4 +1,4 @@
-"""Changing models without losing their training, which the standard tools drop or break."""
+"""Transformations of models that keep their training, which standard tools drop or break."""
 
 from onward.transform.declare import declare
 from onward.transform.extract import extract

@@ -1,4 +1,4 @@
-"""The state that passes over one graph share: names in use, inferred types, and the replacement of nodes."""
+"""Context that passes over one graph share: names in use, inferred types, replacement of nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.transform.types import fill_in_types, is_symbolic
 
 
 class Context:
-    """A model that several passes change in turn, with what they would otherwise compute again.
+    """A model that several passes change in turn, with shared results.
 
     Attributes:
         model: The model. A pass that makes another model of it calls `continue_with`.
@@ -40,7 +40,7 @@ class Context:
         return self._names
 
     def continue_with(self, model: Model) -> None:
-        """Replace the model by another one, such as a tool on protobuf returns."""
+        """Replace the model by another one, such as one from a tool on protobuf."""
         self.model, self._names, self._is_typed = model, None, False
         self._inferred.clear()
 
@@ -66,7 +66,7 @@ class Context:
         node.prepend(added)
 
     def replace(self, old: ir.Value, new: Expr) -> None:
-        """Let all readers of a value read another one, which takes its name and what is known of its type."""
+        """Let all readers of a value read another one, which takes its name and type."""
         name, old.name = old.name, self.names.fresh(f"{old.name}/replaced")
         value = new.value
         value.type = value.type if old.type is None else old.type
@@ -75,27 +75,27 @@ class Context:
         value.name = name
 
     def forget_types(self) -> None:
-        """Let inference look at all values again, after nodes were replaced by others that say more about types."""
+        """Infer all types again, after new nodes say more about them."""
         self._inferred.clear()
 
     def note_types(self, typed: Iterable[ir.Value]) -> None:
-        """Note values that have the types that inference found for them elsewhere."""
+        """Mark values as typed by inference."""
         self._inferred.update(typed)
         self._is_typed = True
 
-    def fill_in_types(self, wanted: Iterable[ir.Value] | None = None) -> None:
-        """Infer missing types of some values (default: all values of the graph), each value at most once.
+    def fill_in_types(self, targets: Iterable[ir.Value] | None = None) -> None:
+        """Infer missing types of values (default: all of the graph), each value at most once.
 
-        The symbols of inputs count as known sizes. Those that only values in between have, such as an exporter may
-        give to sizes that it does not compute, count after the first time: passes add nodes with types.
+        Symbols of inputs count as known sizes. Other symbols, such as those that exporters give to
+        sizes which they do not compute, count after the first call: passes add nodes with types.
         """
-        wanted = list(values(self.graph) if wanted is None else wanted)
+        targets = list(values(self.graph) if targets is None else targets)
         symbols = None if self._is_typed else _symbols(self.graph.inputs)
-        fill_in_types(self.model, wanted, lambda value: value in self._inferred or is_symbolic(value, symbols))
-        self.note_types(wanted)
+        fill_in_types(self.model, targets, lambda value: value in self._inferred or is_symbolic(value, symbols))
+        self.note_types(targets)
 
     def fill_in_types_before(self, ends: Iterable[ir.Value]) -> None:
-        """Infer missing types of some values and of all that they are computed from."""
+        """Infer missing types of `ends`, and of all values before them."""
         nodes, read = ancestors(ends)
         self.fill_in_types(read.union(*(node.outputs for node in nodes)))
 

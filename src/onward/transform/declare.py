@@ -1,4 +1,4 @@
-"""Shapes of inputs: declare those that an exporter has left out, and free a batch of fixed size."""
+"""Shapes of inputs: declare missing ones, and make a fixed batch size dynamic."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from onward.transform.types import fill_in_types
 
 @checked()
 def declare(model: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
-    """A copy whose inputs have these shapes: `{"image": ("N", 3, 224, 224)}`, with names for sizes that stay open.
+    """Return a copy whose inputs have these shapes, with names for open sizes.
 
         fixed = onward.transform.declare("digits.onnx", {"image": ("N", 64)})
 
-    What a file says already stays true: a number is not changed, nor is the number of axes. Shapes that follow from
-    these in the graph are filled in.
+    Stated sizes and numbers of axes do not change. Shapes that follow are filled in.
 
     - `model`: any model
     - `shapes`: input -> its sizes
@@ -52,15 +51,17 @@ def declare(model: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
 
 
 def require_shapes(model: Model, step: int, needed_by: str) -> None:
-    """Refuse a model whose inputs have no shape, for what has to know at least how many axes they have."""
+    """Raise if inputs have no shape, for a caller that needs their number of axes."""
     inputs = [*model.inputs, *_added_inputs(model.steps[step : step + 1])]
     if missing := [value.name or "" for value in inputs if value.shape is None]:
         listed, verb = ", ".join(f"`{name}`" for name in missing), "have" if len(missing) > 1 else "has"
-        raise UnsupportedError(f"{listed} {verb} no shape, which {needed_by} needs to know", hint=way_out(missing[0]))
+        raise UnsupportedError(
+            f"{listed} {verb} no shape, which {needed_by} needs to know", hint=declare_hint(missing[0])
+        )
 
 
-def way_out(name: str) -> str:
-    """What to do about an input without a shape."""
+def declare_hint(name: str) -> str:
+    """Return the hint for an input without a shape."""
     call = f'onward.transform.declare(model, {{"{name}": ("N", 64)}})'
     return f"say it in the file, such as `{call}` (`onward set MODEL --shape {name}=N,64`)"
 
@@ -70,7 +71,7 @@ def _added_inputs(steps: Sequence[Step]) -> list[ir.Value]:
 
 
 def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int | str]:
-    """What open sizes of an input are called from now on, or are."""
+    """Return the new names or numbers of open sizes of an input."""
     text = ", ".join(map(str, sizes))
     if any((isinstance(size, int) and size < 0) or size == "" for size in sizes):
         raise InvalidModelError(
@@ -78,31 +79,31 @@ def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int 
         )
     if value.shape is None:
         return {}
-    known = list(value.shape)
-    if len(known) != len(sizes) or any(isinstance(a, int) and a != b for a, b in zip(known, sizes, strict=True)):
+    old = list(value.shape)
+    if len(old) != len(sizes) or any(isinstance(a, int) and a != b for a, b in zip(old, sizes, strict=True)):
         raise InvalidModelError(
             f"`{value.name}` has the shape {value.shape}, which is not [{text}]",
             hint="only sizes that are open can be settled",
         )
-    return {d.value: size for d, size in zip(known, sizes, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
+    return {d.value: size for d, size in zip(old, sizes, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
 
 
 # ---- a batch of any size ---------------------------------------------------------------------------------------------
 
 
 USUAL_BATCH = 32
-"""Samples in a batch, where neither a user nor a model says how many."""
+"""Default number of samples in a batch."""
 
 _BATCH = "batch"
 _MEANS_BATCH = re.compile(r"n?_?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
-"""Symbols that exporters and people give to the batch."""
+"""Names of the batch size in exported models."""
 _TOLERANCE = 1e-4
 _MOST_NODES = 32
-"""How many a shape may be computed by to be tried."""
+"""Largest number of nodes before a shape that are evaluated."""
 
 
 def fixed_batch(model: Model) -> int | None:
-    """The one size of batch that all inputs of a model have; None if it takes any, or if they differ."""
+    """Return the one batch size of all inputs; None if it is dynamic, or if they differ."""
     shapes = [value.shape for value in model.inputs]
     sizes = {shape[0] if shape is not None and len(shape) else None for shape in shapes}
     size = sizes.pop() if len(sizes) == 1 else None
@@ -112,12 +113,12 @@ def fixed_batch(model: Model) -> int | None:
 def check_batch_axis(
     inputs: Mapping[str, ir.Value], of_model: Iterable[ir.Value], wanted: int | None = None, processes: int = 1
 ) -> int | None:
-    """Return the one batch size that the inputs of a step take together, None if they take any.
+    """Return the one batch size that the inputs of a step take together; None if they take any.
 
     Args:
         of_model: the inputs of the model, which are not targets.
-        wanted: the size that somebody asks for.
-        processes: how many processes share a batch.
+        wanted: the requested size.
+        processes: the number of processes that share a batch.
 
     Raises:
         DataError: the batch is not axis 0 of all inputs, or `wanted` is not their size.
@@ -166,11 +167,12 @@ def _misplaced(what: str) -> DataError:
 
 
 def rebatch(source: Source) -> Model:
-    """A copy of a model for a fixed size of batch that takes any size, such as one that was exported for one image.
+    """Return a copy of a model with a fixed batch size that takes any size.
 
-    The first dimension of inputs becomes a symbol, and shapes that nodes reshape or expand to follow it; what is put
-    beside a single sample is put beside each. Then the model is run: for twice as many samples it must give what it
-    gives for each half, or their mean where it gives a single number, else it is refused.
+    The first axis of inputs becomes a symbol, and so do target shapes of Reshape and Expand that
+    contain it. Constants that are concatenated to a single sample are repeated for each. Then the
+    model runs: for twice as many samples, it must return the results of each half, or their mean
+    for a single number. Otherwise it is refused.
     """
     model = check_signatures(load(source))
     size = fixed_batch(model)
@@ -194,23 +196,23 @@ def rebatch(source: Source) -> Model:
     whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
     try:
         expected = [evaluate(strip(model), half) for half in halves]
-        found = evaluate(strip(result), whole)
+        results = evaluate(strip(result), whole)
     except (DataError, UnsupportedError) as error:
         raise _refusal(size, error.message) from error
-    for value, first, second, both in zip(result.outputs, *expected, found, strict=True):
-        wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
-        if both.shape != wanted.shape:
+    for value, first, second, both in zip(result.outputs, *expected, results, strict=True):
+        joined = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # a loss, for example
+        if both.shape != joined.shape:
             raise _refusal(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
-        if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+        if not np.allclose(both, joined, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise _refusal(size, f"`{value.name}` of a sample depends on the other samples")
     return result
 
 
 def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
-    """The shape that a node reads, if it is the same in every run; tracing leaves a few nodes that compute such."""
-    known = constant_ints(shape)
-    if known is not None or shape is None or shape.producer() is None:
-        return known
+    """Return the target shape that a node reads, if constant; traces compute some with nodes."""
+    numbers_in_file = constant_ints(shape)
+    if numbers_in_file is not None or shape is None or shape.producer() is None:
+        return numbers_in_file
     nodes, read = ancestors([shape])
     constants = [value for value in read if value.producer() is None]
     if len(nodes) > _MOST_NODES or any(value.const_value is None for value in constants):
@@ -237,7 +239,7 @@ def _free_axis(shape: ir.Shape | None, size: int) -> ir.Shape | None:
 
 
 def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
-    """The first dimension becomes what remains or, where another is that, the dimension of the input."""
+    """Make the first axis -1 or, if another axis is, that of the input."""
     if target[0] <= 0:
         return
     if -1 not in target:
@@ -251,13 +253,13 @@ def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: in
 
 
 def _free_expand(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
-    """The first dimension becomes that of the batch; a dimension alone is that of no batch."""
+    """Make the first axis that of the batch; a single axis is not a batch."""
     if target[0] == size and len(target) > 1:
         node.replace_input_with(1, _batch_of(model, node, target[1:]))
 
 
 def _free_concat(model: Model, node: ir.Node) -> None:
-    """A constant for one sample, put beside what is there for each, is repeated: the class token of a transformer."""
+    """Repeat constants that are concatenated to each sample, such as a class token."""
     if node.attributes.get_int("axis", 0) == 0:
         return
     for i, value in enumerate(node.inputs):
@@ -272,7 +274,7 @@ def _free_concat(model: Model, node: ir.Node) -> None:
 
 
 def _batch_of(model: Model, node: ir.Node, rest: Sequence[int]) -> ir.Value:
-    """The shape of a batch, as large as that of the first input of the model, for a node to read."""
+    """Return the shape of a batch with the size of the first input of the model."""
     name = node.name or node.op_type
     names = model.names()
     shape = ir.Node("", "Shape", [model.inputs[0]], name=names.fresh(f"{name}/input"))
@@ -281,8 +283,8 @@ def _batch_of(model: Model, node: ir.Node, rest: Sequence[int]) -> ir.Value:
     others = _constant(model, f"{name}/rest", tuple(rest))
     axis = ir.AttrInt64("axis", 0)
     joined = ir.Node("", "Concat", [batch.outputs[0], others], [axis], name=names.fresh(f"{name}/shape"))
-    for made in (shape, batch, joined):
-        made.outputs[0].name = names.fresh(made.name or "")
+    for node_ in (shape, batch, joined):
+        node_.outputs[0].name = names.fresh(node_.name or "")
     model.graph.insert_before(node, [shape, batch, joined])
     return joined.outputs[0]
 
@@ -295,11 +297,11 @@ def _constant(model: Model, name: str, numbers: tuple[int, ...]) -> ir.Value:
     return add_initializer(model.graph, model.names().fresh(name), np.asarray(numbers, np.int64))
 
 
-# ---- whether it is the same model ------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
-    """An input that any model takes: small numbers, of which whole ones may be indices."""
+    """Return values that any model takes: small numbers, since integers may be indices."""
     assert value.shape is not None and value.dtype is not None
     shape = [size if isinstance(size, int) else 2 for size in value.shape]
     dtype = value.dtype.numpy()

@@ -1,4 +1,4 @@
-"""Cutting a part out of a model, with as much of its training as the part can carry."""
+"""Extraction of a part of a model, with as much of its training as possible."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from onward.transform.types import fill_in_types
 
 @checked()
 def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
-    """The part of a model that computes `outputs` from `inputs`, which may be values in the middle of it.
+    """Return the part of a model that computes `outputs` from `inputs`, which may be intermediate
+    values.
 
         features = onward.transform.extract("digits.onnx", ["image"], ["active"])
 
     - `model`: any model
     - `inputs`, `outputs`: names of values
 
-    What lies behind the new outputs and is needed for the loss moves into the training step. Parameters before the new
-    inputs leave the model, and their state with them. A step that cannot do without them is refused.
+    Nodes behind the new outputs that the loss needs move into the training step. Parameters before
+    the new inputs are removed with their state. A step that needs them is refused.
     """
     model = load(model).copy()
-    known = {value.name: value for value in values(model.graph) if value.name}
-    missing = [name for name in (*inputs, *outputs) if name not in known]
+    by_name = {value.name: value for value in values(model.graph) if value.name}
+    missing = [name for name in (*inputs, *outputs) if name not in by_name]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(
-            f"there is no value {listed} in the inference graph", hint=suggest_or_list(missing[0], known)
+            f"there is no value {listed} in the inference graph", hint=suggest_or_list(missing[0], by_name)
         )
-    fill_in_types(model, [known[name] for name in (*inputs, *outputs)])
+    fill_in_types(model, [by_name[name] for name in (*inputs, *outputs)])
     graph = model.graph
-    tie(graph)  # to what the part must then contain
-    fresh = [_as_input(known[name]) for name in inputs]
-    known |= {value.name: value for value in fresh if value.name}
-    results = [known[name] for name in outputs]
+    tie(graph)  # to the values that the part must contain
+    fresh = [_as_input(by_name[name]) for name in inputs]
+    by_name |= {value.name: value for value in fresh if value.name}
+    results = [by_name[name] for name in outputs]
     old_inputs = list(graph.inputs)
     graph.outputs.clear()
     graph.inputs.clear()
@@ -63,7 +64,7 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
 
 
 def _as_input(value: ir.Value) -> ir.Value:
-    """A graph input in the place of `value`, for all its readers."""
+    """Return a graph input that replaces `value` for all its readers."""
     if value.producer() is None and not value.is_initializer():
         return value
     fresh = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
@@ -73,15 +74,15 @@ def _as_input(value: ir.Value) -> ir.Value:
 
 
 def _check_reachable(needed: set[ir.Node], old: list[ir.Value], fresh: list[ir.Value], graph: ir.Graph) -> None:
-    read = {value for node in needed for value in node.inputs}
-    unbound = [v.name for v in old if v in read and v not in fresh and v.name not in graph.initializers]
+    values_read = {value for node in needed for value in node.inputs}
+    unbound = [v.name for v in old if v in values_read and v not in fresh and v.name not in graph.initializers]
     if unbound:
         listed = ", ".join(f"`{name}`" for name in unbound)
         raise UnsupportedError(f"the outputs also depend on {listed}", hint="list it among the inputs")
 
 
 def _forget_unreachable(model: Model, index: int, step: Step) -> None:
-    """Take parameters that the loss no longer depends on out of a step, with their slots and updates."""
+    """Remove parameters that the loss no longer depends on from a step, with slots and updates."""
     lost: set[ir.Value] = set()
     gone: set[str] = set()
     for gradient in step.gradients():
@@ -101,9 +102,9 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
         )
     step.update = {key: value for key, value in step.update.items() if key not in state}
     step.reset = {key: value for key, value in step.reset.items() if key not in state}
-    kept = [value for value in step.algorithm.outputs if value not in lost]
+    outputs = [value for value in step.algorithm.outputs if value not in lost]
     step.algorithm.outputs.clear()
-    step.algorithm.outputs.extend(kept)
+    step.algorithm.outputs.extend(outputs)
     step.algorithm.remove([n for n in step.algorithm if any(output in lost for output in n.outputs)], safe=True)
     for name in [n for n, v in step.algorithm.initializers.items() if n in state or not v.uses()]:
         del step.algorithm.initializers[name]
@@ -111,12 +112,12 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
 
 
 def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir.Value]:
-    """Drop from a Gradient's xs what its y does not depend on; returns the outputs that are lost."""
+    """Drop xs from a Gradient that its y does not depend on; return the lost outputs."""
     xs, zs = strings(gradient, "xs"), strings(gradient, "zs")
     by_name = {v.name: v for graph in (model.graph, step.algorithm) for v in values(graph)}
     target = by_name.get(string(gradient, "y"))
-    _, read = ancestors([target] if target is not None else [])
-    keep = [i for i, value in enumerate(gradient.inputs) if value is None or value in read]
+    _, values_read = ancestors([target] if target is not None else [])
+    keep = [i for i, value in enumerate(gradient.inputs) if value is None or value in values_read]
     dropped = [i for i in range(len(xs)) if i not in keep]
     lost = {gradient.outputs[i] for i in dropped if i < len(gradient.outputs)}
     gone.update(xs[i] for i in dropped)
@@ -151,21 +152,21 @@ def _rebuild(
 
 
 def _drop_initial_values(step: Step) -> None:
-    """Remove from the initialization what no binding asks for any more."""
+    """Remove unbound outputs from the initialization."""
     if step.initialization is None:
         return
-    wanted = set(step.reset.values())
-    kept = [value for value in step.initialization.outputs if value.name in wanted]
+    bound = set(step.reset.values())
+    outputs = [value for value in step.initialization.outputs if value.name in bound]
     step.initialization.outputs.clear()
-    step.initialization.outputs.extend(kept)
-    needed, _ = ancestors(kept)
+    step.initialization.outputs.extend(outputs)
+    needed, _ = ancestors(outputs)
     step.initialization.remove([node for node in step.initialization if node not in needed], safe=True)
-    for name in [n for n, v in step.initialization.initializers.items() if not v.uses() and v not in kept]:
+    for name in [n for n, v in step.initialization.initializers.items() if not v.uses() and v not in outputs]:
         del step.initialization.initializers[name]
 
 
 def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir.Value]) -> None:
-    """Give each step its own copy of the inference nodes that only training needs from now on."""
+    """Move inference nodes that only training needs to the steps."""
     graph = model.graph
     for step in model.steps:
         needed, _ = ancestors([*step.algorithm.outputs, *(v for n in step.algorithm for v in n.outputs)])
@@ -175,13 +176,13 @@ def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir
                 "several training steps share nodes that the part does not contain",
                 hint="extract with outputs that contain the losses, or strip the training first",
             )
-        read = {value for node in moved for value in node.inputs}
+        values_read = {value for node in moved for value in node.inputs}
         graph.remove(moved)
         first = step.algorithm[0] if len(step.algorithm) else None
         if first is not None:
             first.prepend(moved)
-        step.algorithm.inputs.extend(v for v in old_inputs if v in read and v not in graph.inputs)
-        for name in [n for n, v in graph.initializers.items() if v in read]:
+        step.algorithm.inputs.extend(v for v in old_inputs if v in values_read and v not in graph.inputs)
+        for name in [n for n, v in graph.initializers.items() if v in values_read]:
             value = graph.initializers[name]
             users = {use.node for use in value.uses()}
             if not users & inference and name not in step.update:

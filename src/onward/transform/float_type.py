@@ -1,4 +1,4 @@
-"""The same model in another floating-point type, all of it: tensors, casts, nested graphs, functions."""
+"""Conversion of a model to another floating-point type: tensors, casts, nested graphs, functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTyp
 _NUMBERS_OF_FLOATS = tuple(dtype.value for dtype in FLOATS)
 
 _TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "output_dtype", "output_datatype", "softmax_precision")
-"""Attributes that hold the number of a type."""
+"""Attributes with the number of a type."""
 
 
 def convert_floats(model: Model, dtype: ir.DataType, *, settings: bool = False) -> Model:
-    """A copy in which every float is a `dtype`, and every tensor is in memory; refused where an operator forbids it.
+    """Return a copy with all floats as `dtype`, and all tensors in memory; raise if an operator
+    forbids it.
 
-    With `settings`, also where it does: for who computes with all operators in that type, whatever the standard says.
+    With `settings`, do not raise: for an engine that takes the type in all operators.
     """
     model = model.copy()
     for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
@@ -52,7 +53,7 @@ def _convert_attributes(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
             continue
         if attribute.type == ir.AttributeType.TENSOR:
             node.attributes.add(ir.AttrTensor(attribute.name, _tensor(attribute.as_tensor(), dtype)))
-        elif attribute.name in ("value_float", "value_floats"):  # these are float32, whatever we want
+        elif attribute.name in ("value_float", "value_floats"):  # these are always float32
             del node.attributes[attribute.name]
             node.attributes.add(ir.AttrTensor("value", ir.Tensor(np.asarray(attribute.value, dtype.numpy()))))
     for name, value in attributes(node, opset).items():
@@ -63,9 +64,9 @@ def _convert_attributes(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
 
 
 def _cast_settings_back(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
-    """Cast constants back to float32 where an operator takes nothing else, such as the scales of Resize.
+    """Cast constants back to float32 where an operator requires it, such as the scales of Resize.
 
-    A computed value cannot be cast: the rounding would swamp the differences.
+    A computed value cannot be cast: rounding would hide the differences.
     """
     for i, value in enumerate(node.inputs):
         if value is None or value.dtype != dtype or _takes(node, i, opset, dtype):
@@ -80,7 +81,7 @@ def _cast_settings_back(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
 
 
 def _takes(node: ir.Node, index: int, opset: int, dtype: ir.DataType) -> bool:
-    """Whether an operator takes this type as an input; yes, where nothing is known."""
+    """True if an operator takes this type as an input, or nothing is known."""
     if not is_standard(node) or not defs.has(node.op_type):
         return True
     schema = defs.get_schema(node.op_type, opset)

@@ -1,4 +1,4 @@
-"""Convert one graph to another version of the standard operator set."""
+"""Conversion of one graph to another version of the standard operator set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def convert_graph(
     names: Names,
     captured: Iterable[ValueInfoProto] = (),
 ) -> None:
-    """Convert one graph in place. What it reads from around it is declared as inputs for the time being."""
+    """Convert one graph in place. Values from outside are declared as inputs during the conversion."""
     if _has_operators_of_both(graph, _standard_version(opsets), version):
         return
     before = GraphProto()
@@ -38,8 +38,8 @@ def convert_graph(
         if tensor.name not in declared:
             shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     for sparse in graph.sparse_initializer:
-        kind = sparse.values.data_type
-        shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, kind, sparse.dims))
+        data_type = sparse.values.data_type
+        shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, data_type, sparse.dims))
     shell.graph.ClearField("sparse_initializer")
     shell.graph.input.extend(captured)
     if version >= _NUMPY_BROADCAST > _standard_version(shell.opset_import):
@@ -49,16 +49,16 @@ def convert_graph(
     has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell.opset_import)
     if has_batches:
         _refuse_sequence_lengths(shell.graph)
-    _put_aside(shell)
+    _hide_foreign(shell)
     result = _convert(shell, version)
-    _put_back(result)
+    _restore_foreign(result)
     if has_batches:
         _scan_batches(result)
-    _name_afresh(result, before, names)
+    _rename_added(result, before, names)
     replace_entries(graph.node, result.node)
     _restore_notes(graph, before)
-    known = {tensor.name for tensor in graph.initializer}
-    graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
+    names_in_graph = {tensor.name for tensor in graph.initializer}
+    graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in names_in_graph)
 
 
 def _standard_version(opsets: Iterable[onnx.OperatorSetIdProto]) -> int:
@@ -66,26 +66,27 @@ def _standard_version(opsets: Iterable[onnx.OperatorSetIdProto]) -> int:
 
 
 def _has_operators_of_both(graph: GraphProto, *versions: int) -> bool:
-    """Whether each operator is the same one in both operator sets, so that there is nothing to convert."""
+    """True if each operator is the same in both operator sets."""
     if max(versions) > onnx.defs.onnx_opset_version():
         return False
-    kinds = {node.op_type for inner in with_nested(graph) for node in inner.node if node.domain in STANDARD}
+    operators = {node.op_type for inner in with_nested(graph) for node in inner.node if node.domain in STANDARD}
     try:
-        schemas = [[onnx.defs.get_schema(kind, version, "") for version in versions] for kind in kinds]
+        schemas = [[onnx.defs.get_schema(operator, version, "") for version in versions] for operator in operators]
     except onnx.defs.SchemaError:  # an operator that the standard does not have there
         return False
     return all(old.since_version == new.since_version and not new.deprecated for old, new in schemas)
 
 
 def _spread_slopes(shell: ModelProto) -> None:
-    """Give the slopes of PRelu an axis for each dimension behind the channels, which the converter fails to do.
+    """Give slopes of PRelu an axis per axis behind the channels, which the converter omits.
 
-    Until operator set 6 a slope of shape [C] meant one number per channel; from 7 on it is broadcast to the last axis.
+    Up to operator set 6, a slope of shape [C] has one number per channel; from 7 on it broadcasts
+    to the last axis.
     """
     graph = shell.graph
     check_equations(shell)
-    known = onnx.shape_inference.infer_shapes(shell).graph
-    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*known.input, *known.value_info, *known.output)}
+    typed = onnx.shape_inference.infer_shapes(shell).graph
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*typed.input, *typed.value_info, *typed.output)}
     ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -99,9 +100,9 @@ def _spread_slopes(shell: ModelProto) -> None:
 
 
 def _spread_groups(graph: GraphProto) -> None:
-    """Give GroupNormalization a scale and a bias for each channel, where it had one for each group until version 20.
+    """Give GroupNormalization scale and bias per channel; up to version 20 they are per group.
 
-    The converter leaves them as they are.
+    The converter leaves them unchanged.
     """
     for inner in with_nested(graph):
         nodes: list[onnx.NodeProto] = []
@@ -115,7 +116,7 @@ def _spread_groups(graph: GraphProto) -> None:
 
 
 def _of_channels(node: onnx.NodeProto, groups: int, i: int, name: str) -> list[onnx.NodeProto]:
-    """Nodes that repeat the i-th input of a GroupNormalization, which is made to read the result."""
+    """Return nodes that repeat the i-th input of a GroupNormalization for each channel."""
     x, of_groups = node.input[0], node.input[i]
     groups_, channels, size, shape, one, column, wide, node.input[i] = (f"{name}/{k}" for k in range(8))
     make = onnx.helper.make_node
@@ -139,28 +140,29 @@ def _refuse_sequence_lengths(graph: GraphProto) -> None:
 
 
 def _scan_batches(graph: GraphProto) -> None:
-    """Put each Scan into another over the batch, which the converter fails to do.
+    """Put each Scan into another over the batch, which the converter omits.
 
-    In operator set 8 all inputs and outputs of a Scan had a first axis of samples, each of which was scanned by itself.
+    In operator set 8, all inputs and outputs of a Scan had a first axis of samples, each scanned by
+    itself.
     """
     for scan in [node for inner in with_nested(graph) for node in inner.node if node.op_type == "Scan"]:
-        one = onnx.NodeProto.FromString(scan.SerializeToString())
-        one.input[:] = [f"{name}/sample" for name in scan.input]
-        one.output[:] = [f"{name}/sample" for name in scan.output]
-        given = {attribute.name: attribute for attribute in scan.attribute}
-        body, states = given["body"].g, len(scan.input) - given["num_scan_inputs"].i
+        inner_scan = onnx.NodeProto.FromString(scan.SerializeToString())
+        inner_scan.input[:] = [f"{name}/sample" for name in scan.input]
+        inner_scan.output[:] = [f"{name}/sample" for name in scan.output]
+        settings = {attribute.name: attribute for attribute in scan.attribute}
+        body, states = settings["body"].g, len(scan.input) - settings["num_scan_inputs"].i
         inputs, outputs = (
             [_sample(*pair, is_sequence=i >= states) for i, pair in enumerate(zip(names, values, strict=True))]
-            for names, values in ((one.input, body.input), (one.output, body.output))
+            for names, values in ((inner_scan.input, body.input), (inner_scan.output, body.output))
         )
-        sample = onnx.helper.make_graph([one], f"{body.name}/sample", inputs, outputs)
+        sample = onnx.helper.make_graph([inner_scan], f"{body.name}/sample", inputs, outputs)
         del scan.attribute[:]
         scan.attribute.append(onnx.helper.make_attribute("body", sample))
         scan.attribute.append(onnx.helper.make_attribute("num_scan_inputs", len(scan.input)))
 
 
 def _sample(name: str, value: ValueInfoProto, is_sequence: bool) -> ValueInfoProto:
-    """What one sample is for a Scan whose body has this value: itself, or a sequence of it."""
+    """Return the type of one sample for a Scan whose body has this value, or of a sequence of it."""
     described = value.type.tensor_type
     result = onnx.helper.make_tensor_value_info(name, described.elem_type, None)
     if described.HasField("shape"):
@@ -170,12 +172,12 @@ def _sample(name: str, value: ValueInfoProto, is_sequence: bool) -> ValueInfoPro
 
 
 _FOREIGN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 1000}
-"""Operators that ONNX Runtime puts into the domain of the standard, and since which operator set they belong there."""
+"""Operator that ONNX Runtime puts into the standard domain -> the first operator set that has it."""
 _ASIDE = "com.microsoft"
 
 
-def _put_aside(shell: ModelProto) -> None:
-    """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
+def _hide_foreign(shell: ModelProto) -> None:
+    """Move foreign operators into another domain, since the converter refuses them."""
     version = _standard_version(shell.opset_import)
     for graph in with_nested(shell.graph):
         for node in graph.node:
@@ -185,7 +187,7 @@ def _put_aside(shell: ModelProto) -> None:
         shell.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
 
 
-def _put_back(result: GraphProto) -> None:
+def _restore_foreign(result: GraphProto) -> None:
     for graph in with_nested(result):
         for node in graph.node:
             if node.domain == _ASIDE and node.op_type in _FOREIGN:
@@ -204,8 +206,8 @@ def _convert(shell: ModelProto, version: int) -> GraphProto:
         ) from error
 
 
-def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
-    """The converter names what it adds `_v_4`, in each graph anew; the combined graph needs them to differ."""
+def _rename_added(result: GraphProto, before: GraphProto, names: Names) -> None:
+    """Rename new values uniquely: the converter calls them `_v_4` in each graph."""
     old = {name for node in before.node for name in node.output} | {t.name for t in before.initializer}
     added = {name for node in result.node for name in node.output} | {t.name for t in result.initializer}
     fresh = {name: names.fresh(name.strip("_")) for name in sorted(added - old - {""})}
@@ -220,7 +222,7 @@ def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
 
 
 def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
-    """Give nodes back what the converter drops: names, notes, metadata, and references to a function's attributes."""
+    """Restore what the converter drops: names, notes, metadata, references to attributes."""
     notes = {tuple(node.output): node for node in before.node}
     for node in graph.node:
         original = notes.get(tuple(node.output))

@@ -1,4 +1,4 @@
-"""Replacing calls of model-local functions by their bodies, in the inference graph and in training."""
+"""Inlining of model-local functions, in the inference graph and in training."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from onward.transform.types import value_types
 
 @checked()
 def inline(model: Source, names: Iterable[str] = ("*",)) -> Model:
-    """A copy in which calls of functions are replaced by their bodies.
+    """Return a copy in which calls of functions are replaced by their bodies.
 
         plain = onward.transform.inline("training.onnx", ["onward.Adam*"])
 
     - `model`: any model
-    - `names`: patterns of the functions, as `domain.Name`; all unless given
+    - `names`: patterns of the functions, as `domain.Name` (default: all)
     """
     model, patterns = of_one_opset(load(model)).copy(), list(names)
-    known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
+    functions = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:
-        if pattern != "*" and not any(_matches(name, pattern) for name in known):
-            hint = suggest_or_list(pattern.strip("*"), known)
+        if pattern != "*" and not any(_matches(name, pattern) for name in functions):
+            hint = suggest_or_list(pattern.strip("*"), functions)
             raise UnknownNameError(f"`{pattern}` matches no function of the model", hint=hint)
     inline_calls(model, patterns)
     return stamp(model)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
+    return name == pattern or fnmatchcase(name, pattern)  # a name may contain wildcards
 
 
 def inline_calls(model: Model, names: Iterable[str] = ("*",), names_in_use: Names | None = None) -> None:
-    """The same in place. `names_in_use` are the names of the model, where they are known."""
+    """Inline functions in place. `names_in_use` are the names of the model, if known."""
     check_expansion(model)
     patterns = list(names)
 
-    def wanted(function: ir.Function) -> bool:
+    def is_selected(function: ir.Function) -> bool:
         return any(_matches(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
 
-    if any(map(wanted, model.functions.values())):
-        _inline(model, wanted, names_in_use or model.names())
+    if any(map(is_selected, model.functions.values())):
+        _inline(model, is_selected, names_in_use or model.names())
     drop_unused_definitions(model)
 
 
-def _inline(model: Model, wanted: Callable[[ir.Function], bool], names_in_use: Names) -> None:
-    from onnx_ir.passes.common import InlinePass  # slow to import, and seldom needed
+def _inline(model: Model, is_selected: Callable[[ir.Function], bool], names_in_use: Names) -> None:
+    from onnx_ir.passes.common import InlinePass  # slow to import, and rarely needed
 
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = [function.clone() for function in model.functions.values()]
@@ -72,22 +72,23 @@ def _inline(model: Model, wanted: Callable[[ir.Function], bool], names_in_use: N
         graph.opset_imports.update(model.ir.opset_imports)
         holder = ir.Model(graph, ir_version=model.ir.ir_version or IR_VERSION, functions=[f.clone() for f in functions])
         try:
-            InlinePass(criteria=wanted)(holder)
+            InlinePass(criteria=is_selected)(holder)
         except (ir.passes.PassError, ValueError) as error:
             cause = error.__cause__ or error
             raise InvalidModelError(f"the functions cannot be inlined: {cause}") from error
-        for value in values(graph):  # fresh in their own graph so far; the combined graph needs them fresh in both
+        for value in values(graph):  # unique in their own graph; the combined graph needs them unique in both
             if value not in before and not value.is_graph_output():
                 value.name = names_in_use.fresh(value.name or "value")
-        names_in_use.take(all_names(graph))  # those within nested graphs
+        names_in_use.take(all_names(graph))  # also names in nested graphs
         untie(graph)
     for function in functions:
-        if wanted(function):
+        if is_selected(function):
             model.functions.pop(function.identifier(), None)
 
 
 def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Model:
-    """A copy in which nodes of these operators, as (domain, name), are replaced by their function bodies.
+    """Return a copy in which nodes of these operators, as (domain, name), are replaced by their
+    bodies.
 
     They may be functions of the model or operators that the standard defines as functions.
     """
@@ -106,7 +107,7 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
 
 
 def has_body(operator: str, opset: int, domain: str = "") -> bool:
-    """Whether the standard defines an operator as a function of others."""
+    """True if the standard defines an operator as a function of others."""
     try:
         schema: Any = defs.get_schema(operator, opset, schema_domain(domain))
     except defs.SchemaError:
@@ -115,7 +116,7 @@ def has_body(operator: str, opset: int, domain: str = "") -> bool:
 
 
 def _state_defaults(proto: ModelProto, operators: Iterable[tuple[str, str]], opset: int) -> None:
-    """Write the defaults of attributes of functions into calls that leave them out: the inliner forgets them."""
+    """Write defaults of attributes into calls, since the inliner ignores them."""
     defaults: dict[tuple[str, str, str], Iterable[AttributeProto]] = {
         (f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions if f.attribute_proto
     }

@@ -1,4 +1,4 @@
-"""Join two models into one, with the training of both, and rename values everywhere that a name stands."""
+"""Join two models with their training, and rename values everywhere."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def merge(
     *,
     prefix: str = "",
 ) -> Model:
-    """One model that runs `first` and then `second`, with the training steps of both.
+    """Return one model that runs `first` and then `second`, with the training steps of both.
 
         both = onward.transform.merge("encoder.onnx", "decoder.onnx", {"code": "z"}, prefix="decoder/")
 
     - `first`, `second`: the models; outputs of `first` that are not connected stay outputs
-    - `connect`: output of `first` -> input of `second`; without it, they are joined in order where that is the only way
-    - `prefix`: goes before all names of `second`, for when the two share some
+    - `connect`: output of `first` -> input of `second` (default: all in order, if their numbers are equal)
+    - `prefix`: prefix of all names of `second`, for models that share names
     """
     first, second = load(first), load(second)
     opset = max(first.opset, second.opset)
@@ -76,13 +76,13 @@ def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> di
                 hint="say which output goes to which input",
             )
         return dict(zip(outputs, inputs, strict=True))
-    for name, known, what in (
+    for name, candidates, role in (
         *((n, outputs, "output of the first model") for n in connect),
         *((n, inputs, "input of the second model") for n in connect.values()),
     ):
-        if name not in known:
+        if name not in candidates:
             raise UnknownNameError(
-                f"`{name}` is no {what}", hint=suggest(name, known) or f"there are {', '.join(known)}"
+                f"`{name}` is no {role}", hint=suggest(name, candidates) or f"there are {', '.join(candidates)}"
             )
     by_input: dict[str, str] = {}
     for output, name in connect.items():
@@ -118,7 +118,7 @@ def _check_types(source: ir.Value, target: ir.Value) -> None:
 def _move(first: Model, second: Model, connected: set[str]) -> None:
     """Move inputs, weights and nodes of `second` into the graph of `first`."""
     graph, other = first.graph, second.graph
-    kept = [value for value in graph.outputs if value.name not in connected]
+    unconnected = [value for value in graph.outputs if value.name not in connected]
     outputs, inputs = list(other.outputs), list(other.inputs)
     initializers, nodes = list(other.initializers.values()), list(other)
     other.outputs.clear()
@@ -130,7 +130,7 @@ def _move(first: Model, second: Model, connected: set[str]) -> None:
         graph.register_initializer(value)
     graph.extend(nodes)
     graph.outputs.clear()
-    graph.outputs.extend([*kept, *outputs])
+    graph.outputs.extend([*unconnected, *outputs])
 
 
 def _check_functions(first: Model, second: Model) -> None:
@@ -148,7 +148,7 @@ def _check_functions(first: Model, second: Model) -> None:
 
 @checked()
 def rename(model: Source, names: Mapping[str, str]) -> Model:
-    """A copy in which values have new names. The optimizer state of a renamed parameter is renamed along with it.
+    """Return a copy in which values have new names. Optimizer state is renamed with its parameter.
 
         renamed = onward.transform.rename("training.onnx", {"fc2.weight": "head.weight"})
 
@@ -156,37 +156,37 @@ def rename(model: Source, names: Mapping[str, str]) -> Model:
     - `names`: old -> new
     """
     model = load(model).copy()
-    known = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
-    missing = [name for name in names if name not in known]
+    by_name = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
+    missing = [name for name in names if name not in by_name]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=suggest_or_list(missing[0], known))
-    wanted = dict(names)
+        raise UnknownNameError(f"there is no value {listed}", hint=suggest_or_list(missing[0], by_name))
+    new_names = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
-        if owner is not None and owner in wanted and value.name and value.name not in wanted:
-            wanted[value.name] = value.name.replace(owner, wanted[owner])
-    clashes = sorted({new for old, new in wanted.items() if new in known and new not in wanted})
-    doubled = sorted({new for new in wanted.values() if list(wanted.values()).count(new) > 1})
+        if owner is not None and owner in new_names and value.name and value.name not in new_names:
+            new_names[value.name] = value.name.replace(owner, new_names[owner])
+    clashes = sorted({new for old, new in new_names.items() if new in by_name and new not in new_names})
+    doubled = sorted({new for new in new_names.values() if list(new_names.values()).count(new) > 1})
     if clashes or doubled:
         name = (clashes or doubled)[0]
         raise InvalidModelError(f"`{name}` is already the name of another value", hint="choose another")
-    _apply(model, wanted)
+    _rename_all(model, new_names)
     return stamp(model)
 
 
 @checked()
 def add_prefix(model: Source, prefix: str) -> Model:
-    """A copy in which every value and node, nested ones included, has `prefix` before its name.
+    """Return a copy in which every value and node, also nested ones, has a prefix before its name.
 
         decoder = onward.transform.add_prefix("decoder.onnx", "decoder/")
 
     - `model`: any model
-    - `prefix`: what goes before the names
+    - `prefix`: the prefix
     """
     model = load(model).copy()
-    wanted = {v.name: prefix + v.name for graph in _scopes(model, nested=True) for v in values(graph) if v.name}
-    _apply(model, wanted)
+    new_names = {v.name: prefix + v.name for graph in _scopes(model, nested=True) for v in values(graph) if v.name}
+    _rename_all(model, new_names)
     for graph in _scopes(model, nested=True):
         for node in graph:
             node.name = prefix + node.name if node.name else node.name
@@ -194,7 +194,7 @@ def add_prefix(model: Source, prefix: str) -> Model:
 
 
 def replace_names(step: Step, names: Mapping[str, str]) -> None:
-    """Change names where a step holds them as text: in Gradients, bindings and facts."""
+    """Change names in the strings of a step: in Gradients, bindings and facts."""
 
     def new(name: str) -> str:
         return names.get(name, name)
@@ -207,25 +207,25 @@ def replace_names(step: Step, names: Mapping[str, str]) -> None:
             step.metadata[key] = json.dumps(_rename_in_fact(fact, names))
 
 
-def _apply(model: Model, wanted: Mapping[str, str]) -> None:
+def _rename_all(model: Model, new_names: Mapping[str, str]) -> None:
     named = dict.fromkeys(v for g in _scopes(model, nested=True) for v in (*values(g), *g.outputs))
-    affected = [value for value in named if value.name in wanted]
-    targets = [wanted[value.name] for value in affected if value.name]
-    for i, value in enumerate(affected):  # by way of names that nobody has, so that two values can swap theirs
+    affected = [value for value in named if value.name in new_names]
+    targets = [new_names[value.name] for value in affected if value.name]
+    for i, value in enumerate(affected):  # temporary names, so that two values can swap theirs
         value.name = f"onward:renaming:{i}"
     for value, name in zip(affected, targets, strict=True):
         value.name = name
         tensor = value.const_value
         owner = tensor.metadata_props.get(PARAMETER_KEY, "") if tensor is not None else ""
-        if tensor is not None and owner in wanted:
-            value.const_value = with_tags(tensor, param=wanted[owner])
-    rename_in_gradients(model.graph, wanted)
+        if tensor is not None and owner in new_names:
+            value.const_value = with_tags(tensor, param=new_names[owner])
+    rename_in_gradients(model.graph, new_names)
     for step in model.steps:
-        replace_names(step, wanted)
+        replace_names(step, new_names)
 
 
 def _rename_in_fact(fact: Any, names: Mapping[str, str]) -> Any:
-    """A JSON fact with every string that is an old name replaced, as a value and as a key."""
+    """Return a JSON fact with old names replaced, in values and keys."""
     if isinstance(fact, str):
         return names.get(fact, fact)
     if isinstance(fact, list):

@@ -1,4 +1,4 @@
-"""Convert a model to another version of the standard operator set, training included."""
+"""Conversion of a model, with its training, to another version of the standard operator set."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from onward.transform.graph_opset import convert_graph
 from onward.transform.types import value_types
 
 _INITIALIZERS_APART = 4
-"""From this IR version on an initializer need not be an input as well, which the converter relies on."""
+"""First IR version in which an initializer need not be an input, as the converter assumes."""
 
 
 @checked()
 def convert_opset(model: Source, version: Count) -> Model:
-    """The same model in operator set `version`: inference graph, algorithms, initializations and functions.
+    """Return the model in operator set `version`: inference graph, algorithms, initializations,
+    functions.
 
         newer = onward.transform.convert_opset("training.onnx", 22)
 
-    The conversion itself is `onnx.version_converter`'s, which knows nothing of training and functions, so each graph is
-    handed to it on its own, without the weights.
+    `onnx.version_converter` converts each graph. It knows neither training nor functions, and gets
+    no weights.
 
     - `model`: any model
     - `version`: the operator set
@@ -65,9 +66,10 @@ def convert_opset(model: Source, version: Count) -> Model:
 
 
 def of_one_opset(model: Model, oldest: int = 1) -> Model:
-    """The model in one version of each operator set, functions included; in a common one if it is older than `oldest`.
+    """Return the model in one version of each operator set, in a common one if it is older than
+    `oldest`.
 
-    Functions may import other versions than the model that they are in. Nothing is converted to an older one.
+    Functions may import other versions than their model. Nothing is converted to an older one.
     """
     versions = [
         f.opset_imports[domain] for f in model.functions.values() for domain in STANDARD if domain in f.opset_imports
@@ -77,21 +79,24 @@ def of_one_opset(model: Model, oldest: int = 1) -> Model:
 
 
 def _is_of_one_opset(model: Model) -> bool:
-    return is_of_one_opset(model.ir.opset_imports, (f.opset_imports for f in model.functions.values()))
+    """True if functions use the operator sets of the model, and its standard domain the short name."""
+    shared = {"" if domain in STANDARD else domain: version for domain, version in model.ir.opset_imports.items()}
+    imports = (pair for function in model.functions.values() for pair in function.opset_imports.items())
+    return all(domain != "ai.onnx" and shared.setdefault(domain, version) == version for domain, version in imports)
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-# Convert the functions of a model, each of which has operator sets of its own, to the same version.
+# Conversion of the functions of a model, which have their own operator sets, to the same version.
 #
-# A function has no types, and attributes that only its calls know. Where what it means in another version depends on
-# them, each kind of call gets a function of its own.
+# A function has no types, and only its calls have its attributes. If its conversion depends on them, each kind of call
+# gets its own function.
 
 _AXES_AS_NUMPY = 13
-"""Before it, what operators mean depends on the shapes of their inputs."""
+"""Older operators depend on the shapes of their inputs."""
 _OTHER_MEANING = {"GridSample", "GroupNormalization"}
-"""Operators whose attributes stay, and mean something else."""
+"""Operators whose attributes keep their names and change their meaning."""
 
 Key = tuple[str, str, str]
 Types = Mapping[str, ValueInfoProto]
@@ -99,28 +104,28 @@ Types = Mapping[str, ValueInfoProto]
 
 def convert_functions(proto: ModelProto, version: int) -> None:
     """Bring all functions to operator set `version`, in place."""
-    # Have functions import the model's versions of domains beside the standard's, if they mean the same there.
+    # Let functions import the model's versions of other domains, if their operators are the same.
     shared = {opset.domain: opset.version for opset in proto.opset_import}
     defined = {(function.domain, function.name) for function in proto.functions}
     for function in proto.functions:
         for opset in function.opset_import:
-            opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime knows it as that
+            opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime expects the short name
             if opset.domain in STANDARD or shared.setdefault(opset.domain, opset.version) == opset.version:
                 continue
             nodes = all_nodes(function.node)
             for operator in {node.op_type for node in nodes if node.domain == opset.domain}:
-                wanted = shared[opset.domain]
+                expected = shared[opset.domain]
                 if (opset.domain, operator) not in defined and not is_same(
-                    operator, opset.domain, opset.version, wanted
+                    operator, opset.domain, opset.version, expected
                 ):
                     raise UnsupportedError(
                         f"the function `{function.domain}.{function.name}` has `{opset.domain}.{operator}` of version "
-                        f"{opset.version} of its domain, and others of the model have version {wanted}",
+                        f"{opset.version} of its domain, and others of the model have version {expected}",
                         hint="write all with the same version: nothing converts operators of that domain",
                     )
             opset.version = shared[opset.domain]
-    made = _ForCalls(proto.functions, version)
-    if not made.needed:
+    for_calls = _FunctionsOfCalls(proto.functions, version)
+    if not for_calls.needed:
         return
     graphs = {"": (proto.graph, value_types(proto))}
     for i, info in enumerate(proto.training_info):
@@ -128,20 +133,13 @@ def convert_functions(proto: ModelProto, version: int) -> None:
         graphs[f"{i}"] = info.algorithm, value_types(proto, info.algorithm)
         graphs[f"{i}/start"] = info.initialization, value_types(start)
     for graph, types in graphs.values():
-        made.redirect(graph, types)
-    kept = [function for function in proto.functions if _key(function) not in made.needed]
-    replace_entries(proto.functions, [*kept, *made.functions.values()])
-
-
-def is_of_one_opset(model_versions: Mapping[str, int], function_versions: Iterable[Mapping[str, int]]) -> bool:
-    """Whether functions use the operator sets of their model, and the short name of the standard's."""
-    shared = {"" if domain in STANDARD else domain: version for domain, version in model_versions.items()}
-    imports = (pair for versions in function_versions for pair in versions.items())
-    return all(domain != "ai.onnx" and shared.setdefault(domain, version) == version for domain, version in imports)
+        for_calls.redirect(graph, types)
+    others = [function for function in proto.functions if _key(function) not in for_calls.needed]
+    replace_entries(proto.functions, [*others, *for_calls.functions.values()])
 
 
 def convert_function(function: FunctionProto, version: int) -> bool:
-    """Convert a function in place; false, and nothing done, where that depends on the call."""
+    """Convert a function in place; return False, without a change, if that depends on the call."""
     if function_version(function) in (None, version):
         return True
     graph = GraphProto(name=function.name, node=function.node)
@@ -170,7 +168,7 @@ def _rewrite(function: FunctionProto, graph: GraphProto, version: int) -> None:
 
 
 def _keeps_references(nodes: Iterable[NodeProto], converted: GraphProto) -> bool:
-    """Whether all that refers to attributes of the function does so as before."""
+    """True if all references to attributes of the function are unchanged."""
     new = {tuple(node.output): node for node in converted.node}
     outer, *nested = with_nested(GraphProto(node=nodes))
     return not any(map(_refers, (node for graph in nested for node in graph.node))) and all(
@@ -181,7 +179,7 @@ def _keeps_references(nodes: Iterable[NodeProto], converted: GraphProto) -> bool
 
 
 def _is_alike(node: NodeProto, other: NodeProto) -> bool:
-    described = ((each.op_type, *each.input, *sorted(a.name for a in each.attribute)) for each in (node, other))
+    described = ((entry.op_type, *entry.input, *sorted(a.name for a in entry.attribute)) for entry in (node, other))
     return len(set(described)) == 1
 
 
@@ -193,7 +191,7 @@ def _key(function: FunctionProto) -> Key:
     return function.domain, function.name, function.overload
 
 
-class _ForCalls:
+class _FunctionsOfCalls:
     """Functions made for kinds of calls."""
 
     def __init__(self, functions: Iterable[FunctionProto], version: int):
@@ -201,7 +199,7 @@ class _ForCalls:
         self._version = version
         self._names = Names(name for _, name, _ in self._known)
         self.needed = {key for key, function in self._known.items() if not convert_function(function, version)}
-        """Those that calls need functions of their own for: they cannot be converted, or call such."""
+        """Functions that need a version per kind of call: they cannot be converted, or call such ones."""
         while more := {key for key, function in self._known.items() if self._calls(function.node)} - self.needed:
             self.needed |= more
         self.functions: dict[tuple[object, ...], FunctionProto] = {}
@@ -215,19 +213,19 @@ class _ForCalls:
         return node.domain, node.op_type, node.overload
 
     def redirect(self, graph: GraphProto, types: Types) -> None:
-        """Let the calls in a graph call the functions that are made for them."""
+        """Let the calls in a graph call the functions made for them."""
         for node in all_nodes(graph.node):
             if self._target(node) in self.needed:
-                node.op_type, node.overload = self._made(node, types).name, ""
+                node.op_type, node.overload = self._converted(node, types).name, ""
                 del node.attribute[:]
 
-    def _made(self, call: NodeProto, types: Types) -> FunctionProto:
-        given = [
+    def _converted(self, call: NodeProto, types: Types) -> FunctionProto:
+        input_types = [
             types[name].type.SerializeToString(deterministic=True) if name in types else name for name in call.input
         ]
-        stated = sorted(attribute.SerializeToString(deterministic=True) for attribute in call.attribute)
-        kind = (self._target(call), *given, *stated)
-        if kind not in self.functions:
+        attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in call.attribute)
+        key = (self._target(call), *input_types, *attributes)
+        if key not in self.functions:
             function = self._known[self._target(call)]
             graph = _body(function, call, types)
             shell = ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=function.opset_import)
@@ -237,31 +235,31 @@ class _ForCalls:
                 try:
                     convert_graph(graph, function.opset_import, self._version, Names(names_within(graph)))
                 except UnsupportedError as error:
-                    where = f"in the function `{function.domain}.{function.name}`"
-                    raise UnsupportedError(f"{error.message}\n{where}", hint=error.hint) from error
-            made = FunctionProto()
-            made.CopyFrom(function)
-            made.name, made.overload = self._names.fresh(f"{function.name}_{self._version}"), ""
-            del made.attribute[:], made.attribute_proto[:], made.value_info[:]
-            _rewrite(made, graph, self._version)
-            self.functions[kind] = made
-        return self.functions[kind]
+                    context = f"in the function `{function.domain}.{function.name}`"
+                    raise UnsupportedError(f"{error.message}\n{context}", hint=error.hint) from error
+            converted = FunctionProto()
+            converted.CopyFrom(function)
+            converted.name, converted.overload = self._names.fresh(f"{function.name}_{self._version}"), ""
+            del converted.attribute[:], converted.attribute_proto[:], converted.value_info[:]
+            _rewrite(converted, graph, self._version)
+            self.functions[key] = converted
+        return self.functions[key]
 
 
 def _body(function: FunctionProto, call: NodeProto, types: Types) -> GraphProto:
-    """What a call computes, as a graph: references are what the call says, and what it leaves out is left out."""
+    """Return a call as a graph, with its attributes and without its omitted inputs."""
     graph = GraphProto(name=function.name, node=function.node)
     graph.output.extend(ValueInfoProto(name=name) for name in function.output)
-    given = {formal: name for formal, name in zip(function.input, call.input, strict=False) if name}
-    for formal, name in given.items():
+    inputs = {formal: name for formal, name in zip(function.input, call.input, strict=False) if name}
+    for formal, name in inputs.items():
         graph.input.add(name=formal, type=types[name].type if name in types else None)
-    missing = set(function.input) - given.keys()
+    missing = set(function.input) - inputs.keys()
     settings = {a.name: a for a in (*function.attribute_proto, *call.attribute)}
     for node in all_nodes(graph.node):
         node.input[:] = ["" if name in missing else name for name in node.input]
-        stated = list(node.attribute)
+        attributes = list(node.attribute)
         del node.attribute[:]
-        for attribute in stated:
+        for attribute in attributes:
             if not attribute.ref_attr_name:
                 node.attribute.append(attribute)
             elif attribute.ref_attr_name in settings:
@@ -275,9 +273,9 @@ def _body(function: FunctionProto, call: NodeProto, types: Types) -> GraphProto:
 
 
 def is_same(operator: str, domain: str, *versions: int) -> bool:
-    """Whether an operator is the same in all these versions of its domain."""
+    """True if an operator is the same in all these versions of its domain."""
     if not (operator.isascii() and domain.isascii() and all(0 < version < 2**31 for version in versions)):
-        return False  # nothing that the standard could be asked about
+        return False  # not a possible name or version of the standard
     try:
         return len({defs.get_schema(operator, version, domain).since_version for version in versions}) == 1
     except defs.SchemaError:

@@ -1,9 +1,9 @@
-"""SAME padding, written out as `pads` where ONNX Runtime computes it otherwise than the standard.
+"""SAME padding as explicit `pads` where ONNX Runtime deviates from the standard.
 
-The standard pads until there are ceil(size / stride) windows, with (windows - 1) * stride + reach - size elements in
-all, and never with fewer than none: so do the reference implementation and TensorFlow, from which SAME comes. Where
-that number is negative, ONNX Runtime 1.31 cuts the image. Where windows have gaps (dilations), it refuses convolutions,
-and computes the padding of pools as if there were none.
+The standard pads until there are ceil(size / stride) windows, with (windows - 1) * stride + reach -
+size elements in all, and never fewer than zero. The reference implementation and TensorFlow, the
+origin of SAME, agree. If that number is negative, ONNX Runtime 1.31 crops the image. For dilated
+windows, it refuses convolutions, and computes the padding of pools as if there were no dilation.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from onward.transform.types import fill_in_types_before
 _POOLS = ("AveragePool", "LpPool", "MaxPool")
 _TRANSPOSED = "ConvTranspose"
 _WEIGHTS = {"Conv": 1, "ConvInteger": 1, _TRANSPOSED: 1, "QLinearConv": 3}
-"""Which input of a convolution is its kernel."""
+"""Convolution -> the index of its kernel among the inputs."""
 _CUT = 2
-"""How far a stride must exceed a window for ONNX Runtime to cut the image at its beginning: it rounds -1 / 2 to 0.
-A MaxPool fails as soon as it cuts at all."""
+"""Smallest excess of a stride over a window for which ONNX Runtime crops the start of the image: it
+rounds -1 / 2 to 0. A MaxPool fails for any crop."""
 
 
 def write_padding(model: Model) -> list[str]:
-    """Write out in place the padding that ONNX Runtime computes otherwise; return the names of the changed nodes.
+    """Write out paddings that ONNX Runtime computes differently, in place; return the changed
+    nodes.
 
     Raises:
         UnsupportedError: The padding depends on unknown sizes, or runtimes do not agree on it.
     """
     calls = [f"{f.domain}.{f.name}" for f in model.functions.values() if any(_affected(f.all_nodes(), model.opset))]
     if calls:
-        inline_calls(model, calls)  # no sizes are known in bodies of functions
+        inline_calls(model, calls)  # sizes are unknown in bodies of functions
     nodes = list(_affected(nodes_of(model), model.opset))
     if not nodes:
         return []
@@ -53,25 +54,28 @@ def write_padding(model: Model) -> list[str]:
 
 
 def same_padding(size: int, reach: int, stride: int, auto_pad: str) -> tuple[int, int]:
-    """Return what SAME_UPPER or SAME_LOWER adds before and after an axis; `reach` is the size of a window on it."""
+    """Return the elements that SAME_UPPER or SAME_LOWER adds before and after an axis.
+
+    `reach` is the size of a window on it.
+    """
     total = max((math.ceil(size / stride) - 1) * stride + reach - size, 0)
     small, large = total // 2, total - total // 2
     return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
 class _Windows(NamedTuple):
-    """What attributes say about windows, per spatial axis."""
+    """Windows of a node, per spatial axis."""
 
     auto_pad: str
     kernel: Sequence[int] | None
-    """None if the file does not state it."""
+    """None if it is unknown."""
     strides: Sequence[int]
     dilations: Sequence[int]
     reaches: list[int]
     more: Sequence[int]
     """The `output_padding` of a transposed convolution."""
     output: Sequence[int] | None
-    """The `output_shape` of one."""
+    """The `output_shape` of a transposed convolution."""
 
     @classmethod
     def of(cls, node: ir.Node, opset: int) -> _Windows:
@@ -85,7 +89,7 @@ class _Windows(NamedTuple):
 
 
 def _affected(nodes: Iterable[ir.Node], opset: int) -> Iterator[ir.Node]:
-    """The nodes whose padding ONNX Runtime may compute otherwise."""
+    """Yield the nodes whose padding ONNX Runtime may compute differently."""
     for node in nodes:
         if is_standard(node) and node.op_type in (*_POOLS, *_WEIGHTS):
             window = _Windows.of(node, opset)
@@ -109,7 +113,7 @@ def _kernel(node: ir.Node) -> list[int] | None:
 
 
 def _sizes(node: ir.Node) -> list[int | None]:
-    """The spatial sizes of the image that a node reads, as far as they are known."""
+    """Return the spatial sizes of the image that a node reads; None for unknown ones."""
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
     return [n if isinstance(n, int) else None for n in list(shape or ())[2:]]
 
@@ -119,15 +123,15 @@ def _name(node: ir.Node) -> str:
 
 
 def _refuse_gaps(node: ir.Node, window: _Windows) -> None:
-    """Refuse a transposed convolution that adds zeros to its output: runtimes put them at different ends."""
+    """Raise if a transposed convolution pads its output: runtimes do so at different ends."""
     if window.kernel is None:
         return
     sizes = _sizes(node) if window.output else [1] * len(window.kernel)
     output = list(window.output or window.strides)[-len(window.kernel) :]
     most = -1 if window.output and window.auto_pad != "SAME_UPPER" else 0  # a single zero belongs to the end
     numbers = zip(sizes, window.strides, window.reaches, window.more, output, strict=False)
-    for size, stride, reach, more, wanted in numbers:
-        if size is not None and (size - 1) * stride + reach + more - wanted < most:
+    for size, stride, reach, more, expected in numbers:
+        if size is not None and (size - 1) * stride + reach + more - expected < most:
             raise UnsupportedError(
                 f"the padding of `{_name(node)}` is negative, which runtimes read differently",
                 hint="export it with `pads` and `output_padding` in place of `auto_pad` and `output_shape`",
@@ -137,7 +141,7 @@ def _refuse_gaps(node: ir.Node, window: _Windows) -> None:
 def _write(node: ir.Node, window: _Windows) -> None:
     described = f"{window.auto_pad} of `{_name(node)}`"
     sizes = _sizes(node) or [None] * len(window.strides)
-    # Any size will do where all give the same: with a stride of 1, and for windows of one element.
+    # With a stride of 1, or for windows of one element, the size does not matter.
     open_axes = [n is None and s > 1 and k > 1 for n, s, k in zip(sizes, window.strides, window.reaches, strict=True)]
     if window.kernel is None or any(open_axes):
         raise UnsupportedError(

@@ -1,4 +1,6 @@
-"""Take training off a model, put it back after another tool has changed the graph, and drop what nothing reads."""
+"""Removal of training from a model, its return after another tool changed the graph, and of unused
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors, nested_nodes
 from onward.standard import ML_DOMAIN
 from onward.transform.opset import convert_opset
-from onward.transform.quantized import put_away
+from onward.transform.quantized import store_as_integers
 
 
 @checked()
 def strip(model: Source) -> Model:
-    """A copy without training: the inference graph, its weights as they are, and nothing that only training used.
+    """Return a copy without training: the inference graph and its weights.
 
         plain = onward.transform.strip("training.onnx")
 
-    Weights that were stored as integers are so again.
+    Weights that the model stored as integers become integers again.
 
     - `model`: any model
     """
     model = without_steps(model)
-    put_away(model)
-    put_back(model)
+    store_as_integers(model)
+    restore_linear_models(model)
     return model
 
 
 def without_steps(source: Source) -> Model:
-    """The same in the form in which it is trained."""
+    """Return a copy without training, in the form in which it is trained."""
     model = load(source).copy(steps=False)
     for key in [key for key in model.metadata if key.startswith("train.")]:
         del model.metadata[key]
@@ -45,7 +47,7 @@ def without_steps(source: Source) -> Model:
 
 
 def drop_unused_definitions(model: Model) -> None:
-    """Remove functions that nothing calls, and imports of operator sets that nothing uses, in place."""
+    """Remove unused functions and imports of operator sets, in place."""
     used: set[ir.OperatorIdentifier] = set()
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     pending = [node.op_identifier() for graph in graphs for node in graph.all_nodes()]
@@ -64,14 +66,15 @@ def drop_unused_definitions(model: Model) -> None:
 
 @checked()
 def refresh(changed: Source, training: Source) -> Model:
-    """The inference graph of `changed` with the training of `training`, which was made for an earlier form of it.
+    """Return the inference graph of `changed` with the training of `training`, which was made for
+    an earlier form.
 
-        again = onward.transform.refresh("quantised.onnx", "training.onnx")
+        again = onward.transform.refresh("quantized.onnx", "training.onnx")
 
-    Training refers to the inference graph by name. Where a name is gone, or has another type or shape, nothing is
-    guessed: all such places are reported at once.
+    Training refers to the inference graph by name. Names that are missing, or have another type or
+    shape, are reported all at once.
 
-    - `changed`: the model that has lost its training, or has an older one
+    - `changed`: the model that lost its training, or has an older one
     - `training`: the training model
     """
     changed, training = load(changed), load(training)
@@ -102,14 +105,14 @@ def refresh(changed: Source, training: Source) -> Model:
 
 
 def _read_by_training(model: Model) -> Iterator[ir.Value]:
-    """The values of the inference graph that training reads, differentiates or updates."""
+    """Yield the values of the inference graph that training reads, differentiates or updates."""
     by_name = {value.name: value for value in values(model.graph)}
-    read: dict[ir.Value, None] = {}
+    result: dict[ir.Value, None] = {}
     for step in model.steps:
         for node in step.algorithm.all_nodes():
-            read.update((v, None) for v in node.inputs if v is not None and by_name.get(v.name) is v)
-        read.update((by_name[name], None) for name in (*step.update, *step.differentiated()) if name in by_name)
-    yield from read
+            result.update((v, None) for v in node.inputs if v is not None and by_name.get(v.name) is v)
+        result.update((by_name[name], None) for name in (*step.update, *step.differentiated()) if name in by_name)
+    yield from result
 
 
 def _mismatch(old: ir.Value, new: ir.Value | None) -> str | None:
@@ -133,18 +136,17 @@ def _compatible(old: ir.Shape, new: ir.Shape) -> bool:
 # ---- linear models of ai.onnx.ml -------------------------------------------------------------------------------------
 
 
-# Linear models of `ai.onnx.ml`, whose weights are attributes, while they are trained: as a Gemm with initializers.
-#
-# The Gemm carries what the operator was, so that what was given comes back: the same node, with other numbers.
+# Linear models of `ai.onnx.ml` have their weights as attributes. For training, they become a Gemm with initializers,
+# whose metadata describes the operator, so that the same node comes back with other numbers.
 
 ORIGIN_KEY = "train.linear"
-"""In the metadata of a Gemm: what it was, as JSON: operator, name, shape of coefficients, and all other attributes."""
+"""Metadata of a Gemm: its operator as JSON, with name, shape of coefficients, other attributes."""
 PART_KEY = "train.linear.part"
-"""In the metadata of nodes around it: `x` of what prepares its input, or the index of the output that they make."""
+"""Metadata of nodes around it: `x` before its input, or the index of the output that they compute."""
 
 
-def put_back(model: Model) -> None:
-    """Make the operators again of what was opened, in place; what has been changed meanwhile stays open."""
+def restore_linear_models(model: Model) -> None:
+    """Restore operators from their Gemms, in place; those that were changed stay open."""
     opened = [node for node in model.graph if ORIGIN_KEY in node.metadata_props]
     for gemm in opened:
         origin, stored = json.loads(gemm.metadata_props[ORIGIN_KEY]), [v for v in gemm.inputs[1:] if v is not None]
@@ -174,14 +176,14 @@ def _replace(gemm: ir.Node, origin: dict[str, Any], numbers: list[list[float]], 
 
 
 def _outputs(gemm: ir.Node) -> Iterator[tuple[int, ir.Value]]:
-    """What the operator gives, by index: computed of what the Gemm gives, or that itself."""
+    """Yield index and value of the outputs of the operator, computed from the Gemm."""
     pending, seen = [gemm], {gemm}
     while pending:
         node = pending.pop()
-        part = node.metadata_props.get(PART_KEY, "")
-        if part.isdecimal():
-            yield int(part), node.outputs[0]
-        if node is gemm or not (part or ORIGIN_KEY in node.metadata_props):
+        label = node.metadata_props.get(PART_KEY, "")
+        if label.isdecimal():
+            yield int(label), node.outputs[0]
+        if node is gemm or not (label or ORIGIN_KEY in node.metadata_props):
             fresh = [reader for output in node.outputs for reader in output.consumers() if reader not in seen]
             seen.update(fresh)
             pending += fresh
@@ -198,41 +200,37 @@ def _entry(gemm: ir.Node) -> ir.Value | None:
 
 
 def remove_unused(graph: ir.Graph) -> ir.Graph:
-    """Drop the nodes whose results nothing reads, in place; the graph."""
+    """Drop the nodes whose results nothing reads, in place; return the graph."""
     unused: list[ir.Node] = []
     dead: set[ir.Node] = set()
     for node in reversed(graph):
         if not any(output.is_graph_output() or not dead.issuperset(output.consumers()) for output in node.outputs):
             unused.append(node)
-            dead.update([node], _nested_nodes(node))
+            dead.update([node], nested_nodes(node))
     if unused:
         remove(graph, unused)  # all at once: each removal looks at all outputs of the graph
     return graph
 
 
 def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
-    """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
-    graph, wanted = model.graph, list(outputs)
-    tie(graph)  # a Gradient needs what it names
-    needed, read = ancestors(wanted)
+    """Make these the outputs, and drop nodes and inputs that they do not need, in place."""
+    graph, results = model.graph, list(outputs)
+    tie(graph)  # a Gradient needs the values that it names
+    needed, values_read = ancestors(results)
     graph.outputs.clear()
     remove(graph, [node for node in graph if node not in needed])
-    graph.outputs.extend(wanted)
-    for value in [value for value in graph.inputs if value not in read]:
+    graph.outputs.extend(results)
+    for value in [value for value in graph.inputs if value not in values_read]:
         graph.inputs.remove(value)
-    for name in [name for name, value in graph.initializers.items() if value not in read]:
+    for name in [name for name, value in graph.initializers.items() if value not in values_read]:
         del graph.initializers[name]
     untie(graph)
 
 
 def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
-    """Drop nodes that nothing else reads. What is nested in them does not read anything any more, either."""
+    """Drop nodes that nothing else reads, and the reads of graphs nested in them."""
     for node in nodes:
-        for inner in _nested_nodes(node):
+        for inner in list(nested_nodes(node)):
             for i in range(len(inner.inputs)):
                 inner.replace_input_with(i, None)
     graph.remove(nodes, safe=True)
-
-
-def _nested_nodes(node: ir.Node) -> list[ir.Node]:
-    return list(nested_nodes(node))

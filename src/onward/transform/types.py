@@ -1,4 +1,4 @@
-"""Types and shapes of values that a file does not state, and faults of single nodes, by the word of `onnx`."""
+"""Types and shapes that a file does not state, and faults of single nodes, according to `onnx`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _HINT = "`onward check` says more"
 
 
 def value_types(proto: ModelProto, *added: GraphProto) -> dict[str, ValueInfoProto]:
-    """What can be said about the values of the inference graph, and of those that are added to it."""
+    """Return the types of values of the inference graph, and of graphs added to it."""
     inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
     inference.graph.CopyFrom(proto.graph)
     for graph in added:
-        inference.graph.MergeFrom(graph)  # which puts all that there are several of behind the others
+        inference.graph.MergeFrom(graph)  # appends the repeated fields
     return _infer_types(inference)
 
 
@@ -41,7 +41,7 @@ def _infer_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     except onnx.shape_inference.InferenceError as error:
         reason = str(error).splitlines()[0]
         raise InvalidModelError(f"the types of the model do not go together: {reason}", hint=_HINT) from error
-    except onnx.checker.ValidationError as error:  # of the inliner within: more than 100 functions deep
+    except onnx.checker.ValidationError as error:  # from the inliner inside: more than 100 functions deep
         raise UnsupportedError(
             f"the functions of the model are nested too deep for onnx: {first_line(error)}",
             hint="inline them first: `onward inline MODEL -o plain.onnx` (`onward.transform.inline(model)`)",
@@ -69,7 +69,7 @@ def is_symbolic(value: ir.Value, symbols: Container[str | None] | None = None) -
 
 
 def fill_in_types(model: Model, values: Iterable[ir.Value], is_known: Callable[[ir.Value], bool] = is_static) -> None:
-    """Infer the types and shapes of those of `values` that are not known, in place; nested graphs are left out."""
+    """Infer unknown types and shapes of `values`, in place; nested graphs are left out."""
     values = list(values)
     untyped = [value for value in values if value.graph is model.graph and not is_known(value)]
     if untyped:
@@ -96,35 +96,36 @@ def _infer(model: Model, untyped: list[ir.Value]) -> None:
 
 
 _MOST_ELEMENTS = 2**48
-"""More than any machine holds; sizes that are computed of such sizes may not be numbers of 64 bits."""
+"""More elements than any machine holds; sizes computed from larger ones may overflow 64 bits."""
 
 
 def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
-    """The same for `ends` and all that is computed on the way to them."""
-    nodes, read = ancestors(ends)
-    fill_in_types(model, read.union(*(node.outputs for node in nodes)))
+    """Infer unknown types and shapes of `ends` and of all values before them, in place."""
+    nodes, values_read = ancestors(ends)
+    fill_in_types(model, values_read.union(*(node.outputs for node in nodes)))
 
 
 def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
-    """What the types of these values follow from: the nodes that compute them, back to where all is known.
+    """Return the nodes from which the types follow, back to values with known types.
 
-    Without functions, if it calls none: with them, inference does not follow the integers that shapes are made of.
+    Without functions, if it calls none: with them, inference does not follow the integers of
+    shapes.
     """
     graph = model.graph
     pending = [node for value in untyped if (node := value.producer()) is not None]
     needed = set(pending)
-    read: dict[ir.Value, None] = {}
+    values_read: dict[ir.Value, None] = {}
     while pending:
-        fresh = {value: None for value in read_by(pending.pop()) if value not in read and value.graph is graph}
-        read.update(fresh)
+        fresh = {value: None for value in read_by(pending.pop()) if value not in values_read and value.graph is graph}
+        values_read.update(fresh)
         before = {node for value in fresh if not _is_border(value) and (node := value.producer()) is not None}
         pending += before - needed
         needed |= before
     view: Any = ir.GraphView(
-        [value for value in read if value.producer() not in needed and not value.is_initializer()],
+        [value for value in values_read if value.producer() not in needed and not value.is_initializer()],
         [value for value in graph.outputs if value.producer() in needed],
         nodes=[node for node in graph if node in needed],
-        initializers=[value for value in read if value.is_initializer()],
+        initializers=[value for value in values_read if value.is_initializer()],
         opset_imports=graph.opset_imports,
         name=graph.name,
     )
@@ -134,7 +135,7 @@ def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
 
 
 def _is_border(value: ir.Value) -> bool:
-    """Whether nothing before a value matters: its type is known in full, and it is nothing to compute shapes with."""
+    """True if the type is fully known, and shapes are not computed from the value."""
     if not is_static(value):
         return False
     node, shape = value.producer(), value.shape
@@ -146,20 +147,20 @@ _LONGEST = 10_000
 
 
 def _is_cheap_to_follow(proto: ModelProto) -> bool:
-    """Whether the integers that shapes are computed with can be followed: only Concat makes longer ones of them.
+    """True if inference may follow the integers of shapes: only Concat makes longer ones.
 
-    A few dozen nodes that put a list behind itself would keep the inference busy for ever.
+    A few dozen nodes that append a list to itself would keep the inference busy forever.
     """
     return not proto.functions and _longest(proto.graph, {}) < _LONGEST
 
 
 def _longest(graph: GraphProto, lengths: dict[str, int]) -> int:
-    """A bound for the number of integers in any value of a graph, and of the graphs nested in it."""
+    """Return a bound of the number of integers in any value of a graph and of its nested graphs."""
     lengths |= {tensor.name: tensor.dims[0] if len(tensor.dims) == 1 else 1 for tensor in graph.initializer}
     longest = 1
     for node in graph.node:
-        read = [lengths.get(name, 1) for name in node.input]
-        length = sum(read) if node.op_type == "Concat" else max(read, default=1)
+        input_lengths = [lengths.get(name, 1) for name in node.input]
+        length = sum(input_lengths) if node.op_type == "Concat" else max(input_lengths, default=1)
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:
                 length = max(length, _longest(attribute.g, dict(lengths)))
@@ -208,10 +209,10 @@ _EQUATION = re.compile(r"[A-Za-z ,.]*(->[A-Za-z ,.]*)?")
 
 
 def check_words(operator: str, attributes: Mapping[str, Any], described: str) -> None:
-    """Refuse attributes of a node that are none of the standard's words."""
+    """Raise if string attributes of a node have values outside the standard."""
     for name, allowed in WORDS.get(operator, {}).items():
-        given = attributes.get(name)
-        for word in given if isinstance(given, list) else [] if given is None else [given]:
+        value = attributes.get(name)
+        for word in value if isinstance(value, list) else [] if value is None else [value]:
             if word not in allowed:
                 raise InvalidModelError(
                     f"`{name}` of {described} is {word!r}", hint=f"it is one of {list_names(allowed, len(allowed))}"
@@ -221,7 +222,7 @@ def check_words(operator: str, attributes: Mapping[str, Any], described: str) ->
 
 
 def check_equations(proto: ModelProto) -> None:
-    """Refuse equations that `onnx` would look at for ever when it infers shapes."""
+    """Raise for equations on which shape inference of `onnx` would not end."""
     for node in all_nodes([*proto.graph.node, *(node for function in proto.functions for node in function.node)]):
         if node.op_type == "Einsum":
             for attribute in node.attribute:
@@ -241,11 +242,11 @@ def _check_equation(equation: str, described: str) -> None:
 
 _MICROSOFT = "com.microsoft"
 _LARGEST = 64
-"""The number of elements up to which a constant may be one that shapes follow from."""
+"""Largest number of elements of a constant from which shapes may follow."""
 
 
 def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
-    """Why a node is not a valid use of its operator, as far as its inputs are known; None if nobody objects."""
+    """Return why a node is an invalid use of its operator, as far as is known; else None."""
     if node.domain == _MICROSOFT:
         return _refusal_of_onnxruntime(_alone(node, imports))
     if not defs.has(node.op_type, domain_of(node)):
@@ -255,7 +256,7 @@ def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
     context.ir_version, context.opset_imports = proto.ir_version, dict(imports)
     try:
         onnx.checker.check_node(proto.graph.node[0], context)
-        if not any(nested_graphs(node)):  # which read more than is known here
+        if not any(nested_graphs(node)):  # they read values that are unknown here
             onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         return first_line(error)
@@ -274,12 +275,12 @@ def _refusal_of_onnxruntime(proto: ModelProto) -> str | None:
 
 
 def _alone(node: ir.Node, imports: Mapping[str, int]) -> ModelProto:
-    """A model of the one node; small constants are constants there, too."""
-    read = dict.fromkeys(value for value in node.inputs if value is not None)
-    known = [value for value in read if value.type is not None]
-    constants = [v for v in known if v.const_value is not None and v.const_value.size <= _LARGEST]
+    """Return a model of one node; small constants stay constants."""
+    inputs = dict.fromkeys(value for value in node.inputs if value is not None)
+    typed = [value for value in inputs if value.type is not None]
+    constants = [v for v in typed if v.const_value is not None and v.const_value.size <= _LARGEST]
     view: Any = ir.GraphView(
-        [value for value in known if value not in constants],
+        [value for value in typed if value not in constants],
         node.outputs if node.domain == _MICROSOFT else [],
         nodes=[node],
         initializers=constants,

@@ -23,7 +23,7 @@ from onward.recipe.quantize.ranges import described, symmetric_scale, tag_scale
 from onward.recipe.quantize.settings import MOVES, QuantizedNode, QuantizeSettings, middle, quantized_nodes, settings_of
 from onward.standard import METADATA_IR, OLDEST_OPSET, is_standard
 from onward.transform.opset import convert_opset, of_one_opset
-from onward.transform.quantized import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, can_be_trained, open_bias_up
+from onward.transform.quantized import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, can_be_trained, open_bias
 from onward.transform.types import fill_in_types
 
 
@@ -334,7 +334,7 @@ def reopen(model: Model, settings: QuantizeSettings) -> None:
         )
     for node in list(model.graph):
         if node.op_type in ("Conv", "Gemm"):
-            open_bias_up(model.graph, node)
+            open_bias(model.graph, node)
         elif node.op_type == "DequantizeLinear":
             _open_weight(model.graph, node, settings)
     if settings.ranges == "fixed":

@@ -37,7 +37,7 @@ from onward.frameworks.program.short_forms import Dialect, OperatorArguments
 from onward.frameworks.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
 from onward.frameworks.program.source_text import Identifiers, identifier, is_identifier
 from onward.model import Model
-from onward.transform.declare import way_out
+from onward.transform.declare import declare_hint
 
 
 class _Computation(keras.Operation):  # type: ignore[misc]
@@ -256,7 +256,7 @@ def record(model: Model, expressions: Mapping[str, str], choices: Choices, const
         if value.is_initializer():
             continue
         if value.shape is None or value.dtype is None:
-            raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=way_out(value.name or ""))
+            raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=declare_hint(value.name or ""))
         shaped = Shaped(choices.shapes(value), available(value.dtype.numpy().name))
         recorded = inputs[value.name or ""] = Value(shaped, path=expressions[value.name or ""])
         dims = [None if isinstance(size, int) else _dim(value, i, size.value) for i, size in enumerate(value.shape)]
