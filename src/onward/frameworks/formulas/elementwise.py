@@ -1,7 +1,7 @@
-"""Elementwise functions that the standard lacks, as formulas of its operators, for every importer.
+"""Elementwise functions that ONNX lacks, as formulas of its operators, for all importers.
 
-A formula agrees with the frameworks for tiny, huge, negative, infinite and NaN arguments, and so does its derivative:
-a branch of a Where never computes what the other branch is for.
+A formula agrees with the frameworks for tiny, huge, negative, infinite and NaN arguments, and so
+does its derivative. A branch of a Where never computes the case of the other branch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def expm1(op: Builder, x: Expr) -> Expr:
 
 
 def log1p(op: Builder, x: Expr) -> Expr:
-    """Return log(1 + x), which is 2 atanh(x / (x + 2)) near 0, where 1 + x rounds x away."""
+    """Return log(1 + x), which is 2 atanh(x / (x + 2)) near 0, where 1 + x rounds x to 0."""
     small = op.Abs(x) < 0.5
     near = op.Where(small, x, 0)
     far = op.Where(small, 1, x + 1)
@@ -40,7 +40,7 @@ def log_add_exp(op: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def product_or_zero(op: Builder, x: Expr, compute: str, y: Expr) -> Expr:
-    """Return x log(y), x log1p(y) or x / y, and 0 where x is 0, whatever y is."""
+    """Return x log(y), x log1p(y) or x / y, and 0 where x is 0, for any y."""
     zero = op.Equal(x, 0)
     safe = op.Where(zero, 1, y)
     if compute == "divide":
@@ -69,13 +69,12 @@ _ERFC_S = (
     1.0, 2.26052863220117276590, 9.39603524938001434673, 1.20489539808096656605e1, 1.70814450747565897222e1,
     9.60896809063285878198, 3.36907645100081516050,
 )  # fmt: skip
-_ERFC_END = 28.0
-"""Above 27.3, erfc is 0 in float64, too; powers of larger numbers would overflow in float32."""
+_ERFC_END = 28.0  # erfc is 0 above 27.3 even in float64; powers of larger numbers overflow in float32
 
 
 @function("y", name="Erfc")
 def _erfc(op: Builder, x: Expr) -> Expr:
-    """1 - erf(x), also where that difference rounds to 0."""
+    """Return 1 - erf(x), also where that difference rounds to 0."""
     central = x < 1
     far = op.Min(op.Where(central, 1, x), _ERFC_END)
     ratios = [_polynomial(op, far, above) / _polynomial(op, far, below) for above, below in _ERFC_RATIOS]
@@ -95,16 +94,15 @@ def _polynomial(op: Builder, x: Expr, coefficients: tuple[float, ...]) -> Expr:
 
 
 def erfc(op: Builder, x: Expr) -> Expr:
-    result: Expr = op.call(_erfc, x).like(x.value)
-    return result
+    return op.call(_erfc, x).like(x.value)
 
 
 def multiply(op: Builder, a: Expr, b: Expr) -> Expr:
-    """Return a product. The one of x / 2 and erfc(-x / sqrt(2)), as JAX and TensorFlow write it, is a Gelu."""
+    """Return a product. Gelu replaces x / 2 times erfc(-x / sqrt(2)), of JAX and TensorFlow."""
     for half, tail in ((a, b), (b, a)):
-        made = tail.value.producer()
-        if made is not None and made.op_type == _erfc.name:
-            (number, x), (inner, y) = _scaled(half.value), _scaled(made.inputs[0])
+        producer = tail.value.producer()
+        if producer is not None and producer.op_type == _erfc.name:
+            (number, x), (inner, y) = _scaled(half.value), _scaled(producer.inputs[0])
             is_root = math.isclose(inner, -math.sqrt(0.5), rel_tol=1e-3)  # bfloat16 has three digits
             if x is not None and x is y and number == 0.5 and is_root:
                 return op.Gelu(op(x)).like(x)
@@ -112,7 +110,7 @@ def multiply(op: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def _scaled(value: ir.Value | None) -> tuple[float, ir.Value | None]:
-    """Split a value into a constant number and what it multiplies."""
+    """Split a value into a constant factor and the rest."""
     node = None if value is None else value.producer()
     if node is not None and node.op_type == "Neg":
         number, rest = _scaled(node.inputs[0])
@@ -137,9 +135,9 @@ _ERF_INV_TAIL = (
 
 
 def erf_inv(op: Builder, x: Expr) -> Expr:
-    """Return Giles' approximation, which XLA uses for 32 bits."""
+    """Return Giles' approximation, which XLA uses for float32."""
     if x.dtype is not ir.DataType.FLOAT:
-        raise UnsupportedError("it is known for 32 bits only")
+        raise UnsupportedError("it has a formula for float32 only")
     w = -log1p(op, -(x * x))
     is_central = w < 5
     w = op.Where(is_central, w - 2.5, op.Sqrt(op.Max(w, 5)) - 3)
@@ -153,7 +151,7 @@ def erf_inv(op: Builder, x: Expr) -> Expr:
 
 
 def atan2(op: Builder, y: Expr, x: Expr) -> Expr:
-    """Return the angle of (x, y). The smaller is divided by the larger: nothing overflows, nor is divided by 0."""
+    """Return the angle of (x, y). The smaller is divided by the larger, against overflow."""
     infinite = op.And(op.IsInf(x), op.IsInf(y))
     down, left = is_negative(op, y), is_negative(op, x)
     y, x = (op.Where(infinite, op.Sign(z), z) for z in (y, x))
@@ -165,7 +163,7 @@ def atan2(op: Builder, y: Expr, x: Expr) -> Expr:
 
 
 def is_negative(op: Builder, x: Expr) -> Expr:
-    """Return the sign bit, which -0 has, too."""
+    """Return the sign bit, which -0 has too."""
     return op.Or(x < 0, op.Equal(op.Reciprocal(x), -math.inf))
 
 
@@ -177,7 +175,7 @@ def relu6(op: Builder, x: Expr) -> Expr:
 
 
 def floor_mod(op: Builder, a: Expr, b: Expr) -> Expr:
-    """Return the remainder with the sign of the divisor. `a - floor(a / b) * b` rounds, for large quotients to 0."""
+    """Return the remainder with the sign of the divisor, exact also for large quotients."""
     if not _is_float(a):
         return op.Mod(a, b)
     rest = op.Mod(a, b, fmod=1)
@@ -190,15 +188,15 @@ def floor_divide(op: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def round_away(op: Builder, x: Expr) -> Expr:
-    """Round to the nearest integer, and halves away from 0. `floor(x + 0.5)` is wrong beside 0.5 and above 2^23."""
+    """Round, with halves away from 0. `floor(x + 0.5)` is wrong next to 0.5 and above 2^23."""
     size = op.Abs(x)
     whole = op.Floor(size)
     return op.Sign(x) * op.Where(size - whole >= 0.5, whole + 1, whole)
 
 
 def saturating_cast(op: Builder, x: Expr, dtype: np.dtype) -> Expr:
-    """Cast floats to integers: those beyond the range become its ends, and NaN 0. ONNX leaves this open."""
-    if dtype == np.uint64:  # whose upper half has no place in int64, and ONNX Runtime no Where of it
+    """Cast floats to integers: clip to the range, and NaN to 0. ONNX leaves this undefined."""
+    if dtype == np.uint64:  # int64 lacks its upper half, and ONNX Runtime has no Where for uint64
         return cast(op, x, dtype)
     ends = np.iinfo(dtype)
     whole = cast(op, op.Where(op.IsNaN(x), 0, x), np.int64)
@@ -216,6 +214,7 @@ _SAME = (
     "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp", "Floor", "Log", "Pow",
     "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
 )  # fmt: skip
+# By the name of TensorFlow; JAX has the same in lower case.
 COMMON: dict[str, Callable[..., Expr]] = {
     **{name: same_operator(name) for name in _SAME},
     "Atan2": atan2,
@@ -225,4 +224,3 @@ COMMON: dict[str, Callable[..., Expr]] = {
     "Rsqrt": lambda op, x: op.Reciprocal(op.Sqrt(x)),
     "Square": lambda op, x: x * x,
 }
-"""Functions of single elements, by the name that TensorFlow has for them, and JAX in small letters."""

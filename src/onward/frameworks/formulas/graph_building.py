@@ -1,4 +1,4 @@
-"""What graphs of functions of frameworks are built of, whichever framework it is that calls them."""
+"""Helpers for graphs of functions of any framework."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from onward.model.core import as_input
 from onward.standard import IR_VERSION
 from onward.transform.training import drop_unused_definitions
 
-END = np.iinfo(np.int64).max
-"""Behind the last element of any axis."""
+END = np.iinfo(np.int64).max  # after the last element of any axis
 
 
 def same_operator(op_type: str) -> Callable[..., Expr]:
-    """The row of what the standard has as an operator of the same inputs."""
+    """Return a row that calls an operator of ONNX with the same inputs."""
     return lambda op, *xs: op.node("", op_type, *xs)
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def dtype_of(dtype: Any) -> ir.DataType:
@@ -33,22 +29,18 @@ def dtype_of(dtype: Any) -> ir.DataType:
 
 
 def cast(op: Builder, x: Expr, dtype: Any) -> Expr:
-    """`x` in another type, where it has another."""
-    wanted = dtype if isinstance(dtype, ir.DataType) else dtype_of(dtype)
-    return x if x.dtype is wanted else op.Cast(x, to=wanted)
+    target = dtype if isinstance(dtype, ir.DataType) else dtype_of(dtype)
+    return x if x.dtype is target else op.Cast(x, to=target)
 
 
 def constant_of(x: Expr) -> np.ndarray | None:
-    """What a constant is."""
+    """Return the value of a constant; None for a computed value."""
     tensor = tensor_in(x.value.producer())
     return None if tensor is None else tensor.numpy()
 
 
-# ---- axes ------------------------------------------------------------------------------------------------------------
-
-
 def permute(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
-    """`x` with its axes in another order. Of two such operations, which convolutions leave, one remains, or none."""
+    """Transpose `x`. Successive transpositions, as between convolutions, become one or none."""
     before = x.value.producer()
     if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
         perm = before.attributes["perm"].as_ints()
@@ -61,7 +53,6 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 def reverse(op: Builder, x: Expr, axes: Sequence[int]) -> Expr:
-    """`x` backwards along axes."""
     count = len(axes)
     return op.Slice(x, [-1] * count, [-END] * count, list(axes), [-1] * count) if count else x
 
@@ -75,12 +66,9 @@ def unstack(op: Builder, x: Expr, count: int, axis: int) -> list[Expr]:
 
 
 def as_pads(pairs: Iterable[Sequence[Any]]) -> list[Any]:
-    """What is added before and after each axis, as the standard has it: all that comes before first."""
+    """Return the pads before each axis, then those after each axis, as ONNX has them."""
     before, after = zip(*pairs, strict=True)
     return [*before, *after]
-
-
-# ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
 def initializer(name: str, array: np.ndarray) -> ir.Value:
@@ -89,7 +77,7 @@ def initializer(name: str, array: np.ndarray) -> ir.Value:
 
 
 def put_out(op: Builder, result: Expr, name: str) -> Expr:
-    """A result under the name of an output; what is an input or an output already gets a node of its own."""
+    """Make a result an output with this name. An input or output gets an Identity."""
     if result.value.producer() is None or result.value.is_graph_output():
         result = op.Identity(result).like(result.value)
     result.value.name = name
@@ -98,19 +86,19 @@ def put_out(op: Builder, result: Expr, name: str) -> Expr:
 
 
 def frozen_weights(model: Model) -> list[str]:
-    """The initializers that are weights which are not trained."""
+    """Return the initializers that are frozen weights."""
     return [weight.name for weight in describe(model).with_role("frozen") if weight.name in model.graph.initializers]
 
 
 def open_initializers(graph: ir.Graph, names: Iterable[str]) -> None:
-    """Make inputs of those initializers that have these names."""
+    """Make inputs of the initializers with these names."""
     for name in names:
         if name in graph.initializers:
             as_input(graph, name)
 
 
 def model_of(graph: ir.Graph, functions: Iterable[ir.Function] = ()) -> Model:
-    """Return the model of a graph, with those of the functions that it calls."""
+    """Return the model of a graph, with the functions that it calls."""
     model = Model(ir.Model(graph, ir_version=IR_VERSION, producer_name="onward", functions=list(functions)))
     drop_unused_definitions(model)
     return model

@@ -15,7 +15,7 @@ _WIDE = {ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DO
 
 
 def widely(compute: Callable[..., Expr]) -> Callable[..., Expr]:
-    """Return a formula for all types: booleans and integers without a kernel in ONNX Runtime become int64."""
+    """Return a formula for all types: those without a kernel in ONNX Runtime become int64."""
 
     def computed(op: Any, x: Expr, *rest: Any, **options: Any) -> Expr:
         if x.dtype in _WIDE or x.dtype is None or x.dtype.is_floating_point():
@@ -27,7 +27,7 @@ def widely(compute: Callable[..., Expr]) -> Callable[..., Expr]:
 
 
 def where(op: Any, which: Expr, yes: Expr, no: Expr) -> Expr:
-    """Return one of two, element by element. ONNX Runtime has no Where of booleans."""
+    """Return one of two, element by element. ONNX Runtime has no Where for booleans."""
     if yes.dtype is ir.DataType.BOOL:
         return op.Or(op.And(which, yes), op.And(op.Not(which), no))
     return _where(op, yes, no, which=which)
@@ -40,7 +40,7 @@ def _where(op: Any, yes: Expr, no: Expr, *, which: Expr) -> Expr:
 
 @widely
 def reduce(op: Builder, x: Expr, operator: str, axes: Sequence[int], keepdims: bool = False) -> Expr:
-    """Reduce along axes; without any, `x` is its own reduction. ReduceMin of booleans is `all`, ReduceMax is `any`."""
+    """Reduce along axes, if there are any. For booleans, ReduceMin is `all` and ReduceMax `any`."""
     if not axes and operator != "ReduceL2":  # which is the absolute value
         return x
     axes_or_none = None if axes else 1
@@ -61,7 +61,7 @@ def cumulative_sum(op: Builder, x: Expr, axis: Expr, *, exclusive: bool = False,
 def cumulative(
     op: Builder, x: Expr, first: Expr, axis: int, combine: Callable[..., Expr], shape: ir.Shape, reverse: bool = False
 ) -> Expr:
-    """Scan along an axis, combining what was with what comes, from `first`; `shape` is the one without the axis."""
+    """Scan along an axis: combine the state, at first `first`, with items of this shape."""
 
     def step(inner: Builder, before: Expr, item: Expr) -> tuple[Expr, Expr]:
         after = combine(inner, before, item)

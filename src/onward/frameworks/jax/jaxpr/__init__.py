@@ -1,9 +1,9 @@
-"""A function of JAX as a model: `export(apply, params, x)`.
+"""Export of JAX functions as models: `export(apply, params, x)`.
 
-The function is traced to a jaxpr, whose primitives become standard operators one by one; a file per family has them.
-Parameters become initializers under their place in the tree, `dense/kernel`, and inputs keep a free batch size, since
-JAX traces shapes with symbols. Calls (jit, remat, custom derivatives) are written out, so that a derivative that a
-function was given by hand is not known to the model; `jax.lax.stop_gradient` is.
+The function is traced to a jaxpr, whose primitives become ONNX operators, with one file per family.
+Parameters become initializers named by their path, `dense/kernel`. Inputs keep a dynamic batch
+size, which JAX traces as a symbol. Calls (jit, remat, custom derivatives) are inlined, so the model
+does not contain custom derivatives; it contains `jax.lax.stop_gradient`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def export(
     input_names: Sequence[str] | None = None,
     batch: str | None = "batch",
 ) -> Model:
-    """The model that computes `function(params, *inputs)`.
+    """Return the model that computes `function(params, *inputs)`.
 
-    Arrays in `params`, any tree, become initializers; those in `inputs`, arrays or `jax.ShapeDtypeStruct`s, become
-    inputs, called `input_names` or after the arguments of the function; results are called `names`, in the order of
-    their tree. What has the length of the first input along its first axis gets the free dimension `batch` there; None
-    leaves all shapes as they are. Where JAX cannot trace a free size there is a warning, and the size is fixed.
+    Arrays in `params`, any tree, become initializers. Those in `inputs`, arrays or
+    `jax.ShapeDtypeStruct`s, become inputs, named `input_names` or after the arguments of the
+    function. Results are named `names`, in the order of their tree. Inputs as long as the first one
+    along the first axis get the dynamic dimension `batch` there; None leaves all shapes fixed. If
+    JAX cannot trace a dynamic size, it is fixed, with a warning.
     """
     fixed = jax.tree.map(shape_of, inputs)
     free = with_free_size(fixed, batch)
@@ -53,9 +54,9 @@ def export(
         return _export(function, params, free, names, input_names)
     except UnsupportedError:
         raise
-    except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
+    except Exception as error:  # of JAX or of the function, which needs the value of a symbol
         model = _export(function, params, fixed, names, input_names)
-        reason = f"the batch size is fixed, since JAX cannot trace a free one: {first_line(error)}"
+        reason = f"the batch size is fixed, because JAX cannot trace a dynamic one: {first_line(error)}"
         warnings.warn(reason, stacklevel=3)
         return model
 
@@ -70,11 +71,13 @@ def _export(
     jaxpr, shapes = trace(function, params, inputs)
     taken = Names()
     weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
-    called = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
-    fed = [declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], called, strict=True)]
-    found = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    default = [f"output_{place}" if place[:1].isdigit() else place for place in found]
-    if len(found) == 1 and (not found[0] or found[0].isdigit()):
+    fed_names = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
+    fed = [
+        declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], fed_names, strict=True)
+    ]
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    default = [f"output_{name}" if name[:1].isdigit() else name for name in paths]
+    if len(paths) == 1 and (not paths[0] or paths[0].isdigit()):
         default = ["output"]
     result_names = _input_names(taken, "results", names, default)
     name = getattr(function, "__name__", "function")
@@ -82,61 +85,55 @@ def _export(
     op = JaxprBuilder.of(graph, COMMON_OPSET, taken)
     results = op.inline(jaxpr, *map(op, [*weights, *fed]))
     op.check()
-    for result, wanted in zip(results, result_names, strict=True):
-        put_out(op, result, wanted)
+    for result, result_name in zip(results, result_names, strict=True):
+        put_out(op, result, result_name)
     return model_of(remove_unused(graph), op.functions.values())
 
 
 def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list[str]:
-    """The names of the function's arguments, followed by the place in the tree where an argument is one."""
+    """Return the names of the arguments, followed by the path in the tree of an argument."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[1:]
-    except ValueError:  # some that are built in do not tell
+    except ValueError:  # of some builtins
         parameters = []
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    known += [f"input_{i}" for i in range(len(known), len(inputs))]
-    trees = zip(known, inputs, strict=False)
-    return [f"{name}/{place}" if place else name for name, tree in trees for place, _ in leaves(tree, empty="")]
+    argument_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    argument_names += [f"input_{i}" for i in range(len(argument_names), len(inputs))]
+    trees = zip(argument_names, inputs, strict=False)
+    return [f"{name}/{path}" if path else name for name, tree in trees for path, _ in leaves(tree, empty="")]
 
 
-def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """The names that were given, or else such as nothing has yet."""
-    if given is None:
+def _input_names(taken: Names, what: str, requested: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """Return the requested names, or fresh default names."""
+    if requested is None:
         return [taken.fresh(name) for name in default]
-    if len(given) != len(default):
+    if len(requested) != len(default):
         raise UnsupportedError(
-            f"there are {len(default)} {what}, and names for {len(given)}",
+            f"there are {len(default)} {what}, and names for {len(requested)}",
             hint=f"otherwise called {', '.join(default)}",
         )
-    clashes = [name for name in given if taken.fresh(name) != name]
+    clashes = [name for name in requested if taken.fresh(name) != name]
     if clashes:
         raise UnsupportedError(f"more than one value would be called {', '.join(clashes)}", hint="choose other names")
-    return list(given)
-
-
-# ---- tracing ---------------------------------------------------------------------------------------------------------
+    return list(requested)
 
 
 def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of a function of the arrays in `params` and `inputs`, and the tree of shapes of its results.
-
-    Other leaves, such as functions and names, belong to the function.
-    """
+    """Return the jaxpr of a function of the arrays in its arguments, and its result shapes."""
     flat, tree = jax.tree.flatten((params, inputs))
     traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
 
-    def of_arrays(arrays: Sequence[Any]) -> Any:
+    def call(arrays: Sequence[Any]) -> Any:
         whole = list(flat)
         for i, array in zip(traced, arrays, strict=True):
             whole[i] = array
-        given, arguments = jax.tree.unflatten(tree, whole)
-        return function(given, *arguments)
+        first, arguments = jax.tree.unflatten(tree, whole)
+        return function(first, *arguments)
 
-    return jax.make_jaxpr(of_arrays, return_shape=True)([flat[i] for i in traced])
+    return jax.make_jaxpr(call, return_shape=True)([flat[i] for i in traced])
 
 
 def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
-    """The same shapes with a symbol for the first size, where there is one to set free."""
+    """Replace the length of the first axis by a symbol, in all inputs that have it."""
     first = next((leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())), None)
     if batch is None or not isinstance(first, int):
         return inputs
@@ -151,7 +148,7 @@ def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
 
 
 def shape_of(leaf: Any) -> Any:
-    """An array as its shape and type; what is none stays itself."""
+    """Return the shape and type of an array; other leaves unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
@@ -162,14 +159,14 @@ def _is_array(leaf: Any) -> bool:
 
 
 def leaves(tree: Any, empty: str = "params") -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree with their places; that of a tree which is an array is `empty`."""
+    """Yield the arrays of a tree with their paths; `empty` for a tree that is an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _is_array(leaf):
             yield path_of(path) or empty, leaf
 
 
 def path_of(path: Any) -> str:
-    """A place in a tree, such as `dense/kernel`. The variable that Flax wraps an array in has no place of its own."""
+    """Return a path in a tree, such as `dense/kernel`, without Flax's wrapper of an array."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,4 +1,4 @@
-"""Logic, single bits, numbers read as other numbers, and random bits."""
+"""Logic, shifts, bit casts and random bits."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ primitives.update(
 )
 
 
-# ---- shifts ----------------------------------------------------------------------------------------------------------
-
-
 def _bits(dtype):
     return np.dtype(dtype).itemsize * 8
 
@@ -45,7 +42,7 @@ def _unsigned_type(dtype):
 
 
 def _shift(op, x, by, direction):
-    """As unsigned numbers of a width that ONNX Runtime has; by more than there are bits, nothing is left."""
+    """Shift as uint32 or uint64, which ONNX Runtime supports; to 0 if by all bits or more."""
     wide = np.uint64 if _bits(x.dtype.numpy()) > 32 else np.uint32
     bits, count = (cast(op, cast(op, n, _unsigned_type(n.dtype.numpy())), wide) for n in (x, by))
     shifted = op.BitShift(bits, count, direction=direction)
@@ -65,7 +62,7 @@ def shift_right_logical(op, x, by):
 
 @primitives.define("shift_right_arithmetic")
 def shift_right_arithmetic(op, x, by):
-    """The sign fills the places: of a negative number, the complement is shifted."""
+    """Fill with the sign bit: of a negative number, the complement is shifted."""
     if not x.dtype.is_signed():
         return shift_right_logical(op, x, by)
     negative = x < 0
@@ -76,16 +73,18 @@ def shift_right_arithmetic(op, x, by):
 @primitives.define("population_count")
 def population_count(op, x):
     bits, count = cast(op, x, _unsigned_type(x.dtype.numpy())), None
-    for place in range(_bits(x.dtype.numpy())):
-        bit = op.BitwiseAnd(_shift(op, bits, op.scalar(place, bits), "RIGHT"), op.scalar(1, bits))
+    for position in range(_bits(x.dtype.numpy())):
+        bit = op.BitwiseAnd(_shift(op, bits, op.scalar(position, bits), "RIGHT"), op.scalar(1, bits))
         count = bit if count is None else count + bit
     return cast(op, count, x.dtype)
 
 
-# ---- numbers read as others ------------------------------------------------------------------------------------------
-
-_PARTS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
-"""Bits of exponent and fraction."""
+_FIELDS = {
+    "float16": (5, 10),
+    "bfloat16": (8, 7),
+    "float32": (8, 23),
+    "float64": (11, 52),
+}  # bits of exponent and fraction
 
 
 @primitives.define("bitcast_convert_type")
@@ -104,7 +103,7 @@ def bitcast(op, x, *, new_dtype):
 
 @primitives.define("nextafter")
 def nextafter(op, x, towards):
-    """The number whose bits, read as an integer, are one more or less."""
+    """Return the number whose bits, as an integer, are one more or less."""
     unsigned, signed = _unsigned_type(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
     bits = cast(op, _bits_of_float(op, x), signed)
     step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
@@ -115,8 +114,8 @@ def nextafter(op, x, towards):
 
 
 def _float_of_bits(op, bits, dtype):
-    """Sign, exponent and fraction, put together in double precision, which holds them all."""
-    exponent_bits, fraction_bits = _PARTS[dtype.name]
+    """Combine sign, exponent and fraction in float64, which holds all of them."""
+    exponent_bits, fraction_bits = _FIELDS[dtype.name]
     bits = cast(op, bits, np.uint64)
     last, bias = 2**exponent_bits - 1, 2 ** (exponent_bits - 1) - 1
 
@@ -133,14 +132,17 @@ def _float_of_bits(op, bits, dtype):
 
 
 def _bits_of_float(op, x):
-    """The other way: the exponent is found by halving what is left of it, and the fraction is what remains."""
-    exponent_bits, fraction_bits = _PARTS[x.dtype.numpy().name]
+    """Return the bits: the exponent by repeated halving, and the fraction as the rest."""
+    exponent_bits, fraction_bits = _FIELDS[x.dtype.numpy().name]
     if exponent_bits > 8:
         raise UnsupportedError("the bits of a double cannot be read")
     bias, size = 2 ** (exponent_bits - 1) - 1, op.Abs(cast(op, x, np.float64))
     infinite, undefined = op.Equal(size, np.inf), op.IsNaN(size)
     size = op.Where(op.Or(infinite, undefined), np.float64(1), size)
-    exponent, rest = op.scalar(1, size), size * np.float64(2.0 ** (bias - 1))  # as if it were the smallest: rest >= 1
+    exponent, rest = (
+        op.scalar(1, size),
+        size * np.float64(2.0 ** (bias - 1)),
+    )  # so that the smallest normal number has rest >= 1
     for step in (2**i for i in reversed(range(exponent_bits))):
         large = rest >= np.float64(2.0**step)
         exponent = op.Where(large, exponent + step, exponent)
@@ -155,14 +157,12 @@ def _bits_of_float(op, x):
     return cast(op, cast(op, bits, np.int64), _unsigned_type(x.dtype.numpy()))
 
 
-# ---- random ----------------------------------------------------------------------------------------------------------
-
 _NUMBERS = dtype_of(np.uint32)
 
 
 @function("y0", "y1", name="Threefry2x32OfManyKeys")
 def threefry2x32(op, key0, key1, x0, x1):
-    """Two numbers of 32 bits encrypted with a key of two such numbers: Threefry-2x32 with 20 rounds."""
+    """Encrypt two uint32 with a key of two: Threefry-2x32 with 20 rounds."""
     return encrypt(op, key0, key1, x0, x1)
 
 
@@ -183,11 +183,11 @@ def _key(op, *halves):
 
 
 def _mixed_counters(op, key, shape, eqn):
-    """For each key and each place in a shape, two numbers: the place itself, mixed with the key."""
+    """Return two numbers for each key and each index in a shape: the index, mixed with the key."""
     if not eqn.ctx.threefry_partitionable:
         raise UnsupportedError("it was traced with jax_threefry_partitionable=False")
     if isinstance(size := math.prod(shape), int) and size >= 2**32:
-        raise UnsupportedError("there are more than 2**32 of them")
+        raise UnsupportedError("it draws more than 2**32 numbers")
     numbers = reshape_to(op, cast(op, positions(op, size), np.uint32), shape)
     new = [-1 - i for i in range(len(shape))]
     halves = (op.Unsqueeze(half, new) if new else half for half in _halves(op, key))

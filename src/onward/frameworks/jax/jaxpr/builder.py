@@ -1,7 +1,8 @@
-"""The walk over a jaxpr: each equation hands its operands to the function that its primitive has in a table.
+"""Builder of ONNX graphs from jaxprs: each equation calls the function of its primitive in a table.
 
-Such a function takes a builder and the operands. By keyword it may ask for parameters of the equation, for `ins` and
-`outs`, the types and shapes of operands and results, and for `eqn` itself. It returns the result, or several.
+Such a function takes a builder and the operands, and returns the result or several. Its keywords
+are parameters of the equation, `ins` and `outs`, the types and shapes of operands and results, and
+`eqn` itself.
 
     primitives(tanh=lambda op, x: op.Tanh(x))
 
@@ -32,15 +33,13 @@ FAMILIES = ("elementwise", "bitwise", "reduction", "movement", "convolution", "c
 
 @functools.cache
 def primitives() -> Operators:
-    """The rows of all families."""
     return collect_operators("onward.frameworks.jax.jaxpr", FAMILIES, "primitives")
 
 
 class JaxprBuilder(Builder):
-    """A builder that knows what sizes are called, and collects what it cannot express."""
+    """Builder that knows symbolic sizes, and collects the equations that it cannot express."""
 
-    sizes: dict[str, ir.Value]
-    """Symbols, as scalars."""
+    sizes: dict[str, ir.Value]  # scalars by symbol
     refused: list[str]
 
     @classmethod
@@ -59,16 +58,13 @@ class JaxprBuilder(Builder):
         inner.sizes, inner.refused = self.sizes, self.refused
         return inner
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
-
     def size(self, size: Any) -> Expr:
-        """A size as a scalar: a number, or what a symbolic expression is at run time."""
+        """Return a size as a scalar: a number, or a symbolic expression at run time."""
         if isinstance(size, int | np.integer):
             return self.constant(np.int64(size))
         return self._evaluate(ast.parse(str(size).replace("^", "**"), mode="eval").body)
 
     def shape(self, sizes: Sequence[Any]) -> Expr:
-        """Sizes as a vector."""
         if all(isinstance(size, int | np.integer) for size in sizes):
             return self.constant(np.asarray(sizes, np.int64))
         return self.Concat(*(self.Unsqueeze(self.size(size), [0]) for size in sizes), axis=0)
@@ -87,21 +83,21 @@ class JaxprBuilder(Builder):
                 return _ARITHMETIC[function](self, self._evaluate(left), self._evaluate(right))
         raise UnsupportedError(f"the size `{ast.unparse(node)}` cannot be computed")
 
-    # ---- equations ---------------------------------------------------------------------------------------------------
-
     def inline(self, closed: ClosedJaxpr | Jaxpr, *operands: Expr) -> list[Expr]:
-        """The results of a jaxpr for these operands."""
+        """Return the results of a jaxpr for these operands."""
         consts = [self.constant(data_of(const)) for const in getattr(closed, "consts", ())]
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True))
+        environment = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True)
+        )
         for eqn in _live(jaxpr):
             op = self.scoped(str(eqn.source_info.name_stack))
-            results = op._equation(eqn, [op._read(atom, known) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [self._read(atom, known) for atom in jaxpr.outvars]
+            results = op._equation(eqn, [op._read(atom, environment) for atom in eqn.invars])
+            environment.update(zip(eqn.outvars, results, strict=True))
+        return [self._read(atom, environment) for atom in jaxpr.outvars]
 
     def check(self) -> None:
-        """Refuse, if anything was."""
+        """Raise an error that lists all refused equations."""
         if self.refused:
             listed = "".join(f"\n  {line}" for line in dict.fromkeys(self.refused))
             raise UnsupportedError(
@@ -109,10 +105,10 @@ class JaxprBuilder(Builder):
                 hint="write these parts with other functions of jax.numpy or jax.lax",
             )
 
-    def _read(self, atom: Any, known: dict[Var, ir.Value]) -> Expr:
+    def _read(self, atom: Any, environment: dict[Var, ir.Value]) -> Expr:
         if isinstance(atom, Literal):
             return self.constant(np.asarray(atom.val, atom.aval.dtype))
-        return Expr(self, known[atom])
+        return Expr(self, environment[atom])
 
     def _equation(self, eqn: JaxprEqn, operands: list[Expr]) -> list[ir.Value]:
         row = primitives().get(eqn.primitive.name)
@@ -141,48 +137,46 @@ _ARITHMETIC: dict[str, Callable[[Builder, Expr, Expr], Expr]] = {
 
 
 def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
-    known = {
+    values = {
         **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
         "eqn": eqn,
         "ins": [stored_type(atom.aval) for atom in eqn.invars],
         "outs": [stored_type(var.aval) for var in eqn.outvars],
     }
-    return {name: known[name] for name in keywords(function)}
+    return {name: values[name] for name in keywords(function)}
 
 
 def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations that the results depend on."""
+    """Return the equations that the results depend on."""
     needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
-    kept = []
+    live = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
-            kept.append(eqn)
+            live.append(eqn)
             needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
-    return reversed(kept)
+    return reversed(live)
 
 
 def stored_type(aval: Any) -> Any:
-    """The type and shape in which a value is kept: a random key is two numbers."""
+    """Return the stored type and shape of a value: a random key is two numbers."""
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return aval
     return jax.ShapeDtypeStruct((*aval.shape, 2), np.dtype(np.uint32))
 
 
 def data_of(const: Any) -> np.ndarray:
-    """An array as it is kept."""
     is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(const) if is_key else const)
 
 
 def declare_value(aval: Any, name: str | None = None) -> ir.Value:
-    """A value of a type and shape."""
-    kept = stored_type(aval)
-    shape = [size if isinstance(size, int) else str(size) for size in kept.shape]
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(kept.dtype)), shape=ir.Shape(shape))
+    stored = stored_type(aval)
+    shape = [size if isinstance(size, int) else str(size) for size in stored.shape]
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(stored.dtype)), shape=ir.Shape(shape))
 
 
 def _typed_value(expr: Expr, var: Var) -> ir.Value:
-    """The result of an equation, which has the type and shape that JAX says it has."""
+    """Return the result of an equation, with the type and shape of JAX."""
     value, expected = expr.value, declare_value(var.aval)
     assert value.dtype in (None, expected.dtype), f"{value.name} is {value.dtype} and should be {expected.dtype}"
     if value.producer() is not None and (value.shape is None or list(value.shape) != list(expected.shape or ())):
@@ -190,16 +184,13 @@ def _typed_value(expr: Expr, var: Var) -> ir.Value:
     return value
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
 def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:
-    """A mask over the first axes, for what has more axes after them."""
+    """Add axes to a mask over the first `count` axes."""
     return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
 
 
 def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
-    """`x` in another shape, in which one size may be a symbol that need not be computed."""
+    """Reshape `x`. One symbolic size is not computed."""
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) == 1 and 0 not in sizes:
         return op.Reshape(x, [-1 if i in unknown else size for i, size in enumerate(sizes)])
@@ -207,15 +198,14 @@ def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
 
 
 def fill(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:
-    """A tensor that is the same number everywhere."""
+    """Return a tensor of one number."""
     return op.ConstantOfShape(op.shape(sizes), value=ir.Tensor(np.full((1,), number, dtype)))
 
 
 def extreme(dtype: Any, largest: bool) -> Any:
-    """The largest or smallest number of a type."""
-    kind = np.dtype(dtype)
-    if kind.kind == "b":
+    resolved = np.dtype(dtype)
+    if resolved.kind == "b":
         return largest
-    if kind.kind in "iu":
-        return np.iinfo(kind).max if largest else np.iinfo(kind).min
+    if resolved.kind in "iu":
+        return np.iinfo(resolved).max if largest else np.iinfo(resolved).min
     return np.inf if largest else -np.inf

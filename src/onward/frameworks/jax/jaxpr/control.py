@@ -1,4 +1,4 @@
-"""Calls, which are written out, and control flow."""
+"""Calls, which are inlined, and control flow."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def custom_call(op, *xs, call_jaxpr):
     return op.inline(call_jaxpr, *xs)
 
 
+# Functions of JAX whose derivative at kinks is not that of their parts.
 _OWN_SLOPES = {
     ("relu", "jax/_src/nn/functions.py"): lambda op, x: op.Relu(x),
     ("relu6", "jax/_src/nn/functions.py"): relu6,
     ("logaddexp", "jax/_src/lax/other.py"): log_add_exp,
 }
-"""Functions whose derivative at kinks is not that of their parts -> the same with this derivative."""
 
 
 @primitives.define("custom_jvp_call")
 def custom_jvp_call(op, *xs, call_jaxpr):
-    """Return the results of a function with a derivative of its own, that of its parts where it is not JAX's own."""
+    """Inline a function with a custom derivative, which the model does not contain."""
     name, _, source = call_jaxpr.jaxpr.debug_info.func_src_info.partition(" at ")
     for (function, file), compute in _OWN_SLOPES.items():
         if name == function and f"/{file}:" in source.replace("\\", "/") and xs[0].dtype.is_floating_point():
@@ -42,7 +42,7 @@ def custom_jvp_call(op, *xs, call_jaxpr):
 
 
 def _within(op, xs):
-    """Values around a nested graph, as it sees them."""
+    """Return values of an outer graph for a nested one."""
     return [op(x.value) for x in xs]
 
 
@@ -54,16 +54,13 @@ def _results(outputs, count):
     return (outputs,) if count == 1 else outputs
 
 
-# ---- If --------------------------------------------------------------------------------------------------------------
-
-
 @primitives.define("cond")
 def cond(op, which, *xs, branches, outs):
     return _branch(op, which, xs, branches, outs, 0)
 
 
 def _branch(op, which, xs, branches, outs, first):
-    """One of the branches, of which the first has this number."""
+    """Write nested Ifs over the branches, of which the first has the index `first`."""
     if len(branches) == 1:
         return op.inline(branches[0], *_within(op, xs))
     chosen = op.subgraph(lambda inner: inner.inline(branches[0], *_within(inner, xs)), name="branch")
@@ -74,42 +71,38 @@ def _branch(op, which, xs, branches, outs, first):
     return [expr.like(declare_value(out)) for expr, out in zip(_results(results, len(outs)), outs, strict=True)]
 
 
-# ---- Loop ------------------------------------------------------------------------------------------------------------
-
-
 @primitives.define("while")
 def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
-    """Of many loops at once (vmap), each has a condition: all go on while one does, and those that ended stay."""
+    """Write a Loop. Of a batch of loops (vmap), all continue while one does; others keep values."""
     of_condition, xs = xs[:cond_nconsts], xs[cond_nconsts:]
     of_body, start = xs[:body_nconsts], xs[body_nconsts:]
     many = len(cond_jaxpr.out_avals[0].shape)
 
-    def goes_on(inner, carried):
-        (each,) = inner.inline(cond_jaxpr, *_within(inner, of_condition), *carried)
-        return each, inner.ReduceMax(each, keepdims=0) if many else each
+    def continues(inner, carried):
+        (conditions,) = inner.inline(cond_jaxpr, *_within(inner, of_condition), *carried)
+        return conditions, inner.ReduceMax(conditions, keepdims=0) if many else conditions
 
-    def step(inner, _number, _goes_on, *carried):
+    def step(inner, _number, _continues, *carried):
         after = inner.inline(body_jaxpr, *_within(inner, of_body), *carried)
         if many:
-            each, _ = goes_on(inner, carried)
+            conditions, _ = continues(inner, carried)
             after = [
-                where(inner, align_mask(inner, each, len(out.shape), many), new, old)
+                where(inner, align_mask(inner, conditions, len(out.shape), many), new, old)
                 for new, old, out in zip(after, carried, outs, strict=True)
             ]
-        return [goes_on(inner, after)[1], *after]
+        return [continues(inner, after)[1], *after]
 
     carried = [declare_value(out, "carried") for out in outs]
-    body = op.subgraph(step, [_scalar("iteration", ir.DataType.INT64), _scalar("goes_on", ir.DataType.BOOL), *carried])
-    results = op.Loop(None, goes_on(op, start)[1], *start, body=body, outputs=len(outs))
+    body = op.subgraph(
+        step, [_scalar("iteration", ir.DataType.INT64), _scalar("continues", ir.DataType.BOOL), *carried]
+    )
+    results = op.Loop(None, continues(op, start)[1], *start, body=body, outputs=len(outs))
     return _results(results, len(outs))
-
-
-# ---- Scan ------------------------------------------------------------------------------------------------------------
 
 
 @primitives.define("scan")
 def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
-    """A Scan needs something to go along: where there is nothing, the numbers of the steps."""
+    """Write a Scan, which needs an input: the number of the step if there is none."""
     consts, start, items = xs[:num_consts], xs[num_consts : num_consts + num_carry], xs[num_consts + num_carry :]
     variables = jaxpr.jaxpr.invars[num_consts:]
     inputs = [declare_value(var.aval, "carried" if i < num_carry else "item") for i, var in enumerate(variables)]
@@ -117,14 +110,14 @@ def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
         items = (positions(op, length),)
         inputs.append(_scalar("iteration", ir.DataType.INT64))
     step = lambda inner, *values: inner.inline(jaxpr, *_within(inner, consts), *values[: len(variables)])
-    way = int(reverse)
+    direction = int(reverse)
     results = op.Scan(
         *start,
         *items,
         outputs=len(outs),
         body=op.subgraph(step, inputs),
         num_scan_inputs=len(items),
-        scan_input_directions=[way] * len(items),
-        scan_output_directions=[way] * (len(outs) - num_carry) or None,
+        scan_input_directions=[direction] * len(items),
+        scan_output_directions=[direction] * (len(outs) - num_carry) or None,
     )
     return _results(results, len(outs))

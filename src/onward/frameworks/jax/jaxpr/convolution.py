@@ -23,7 +23,7 @@ def convolution(
     op, x, kernel, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
     batch_group_count, ins, outs,
 ):  # fmt: skip
-    """Conv, with the axes in the order that it has; where elements of `x` are to lie apart, zeros between them."""
+    """Write a Conv with transposed axes, and zeros between elements for dilated inputs."""
     x, kernel = (cast(op, tensor, outs[0].dtype) for tensor in (x, kernel))
     order_x, order_kernel, order_y = dimension_numbers
     x, kernel = permute(op, x, order_x), permute(op, kernel, order_kernel)
@@ -50,11 +50,8 @@ def convolution(
     return permute(op, y, inverse(order_y))
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
-
-
 class Pool:
-    """A window over some axes of a tensor, as pooling has it: two axes without a window first, then those with one."""
+    """Sliding window for ONNX pooling: two axes without a window, then those with one."""
 
     def __init__(self, shape, window, strides, padding, dilation=None):
         dilation = dilation or [1] * len(shape)
@@ -84,7 +81,7 @@ class Pool:
 
 
 def _window_rule(slide, start):
-    """A reduction by a pooling operator: `slide(op, x, pool)`; `start(dtype)` is what lies around."""
+    """Return the row of a reduction `slide(op, x, pool)`, with padding `start(dtype)`."""
 
     def windowed(
         op, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, ins, outs
@@ -104,7 +101,7 @@ def _window_rule(slide, start):
 
 
 def _sum(op, x, pool):
-    """An average times its count; ONNX Runtime has none of doubles, for which the elements of windows are added."""
+    """Return an average times its count. ONNX Runtime lacks it for float64: slices are summed."""
     if x.dtype is not ir.DataType.DOUBLE:
         return op.AveragePool(x, count_include_pad=1, **pool.attributes) * math.prod(pool.attributes["kernel_shape"])
     kernel, steps, pads, apart = pool.attributes.values()
@@ -112,12 +109,12 @@ def _sum(op, x, pool):
     x = pad_axes(op, x, op.scalar(0, x), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
     full = [pool.shape[axis] + pads[i] + pads[rank + i] for i, axis in enumerate(pool.sliding)]
     last = [size - gap * (count - 1) for size, gap, count in zip(full, apart, kernel, strict=True)]
-    parts = []
-    for place in itertools.product(*map(range, kernel)):
-        starts = [i * gap for i, gap in zip(place, apart, strict=True)]
+    shifted = []
+    for offsets in itertools.product(*map(range, kernel)):
+        starts = [i * gap for i, gap in zip(offsets, apart, strict=True)]
         ends = [start + end for start, end in zip(starts, last, strict=True)]
-        parts.append(op.Slice(x, starts, op.shape(ends), list(range(2, 2 + rank)), steps))
-    return op.Sum(*parts)
+        shifted.append(op.Slice(x, starts, op.shape(ends), list(range(2, 2 + rank)), steps))
+    return op.Sum(*shifted)
 
 
 primitives(
@@ -131,24 +128,21 @@ primitives(
 )
 
 
-# ---- derivatives of windows ------------------------------------------------------------------------------------------
-
-
-def _chosen_places(op, x, pool, select_prim):
-    """Where the largest (`ge`) or smallest element of each window is, if all elements are counted in a row."""
+def _chosen_indices(op, x, pool, select_prim):
+    """Return the flat index of the largest (`ge`) or smallest element of each window."""
     entered = pool.enter(op, x)
     return op.MaxPool(entered if select_prim.name == "ge" else -entered, outputs=2, **pool.attributes)[1]
 
 
 @primitives.define("select_and_scatter_add")
 def select_and_scatter_add(op, source, x, *, select_prim, window_dimensions, window_strides, padding, ins):
-    """The way back through a MaxPool: what comes for a window goes to where its largest element was."""
+    """Compute the derivative of MaxPool: add each gradient at the chosen element of its window."""
     shape = ins[1].shape
     pool = Pool(shape, window_dimensions, window_strides, padding)
-    places = op.Reshape(_chosen_places(op, x, pool, select_prim), [-1])
-    given = op.Reshape(permute(op, source, pool.order), [-1])
+    indices = op.Reshape(_chosen_indices(op, x, pool, select_prim), [-1])
+    gradients = op.Reshape(permute(op, source, pool.order), [-1])
     empty = fill(op, [math.prod(shape)], 0, ins[0].dtype)
-    sums = op.ScatterElements(empty, places, given, axis=0, reduction="add")
+    sums = op.ScatterElements(empty, indices, gradients, axis=0, reduction="add")
     entered = op.shape([shape[axis] for axis in pool.order])
     return permute(op, op.Reshape(sums, entered), inverse(pool.order))
 
@@ -157,18 +151,15 @@ def select_and_scatter_add(op, source, x, *, select_prim, window_dimensions, win
 def select_and_gather_add(
     op, source, x, *, select_prim, window_dimensions, window_strides, padding, window_dilation, ins, outs
 ):  # fmt: skip
-    """And forward: of each window, what `source` has where its largest element is."""
+    """Return the element of `source` at the chosen element of each window."""
     pool = Pool(ins[1].shape, window_dimensions, window_strides, padding, window_dilation)
     flat = op.Reshape(permute(op, source, pool.order), [-1])
-    return pool.leave(op, op.Gather(flat, _chosen_places(op, x, pool, select_prim), axis=0), outs[0].shape)
-
-
-# ---- matmuls ---------------------------------------------------------------------------------------------------------
+    return pool.leave(op, op.Gather(flat, _chosen_indices(op, x, pool, select_prim), axis=0), outs[0].shape)
 
 
 @primitives.define("dot_general")
 def dot_general(op, a, b, *, dimension_numbers, ins, outs):
-    """Gemm for two matrices, of which it transposes both for nothing; MatMul where axes lie well; Einsum otherwise."""
+    """Write a Gemm, MatMul or Einsum; a Gemm only if it saves a Transpose."""
     a, b = (cast(op, x, outs[0].dtype) for x in (a, b))
     return _product(op, a, b, dimension_numbers=dimension_numbers, ranks=(len(ins[0].shape), len(ins[1].shape)))
 
@@ -176,7 +167,7 @@ def dot_general(op, a, b, *, dimension_numbers, ins, outs):
 @widely
 def _product(op, a, b, *, dimension_numbers, ranks):
     (summed_a, summed_b), (batch_a, batch_b) = dimension_numbers
-    # ONNX Runtime gets MatMul of a vector wrong where it takes a Transpose before it along: no vectors.
+    # No MatMul of vectors: ONNX Runtime computes it wrongly when it fuses a Transpose before it.
     if len(summed_a) != 1 or 1 in ranks or batch_a != tuple(range(len(batch_a))) or batch_b != batch_a:
         return _einsum(op, a, b, dimension_numbers, ranks)
     (k_a,), (k_b,), batch = summed_a, summed_b, len(batch_a)

@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons, and functions of one number."""
+"""Arithmetic, comparisons, and elementwise functions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ primitives(
 )
 
 
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
-
 primitives(
     mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else multiply(op, a, b),
     neg=widely(lambda op, x: -x),
@@ -40,7 +38,7 @@ primitives(
 
 @primitives.define("abs")
 def absolute(op, x):
-    """Return the absolute value. Its slope at 0 is 1 in JAX, that of the operator 0."""
+    """Return the absolute value. Its slope at 0 is 1 in JAX, and 0 for Abs."""
     return op.Where(x < 0, -x, x) if x.dtype.is_floating_point() else op.Abs(x)
 
 
@@ -55,9 +53,9 @@ def remainder(op, a, b):
 
 
 def _by_integers(op, a, b, compute, by_zero):
-    """Divide. XLA defines division of integers by 0, at which ONNX Runtime ends with an error."""
-    known = constant_of(b)
-    if a.dtype.is_floating_point() or (known is not None and known.all()):
+    """Divide. XLA defines integer division by 0, where ONNX Runtime crashes."""
+    constant = constant_of(b)
+    if a.dtype.is_floating_point() or (constant is not None and constant.all()):
         return compute(a, b)
     zero = op.Equal(b, 0)
     return where(op, zero, by_zero(), compute(a, where(op, zero, op.scalar(1, b), b)))
@@ -78,7 +76,7 @@ def clamp(op, low, x, high):
 
 @primitives.define("integer_pow")
 def integer_pow(op, x, *, y):
-    """By squaring, as XLA does: exact for small powers, and for negative numbers."""
+    """Multiply by squaring as XLA does: exact for small powers, and for negative numbers."""
     result, square, rest = None, x, abs(y)
     while rest:
         if rest % 2:
@@ -97,11 +95,8 @@ def round_as(op, x, *, rounding_method):
     return round_away(op, x)
 
 
-# ---- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def _of_numbers(compare):
-    """A comparison also of truth values, of which False is the smaller."""
+    """Return a comparison also of booleans, of which False is the smaller."""
 
     def compared(op, a, b):
         if a.dtype is ir.DataType.BOOL:
@@ -123,7 +118,7 @@ primitives(
 
 @primitives.define("eq_to")
 def equal_in_order(op, a, b):
-    """Where NaN is a number, the largest."""
+    """Return equality in an order where NaN equals NaN and is the largest."""
     return op.Or(op.Equal(a, b), op.And(op.IsNaN(a), op.IsNaN(b))) if a.dtype.is_floating_point() else op.Equal(a, b)
 
 
@@ -147,9 +142,6 @@ def select(op, which, *cases):
     return result
 
 
-# ---- types and marks -------------------------------------------------------------------------------------------------
-
-
 @primitives.define("convert_element_type")
 def convert(op, x, *, new_dtype):
     narrowed = x.dtype.is_floating_point() and np.dtype(new_dtype).kind in "iu"
@@ -158,8 +150,8 @@ def convert(op, x, *, new_dtype):
 
 @primitives.define("reduce_precision")
 def reduce_precision(op, x, *, exponent_bits, mantissa_bits):
-    known = {(8, 23): "float32", (11, 52): "float64", (5, 10): "float16", (8, 7): "bfloat16"}
-    narrow = known.get((exponent_bits, mantissa_bits))
+    types = {(8, 23): "float32", (11, 52): "float64", (5, 10): "float16", (8, 7): "bfloat16"}
+    narrow = types.get((exponent_bits, mantissa_bits))
     if narrow is None:
         raise UnsupportedError(f"there is no type with {exponent_bits} and {mantissa_bits} bits")
     return cast(op, cast(op, x, dtype_of(narrow)), x.dtype)

@@ -1,7 +1,7 @@
-"""Shapes, elements that move, and reading and writing at computed indices.
+"""Shapes, moved elements, and reads and writes at computed indices.
 
-JAX's gather and scatter are general: for each of many starts they move a window. Here the axes of the operand that are
-indexed come first, the indices of all elements of all windows are written out, and GatherND or ScatterND does the rest.
+JAX's gather and scatter move a window for each of many starts. Here the indexed axes of the operand
+come first, and the indices of all elements of all windows are computed for GatherND or ScatterND.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from onward.frameworks.formulas.reduction import where
 from onward.frameworks.jax.jaxpr.builder import align_mask, extreme, fill, reshape_to
 
 primitives = Operators()
-# ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 @primitives.define("reshape")
@@ -47,11 +46,11 @@ def transpose(op, x, *, permutation, ins):
 
 @primitives.define("broadcast_in_dim")
 def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
-    """The axes of `x` among others of size 1, and then as large as they are to be."""
+    """Insert axes of size 1, and expand to the shape."""
     shape, own = outs[0].shape, list(broadcast_dimensions)
     if not ins[0].shape and (number := constant_of(x)) is not None:
         return fill(op, shape, number, outs[0].dtype) if shape else x
-    own += range(len(shape) - len(ins[0].shape) + len(own), len(shape))  # the numbers of a random key stay last
+    own += range(len(shape) - len(ins[0].shape) + len(own), len(shape))  # the two numbers of a random key stay last
     new = [axis for axis in range(len(shape)) if axis not in own]
     before = [ins[0].shape[own.index(axis)] if axis in own else 1 for axis in range(len(shape))]
     x = op.Unsqueeze(x, new) if new and own else x
@@ -71,9 +70,6 @@ primitives(
 )
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
-
-
 @primitives.define("slice")
 def cut(op, x, *, start_indices, limit_indices, strides, ins):
     steps = strides or [1] * len(start_indices)
@@ -90,13 +86,13 @@ def cut(op, x, *, start_indices, limit_indices, strides, ins):
 
 @primitives.define("pad")
 def pad(op, x, value, *, padding_config, ins):
-    """Between elements first, then around them; what is negative is cut off."""
+    """Insert values between elements, then around them; negative amounts remove elements."""
     x, _ = spread_elements(op, x, value, ins[0].shape, [between for _, _, between in padding_config])
     return pad_axes(op, x, value, [(low, high) for low, high, _ in padding_config])
 
 
 def spread_elements(op, x, value, shape, between):
-    """`x` with so many times `value` between its elements along each axis, and its shape then."""
+    """Insert `value` between elements along each axis; return the result and its shape."""
     sizes = list(shape)
     for axis, count in enumerate(between):
         if count:
@@ -109,17 +105,14 @@ def spread_elements(op, x, value, shape, between):
 
 
 def pad_axes(op, x, value, amounts):
-    """`x` with so many times `value` before and after its elements along each axis."""
+    """Pad each axis with `value`; negative amounts remove elements."""
     cut_away = [(axis, -min(low, 0), -min(high, 0)) for axis, (low, high) in enumerate(amounts) if min(low, high) < 0]
     if cut_away:
-        axes, starts, ends = (list(part) for part in zip(*cut_away, strict=True))
+        axes, starts, ends = (list(column) for column in zip(*cut_away, strict=True))
         x = op.Slice(x, starts, [-end or END for end in ends], axes)
-    # Of all axes: ONNX Runtime, where it moves a Transpose past a Pad, does not look at the axes that a Pad names.
+    # Pads for all axes: ONNX Runtime ignores the `axes` of a Pad when it moves a Transpose past it.
     around = as_pads([(max(low, 0), max(high, 0)) for low, high in amounts])
     return op.Pad(x, op.shape(around), value, mode="constant") if any(around) else x
-
-
-# ---- made ------------------------------------------------------------------------------------------------------------
 
 
 @primitives.define("iota")
@@ -134,7 +127,7 @@ def iota(op, *sizes, dtype, shape, dimension):
 
 
 def positions(op, size):
-    """The numbers from 0 to a size, in 64 bits."""
+    """Return the int64 numbers from 0 to a size."""
     if isinstance(size, int):
         return op.constant(np.arange(size))
     return op.Range(op.constant(np.int64(0)), op.size(size), op.constant(np.int64(1)))
@@ -143,23 +136,16 @@ def positions(op, size):
 primitives(**dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, outs[0].shape, 0, outs[0].dtype)))
 
 
-# ---- indexing --------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class GatherWindows:
-    """Which elements of an operand are meant: a window of `sizes` at each start."""
+    """Windows of `sizes` in an operand, one at each start."""
 
-    operand: Sequence[Any]
-    """Its shape."""
-    starts: Sequence[Any]
-    """The shape of the starts, without their last axis, which has a number for each axis in `mapped`."""
+    operand: Sequence[Any]  # shape
+    starts: Sequence[Any]  # shape, without the last axis, which has an index for each axis in `mapped`
     sizes: Sequence[Any]
     mapped: Sequence[int]
-    paired: dict[int, int]
-    """Axes of the operand that go along with an axis of the starts."""
-    dropped: Sequence[int]
-    """Axes, all of size 1 in a window, that its result does not have."""
+    paired: dict[int, int]  # batch axes: of the operand -> of the starts
+    dropped: Sequence[int]  # axes of size 1 that are not in the result
 
     @property
     def indexed(self) -> list[int]:
@@ -179,21 +165,21 @@ class GatherWindows:
         return [axis for axis in range(len(self.operand)) if axis not in self.dropped]
 
     def order(self, offsets: Sequence[int]) -> list[int]:
-        """For each axis of the result, of which `offsets` are the window's, its place in starts + windowed + whole."""
+        """Return the axes of the result as indices into starts + windowed + whole."""
         count, inner = len(self.starts), [*self.windowed, *self.whole]
         outer = iter(range(count))
-        own = {place: count + inner.index(axis) for place, axis in zip(offsets, self.kept, strict=True)}
-        return [own[place] if place in own else next(outer) for place in range(count + len(inner))]
+        own = {target: count + inner.index(axis) for target, axis in zip(offsets, self.kept, strict=True)}
+        return [own[target] if target in own else next(outer) for target in range(count + len(inner))]
 
 
 def _columns(op, indices, windows):
-    """The starts along each axis that is mapped, in 64 bits."""
+    """Return the starts along each mapped axis, as int64."""
     wide = cast(op, indices, np.int64)
     return {axis: op.Gather(wide, op.constant(np.int64(i)), axis=-1) for i, axis in enumerate(windows.mapped)}
 
 
 def _bound_starts(op, columns, windows, mode):
-    """The starts moved to where windows are inside, and which of them were; None where they are known to be."""
+    """Return starts clipped to the operand, and a mask of those inside; None if all are."""
     name = getattr(mode, "name", str(mode))
     if name == "PROMISE_IN_BOUNDS":
         return columns, None
@@ -206,17 +192,17 @@ def _bound_starts(op, columns, windows, mode):
     return bounded, None if name == "CLIP" else inside
 
 
-def _places(op, columns, windows):
-    """The index of each element of each window, along the indexed axes."""
+def _element_indices(op, columns, windows):
+    """Return the indices of all elements of all windows, along the indexed axes."""
     windowed, count = windows.windowed, len(windows.starts)
     grid = [*windows.starts, *(windows.sizes[axis] for axis in windowed)]
     parts = []
     for axis in windows.indexed:
-        place = _start(op, columns, windows, axis, len(grid))
+        index = _start(op, columns, windows, axis, len(grid))
         if axis in windowed and windows.sizes[axis] != 1:
             inside = positions(op, windows.sizes[axis])
-            place = place + _along(op, inside, count + windowed.index(axis), len(grid))
-        parts.append(op.Unsqueeze(op.Expand(place, op.shape(grid)), [len(grid)]))
+            index = index + _along(op, inside, count + windowed.index(axis), len(grid))
+        parts.append(op.Unsqueeze(op.Expand(index, op.shape(grid)), [len(grid)]))
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=-1)
 
 
@@ -235,9 +221,6 @@ def _along(op, vector, axis, rank):
     return op.Unsqueeze(vector, new) if new else vector
 
 
-# ---- gather ----------------------------------------------------------------------------------------------------------
-
-
 @primitives.define("gather")
 def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, ins, outs):
     numbers = dimension_numbers
@@ -246,40 +229,36 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
     windows = GatherWindows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
     columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
     if windows.indexed == list(numbers.collapsed_slice_dims) and len(windows.indexed) == 1:
-        found = _take(op, x, columns, windows)
+        elements = _take(op, x, columns, windows)
     else:
         ordered = permute(op, x, [*windows.indexed, *windows.whole])
-        found = op.GatherND(ordered, _places(op, columns, windows)) if windows.indexed else _repeat(op, x, windows)
+        if windows.indexed:
+            elements = op.GatherND(ordered, _element_indices(op, columns, windows))
+        else:
+            elements = op.Expand(x, op.shape([*windows.starts, *windows.operand]))
     if inside is not None:
         fill = op.constant(np.asarray(_fill(fill_value, outs[0].dtype), outs[0].dtype))
-        found = where(op, align_mask(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
-    return permute(op, found, windows.order(numbers.offset_dims))
+        elements = where(op, align_mask(op, inside, len(outs[0].shape), len(windows.starts)), elements, fill)
+    return permute(op, elements, windows.order(numbers.offset_dims))
 
 
 def _take(op, x, columns, windows):
-    """Along one axis; the axes of the starts come first, as they do after GatherND."""
+    """Gather along one axis, and move the axes of the starts first, as after GatherND."""
     (axis,), count = windows.indexed, len(windows.starts)
-    found = op.Gather(x, columns[axis], axis=axis)
+    elements = op.Gather(x, columns[axis], axis=axis)
     rest = [other for other in range(count + len(windows.whole)) if not axis <= other < axis + count]
-    return permute(op, found, [*range(axis, axis + count), *rest])
-
-
-def _repeat(op, x, windows):
-    return op.Expand(x, op.shape([*windows.starts, *windows.operand]))
+    return permute(op, elements, [*range(axis, axis + count), *rest])
 
 
 def _fill(value, dtype):
     if value is not None:
         return value
-    kind = np.dtype(dtype).kind
-    return extreme(dtype, largest=True) if kind in "bu" else extreme(dtype, largest=False) if kind == "i" else np.nan
+    code = np.dtype(dtype).kind
+    return extreme(dtype, largest=code in "bu") if code in "bui" else np.nan
 
 
-# ---- scatter ---------------------------------------------------------------------------------------------------------
-
-
-def _scatter(reduction, neutral):
-    """A write that combines with what is there. Outside, it writes what changes nothing, which is `neutral(dtype)`."""
+def _scatter_rule(reduction, neutral):
+    """Return the row of a scatter with a reduction; outside, it writes `neutral(dtype)`."""
 
     def scatter(op, x, indices, updates, *, dimension_numbers, mode, ins):
         windows, order = _scatter_windows(dimension_numbers, ins)
@@ -289,17 +268,17 @@ def _scatter(reduction, neutral):
             mask = align_mask(op, inside, len(ins[2].shape), len(windows.starts))
             nothing = op.constant(np.asarray(neutral(ins[0].dtype), ins[0].dtype))
             updates = where(op, mask, updates, nothing)
-        return _scatter_updates(op, x, _places(op, columns, windows), updates, windows, reduction)
+        return _scatter_updates(op, x, _element_indices(op, columns, windows), updates, windows, reduction)
 
     return scatter
 
 
 primitives.update(
     {
-        "scatter-add": _scatter("add", lambda dtype: 0),
-        "scatter-mul": _scatter("mul", lambda dtype: 1),
-        "scatter-min": _scatter("min", lambda dtype: extreme(dtype, largest=True)),
-        "scatter-max": _scatter("max", lambda dtype: extreme(dtype, largest=False)),
+        "scatter-add": _scatter_rule("add", lambda dtype: 0),
+        "scatter-mul": _scatter_rule("mul", lambda dtype: 1),
+        "scatter-min": _scatter_rule("min", lambda dtype: extreme(dtype, largest=True)),
+        "scatter-max": _scatter_rule("max", lambda dtype: extreme(dtype, largest=False)),
     }
 )
 
@@ -312,11 +291,11 @@ def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
 
 @primitives.define("scatter")
 def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
-    """Writes outside go to an element more along the first axis, which is cut off again."""
+    """Write values. Those outside go to an extra element of the first axis, which is sliced off."""
     windows, order = _scatter_windows(dimension_numbers, ins)
     columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
     updates = permute(op, updates, inverse(order))
-    places = _places(op, columns, windows)
+    places = _element_indices(op, columns, windows)
     if inside is None:
         return _scatter_updates(op, x, places, updates, windows, None)
     first = windows.indexed[0]
@@ -330,7 +309,7 @@ def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
 
 
 def _scatter_windows(numbers, ins):
-    """The windows of a scatter, and the order in which axes of the updates come."""
+    """Return the windows of a scatter, and the order of the axes of the updates."""
     paired = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     dropped = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
     own = iter(numbers.update_window_dims)
@@ -347,11 +326,8 @@ def _scatter_updates(op, x, places, updates, windows, reduction):
     return permute(op, written, inverse(order))
 
 
-# ---- windows at one start --------------------------------------------------------------------------------------------
-
-
 def _partial(op, starts, sizes, shape) -> list[tuple[int, Expr, Expr]]:
-    """Axis, start and end of what is cut, where that is not all; starts are moved to where all is inside."""
+    """Return axis, start and end of each partial axis, with starts clipped to the operand."""
     parts = []
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=False)):
         if size == shape[axis]:
@@ -368,7 +344,7 @@ def dynamic_slice(op, x, *starts, slice_sizes, ins):
     if not parts:
         return x
     axes, begins, ends = zip(*parts, strict=True)
-    together = (part[0] if len(part) == 1 else op.Concat(*part, axis=0) for part in (begins, ends))
+    together = (bounds[0] if len(bounds) == 1 else op.Concat(*bounds, axis=0) for bounds in (begins, ends))
     return op.Slice(x, *together, list(axes))
 
 
@@ -378,10 +354,10 @@ def dynamic_update_slice(op, x, update, *starts, ins):
 
 
 def _overwrite(op, x, update, parts):
-    """What is before along an axis, the part, in which other axes may be written in part too, and what is after."""
+    """Concatenate along the first axis: before, the recursively overwritten slice, and after."""
     if not parts:
         return update
     (axis, begin, end), *rest = parts
     within = op.Slice(x, begin, end, [axis]) if rest else x
-    before, after = op.Slice(x, [0], begin, [axis]), op.Slice(x, end, [np.iinfo(np.int64).max], [axis])
+    before, after = op.Slice(x, [0], begin, [axis]), op.Slice(x, end, [END], [axis])
     return op.Concat(before, _overwrite(op, within, update, rest), after, axis=axis)

@@ -29,12 +29,12 @@ primitives(
 
 
 def _collective_rule(operator):
-    """A reduction over an axis that `vmap` gave a name; nothing here lives on several devices."""
+    """Return the row of a reduction over an axis that `vmap` named."""
     reduced = _reduction_rule(operator)
 
     def collected(op, *xs, axes, axis_index_groups):
         if axis_index_groups is not None or any(isinstance(axis, str) for axis in axes):
-            raise UnsupportedError("it is about several devices, or groups of them")
+            raise UnsupportedError("it reduces over several devices")
         return [reduced(op, x, axes=axes) for x in xs]
 
     return collected
@@ -45,7 +45,7 @@ primitives(psum=_collective_rule("ReduceSum"), pmax=_collective_rule("ReduceMax"
 
 @primitives.define("reduce_xor")
 def reduce_xor(op, x, *, axes):
-    """Of truth values: whether an odd number of them is true."""
+    """Return True where an odd number of booleans is true."""
     count = op.ReduceSum(cast(op, x, np.int64), list(axes), keepdims=0)
     return op.Equal(op.Mod(count, 2), 1)
 
@@ -57,11 +57,8 @@ def _index_rule(operator):
 primitives(argmax=_index_rule("ArgMax"), argmin=_index_rule("ArgMin"))
 
 
-# ---- cumulative ------------------------------------------------------------------------------------------------------
-
-
 def _scan_rule(combine, start):
-    """A cumulative reduction, where `start(dtype)` changes nothing."""
+    """Return the row of a cumulative reduction whose neutral element is `start(dtype)`."""
 
     def scanned(op, x, *, axis, reverse, ins):
         rest = [size for i, size in enumerate(ins[0].shape) if i != axis]
@@ -81,12 +78,9 @@ primitives(
 )
 
 
-# ---- sorting ---------------------------------------------------------------------------------------------------------
-
-
 @primitives.define("sort")
 def sort(op, *xs, dimension, num_keys, ins):
-    """By the last key first: TopK leaves what is equal in its order, so that earlier keys count for more."""
+    """Sort by the last key first: TopK is stable, so earlier keys count more."""
     size = op.shape([ins[0].shape[dimension]])
     for key in reversed(range(num_keys)):
         _, order = op.TopK(_comparable(op, xs[key]), size, axis=dimension, largest=0, sorted=1, outputs=2)
@@ -96,12 +90,12 @@ def sort(op, *xs, dimension, num_keys, ins):
 
 @primitives.define("top_k")
 def top_k(op, x, *, k, axis):
-    _, places = op.TopK(_comparable(op, x), op.shape([k]), axis=axis, largest=1, sorted=1, outputs=2)
-    return op.GatherElements(x, places, axis=axis), cast(op, places, np.int32)
+    _, indices = op.TopK(_comparable(op, x), op.shape([k]), axis=axis, largest=1, sorted=1, outputs=2)
+    return op.GatherElements(x, indices, axis=axis), cast(op, indices, np.int32)
 
 
 def _comparable(op, x):
-    """In a type that ONNX Runtime sorts."""
+    """Cast to a type that ONNX Runtime sorts."""
     if x.dtype is ir.DataType.UINT64:
-        raise UnsupportedError("unsigned numbers of 64 bits have no order in ONNX Runtime")
+        raise UnsupportedError("ONNX Runtime cannot sort uint64")
     return x if x.dtype.is_floating_point() or x.dtype is ir.DataType.INT32 else cast(op, x, np.int64)
