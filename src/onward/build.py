@@ -51,7 +51,7 @@ class Names:
         return name
 
 
-def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern: str) -> ir.Node:
+def copy_node(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern: str) -> ir.Node:
     """Return a copy of a node with other inputs. Names follow `pattern`, with {} for the old."""
     copy = ir.Node(
         node.domain,
@@ -68,7 +68,7 @@ def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern
     return copy
 
 
-def become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
+def replace_operator(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
     """Replace the operator, inputs and attributes of a node, in place."""
     node.op_type = op_type
     node.resize_inputs(len(inputs))

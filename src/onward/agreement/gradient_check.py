@@ -21,7 +21,7 @@ from onward.differentiate.gradients import lower_gradients
 from onward.errors import Error, InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
-from onward.model.core import string, strings, tie, values
+from onward.model.core import link_gradients, string, strings, values
 from onward.model.walk import ancestors, between, read_by
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules.registry import has_gradient
@@ -109,7 +109,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     else:
         model = model.copy()
     model = of_one_opset(model, OLDEST_OPSET)
-    tie(model.graph)
+    link_gradients(model.graph)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     target = known[y] if y in known else _default_y(model) if y is None else _unknown([y], known)

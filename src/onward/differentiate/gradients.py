@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, twin
+from onward.build import Builder, copy_node
 from onward.differentiate.expand import expand
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
@@ -138,7 +138,7 @@ def _at(
     for node in between(y, list(substitutes), scope):
         if all(output in substitutes for output in node.outputs):
             continue
-        copy = twin(
+        copy = copy_node(
             node, [new.get(value, value) if value is not None else None for value in node.inputs], op.names, "{}/at"
         )
         for name, attribute in copy.attributes.items():

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, twin
+from onward.build import Builder, Expr, copy_node
 from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model.walk import is_random, nested_graphs
 
@@ -65,7 +65,7 @@ class Recomputation:
             return new[value]
 
         for node in part:
-            copy = twin(node, map(again, node.inputs), op.names, "again/{}")
+            copy = copy_node(node, map(again, node.inputs), op.names, "again/{}")
             new.update(zip(node.outputs, copy.outputs, strict=True))
             op.graph.append(copy)
             self._copies[node] = copy

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from onward.build import become
+from onward.build import replace_operator
 from onward.constants import constant_ints
 from onward.model.walk import read_by
 from onward.standard import is_standard
@@ -49,8 +49,8 @@ def _transpose_of_matmul(node: ir.Node) -> None:
     transposed = matmul.outputs[0]
     order = [*range(len(other.shape) - 2), len(other.shape) - 1, len(other.shape) - 2]
     transposed.shape = ir.Shape([other.shape[axis] for axis in order])
-    become(matmul, "Transpose", [other], ir.AttrInt64s("perm", order))
-    become(node, "MatMul", [transposed, a] if a is not None else [b, transposed])
+    replace_operator(matmul, "Transpose", [other], ir.AttrInt64s("perm", order))
+    replace_operator(node, "MatMul", [transposed, a] if a is not None else [b, transposed])
     node.name, matmul.name = matmul.name, node.name
 
 

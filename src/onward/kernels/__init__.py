@@ -16,7 +16,7 @@ from onward.kernels.matmuls import use_matmuls
 from onward.kernels.rules import find_rule
 from onward.lowering.step import Passes
 from onward.model import Model
-from onward.model.core import gradients_in, is_gradient, string, tie, untie, visible
+from onward.model.core import gradients_in, is_gradient, link_gradients, string, unlink_gradients, visible
 from onward.model.walk import ancestors
 from onward.rules.recurrent import FUNCTIONS
 from onward.transform.context import Context
@@ -51,9 +51,9 @@ def use_kernels(context: Context) -> None:
         put_channels_last(context)
     if operators & {"Sigmoid", "Erf", "Tanh"}:
         use_activations(context)
-    tie(graph)  # a Gradient needs what it names
+    link_gradients(graph)  # a Gradient needs what it names
     remove_unused(graph)
-    untie(graph)
+    unlink_gradients(graph)
     if any(node.domain == DOMAIN for node in graph):
         graph.opset_imports[DOMAIN] = 1
 

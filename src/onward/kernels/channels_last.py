@@ -141,7 +141,7 @@ class _ChannelsLast:
             slope = op(scale) / op.Sqrt(op(var) + settings["epsilon"])
             self._record(node.outputs[0], op(self._last[x]) * slope + (op(bias) - op(mean) * slope))
             return True
-        if settings["momentum"] != 0:  # running statistics are averaged beside it, see recipe/forward.py
+        if settings["momentum"] != 0:  # running statistics are averaged beside it, see recipe/training_mode.py
             return False
         results = self._kernel("BatchNormalization", self._last[x], scale, bias, epsilon=settings["epsilon"], outputs=3)
         self._record(node.outputs[0], results[0])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
-from onward.build import become
+from onward.build import replace_operator
 from onward.constants import constant_ints
 from onward.kernels.library import DOMAIN
 from onward.model.walk import attributes
@@ -135,7 +135,7 @@ def _reduce_sum(node: ir.Node, opset: int) -> bool:
 
 
 def _become_kernel(node: ir.Node, name: str, inputs: list[ir.Value | None], *settings: ir.Attr) -> None:
-    become(node, name, inputs, *settings)
+    replace_operator(node, name, inputs, *settings)
     node.domain = DOMAIN
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.build import become, declare, identity, identity_of
+from onward.build import declare, identity, identity_of, replace_operator
 from onward.constants import tensor_in
 from onward.differentiate.simplify import swaps_last
 from onward.standard import is_standard
@@ -45,9 +45,9 @@ def settle_casts(graph: ir.Graph) -> None:
             node.outputs[0].replace_all_uses_with(source)
         elif constant is not None and constant.size == 1:
             array = constant.numpy().astype(target.numpy())
-            become(node, "Constant", [], ir.AttrTensor("value", ir.Tensor(array, dtype=target)))
+            replace_operator(node, "Constant", [], ir.AttrTensor("value", ir.Tensor(array, dtype=target)))
         elif node.op_type == "CastLike":
-            become(node, "Cast", [source], ir.AttrInt64("to", target.value))
+            replace_operator(node, "Cast", [source], ir.AttrInt64("to", target.value))
         node.outputs[0].type = ir.TensorType(target)
 
 
@@ -67,7 +67,7 @@ def swap_vector_matmuls(graph: ir.Graph) -> None:
         transpose = matrix.producer() if matrix is not None else None
         is_vector = vector is not None and vector.shape is not None and vector.shape.rank() == 1
         if is_vector and transpose is not None and swaps_last(transpose):
-            become(node, "MatMul", [vector, transpose.inputs[0]])
+            replace_operator(node, "MatMul", [vector, transpose.inputs[0]])
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:

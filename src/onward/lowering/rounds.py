@@ -25,11 +25,11 @@ from onward.model.core import (
     all_names,
     append_inputs,
     is_gradient,
+    link_gradients,
     rename_in_gradients,
     string,
     strings,
-    tie,
-    untie,
+    unlink_gradients,
     values,
 )
 from onward.model.state import carried_state, with_metadata
@@ -139,7 +139,7 @@ class _Round:
         self._model = model.copy()
         self._steps, self._model.steps = self._model.steps, []
         self._graph = self._model.graph
-        tie(self._graph)
+        link_gradients(self._graph)
         self._names = Names(all_names(self._graph))
         self._algorithm = ir.Graph([], [], nodes=[], name="round")
         self._inputs: dict[str, ir.Value] = {}
@@ -173,7 +173,7 @@ class _Round:
                 (self._shared if state in self._shared else self._own[index])[state] = value
 
     def finish(self, times: Mapping[int, int]) -> OneStep:
-        untie(self._graph)
+        unlink_gradients(self._graph)
         op = Builder(self._algorithm, opset=self._model.opset, names=self._names)
         loss = self._output_metrics(op)
         step = Step(self._algorithm)
@@ -211,7 +211,7 @@ class _Round:
                 output.name = self._names.fresh(f"{label}/{old.name}") if old.name else ""
                 replaced[old] = output
         current = {name: replaced.get(value, value) for name, value in by_name.items()}
-        untie(copy)
+        unlink_gradients(copy)
         self._differentiate(copy, current)
         copies = list(copy)
         copy.remove(copies)

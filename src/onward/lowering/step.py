@@ -23,7 +23,7 @@ from onward.lowering.standard_operators import OPTIMIZERS, add_channel_axes, exp
 from onward.lowering.step_graph import StepGraph
 from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.checks import check_signatures
-from onward.model.core import as_input, tensor_of, tie, untie, values
+from onward.model.core import as_input, link_gradients, tensor_of, unlink_gradients, values
 from onward.model.state import carried_state, states
 from onward.model.walk import nodes_of
 from onward.rules import RULES
@@ -332,7 +332,7 @@ def _rename_loss(model: Model, contract: Contract) -> Contract:
     old, graph = contract.loss, model.graph
     if old == _LOSS:
         return contract
-    tie(graph)
+    link_gradients(graph)
     metric = next(value for value in graph.outputs if value.name == old)
     if _LOSS in contract.outputs:  # inference computes the same
         graph.outputs.remove(metric)
@@ -342,7 +342,7 @@ def _rename_loss(model: Model, contract: Contract) -> Contract:
         if _LOSS in by_name:
             by_name[_LOSS].name = Names(by_name).fresh(f"{_LOSS}/computed")
         metric.name = _LOSS
-    untie(graph)
+    unlink_gradients(graph)
     metrics = [_LOSS if name == old else name for name in contract.metrics]
     return dataclasses.replace(contract, metrics=metrics, loss=_LOSS)
 
@@ -361,7 +361,7 @@ def _open_step(origin: _Origin) -> StepGraph:
     if origin.options.data_parallel.size > 1:  # sums over samples must be visible
         inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
     add_channel_axes(context)
-    tie(graph)
+    link_gradients(graph)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     state = carried_state(origin.model, origin.number)
     for name in (s.name for s in state):
@@ -381,7 +381,7 @@ def _plain(
     graph = context.graph
     graph.outputs[:] = [step_graph.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     remove_unused(graph)
-    untie(graph)
+    unlink_gradients(graph)
     if options.differentiate:
         _infer_types(origin, step_graph)
         passes = options.passes if options.passes is not None and options.passes.suit(context.model) else None

@@ -376,7 +376,7 @@ def names_of(node: ir.Node) -> tuple[str, ...]:
     return (*strings(node, "xs"), *strings(node, "zs"), string(node, "y"))
 
 
-def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
+def link_gradients(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
     """Append the values that Gradients name to their inputs; unknown names stay attributes only."""
     for node, scope in list(gradients_in(graph, around)):
         by_name = visible(scope)
@@ -385,7 +385,7 @@ def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
             node.attributes[_TIED] = ir.AttrInt64(_TIED, start)
 
 
-def tie_function(function: ir.Function) -> None:
+def link_function_gradients(function: ir.Function) -> None:
     """Append the values that Gradients of a function name to their inputs, which are independent."""
     graph = function.graph
     named = {name for node, _ in gradients_in(graph) for name in names_of(node)}
@@ -396,7 +396,7 @@ def tie_function(function: ir.Function) -> None:
         own.outputs[0].name, own.outputs[0].type, own.outputs[0].shape = f"{value.name}/own", value.type, value.shape
         graph.insert_before(graph[0], own)
         rename_in_gradients(graph, {value.name or "": own.outputs[0].name})
-    tie(graph)
+    link_gradients(graph)
 
 
 def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
@@ -408,7 +408,7 @@ def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
     return start
 
 
-def untie(graph: ir.Graph) -> None:
+def unlink_gradients(graph: ir.Graph) -> None:
     """Write the names of the values behind Gradients back to their attributes."""
     for node in graph.all_nodes():
         if _TIED in node.attributes:

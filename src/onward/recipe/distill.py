@@ -21,10 +21,10 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model, Source, load
 from onward.model.core import values
-from onward.recipe.assembly import Assembly, embed
 from onward.recipe.losses import functions
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, check_options, lookup, parse
+from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.extract import extract
 from onward.transform.inline import inline
 from onward.transform.merge import add_prefix
@@ -80,7 +80,7 @@ class Distillation:
 
     def add(
         self,
-        assembly: Assembly,
+        builder: StepBuilder,
         hard: Expr | None,
         students: Sequence[ir.Value],
         trained: Mapping[ir.Value, ir.Value],
@@ -94,16 +94,16 @@ class Distillation:
         outputs = list(dict.fromkeys(targets))
         teacher_graph = extract(self.model, [value.name or "" for value in self.model.inputs], outputs)
         fill_in_types(teacher_graph, teacher_graph.outputs)
-        teacher_graph = add_prefix(convert_opset(teacher_graph, assembly.model.opset), _PREFIX)
+        teacher_graph = add_prefix(convert_opset(teacher_graph, builder.model.opset), _PREFIX)
         computed = dict(zip(outputs, teacher_graph.outputs, strict=True))
         read_values = [value for value in teacher_graph.inputs if value.uses()]
-        fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
+        fed = (*builder.model.inputs, *builder.step.algorithm.inputs)
         feeds = {value.name or "": value for value in fed} | dict(inputs)
-        own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
+        own = [inputs.get(value.name or "", value) for value in builder.model.inputs]
         only = own[0] if len(own) == len(read_values) == 1 else None
-        sources = {value: _source(assembly, value, feeds, only) for value in read_values}
-        embed(assembly, teacher_graph, sources)
-        op = assembly.op.scoped("distill")
+        sources = {value: _source(builder, value, feeds, only) for value in read_values}
+        embed(builder, teacher_graph, sources)
+        op = builder.op.scoped("distill")
         results = {name: op(value) for name, value in computed.items()}
         total, share, facts = None, None, []
         for i, (term, value, name) in enumerate(zip(self.terms, students, targets, strict=True)):
@@ -115,14 +115,14 @@ class Distillation:
                     hint="name values of the same shape with `student=` and `teacher=`",
                 )
             prefix = "distill" if len(self.terms) == 1 else f"distill/{i}"
-            distance = _distance(assembly, op, term, prefix, op(trained.get(value, value)), teacher)
-            weight = assembly.hyper(f"{prefix}/weight", term.weight)
+            distance = _distance(builder, op, term, prefix, op(trained.get(value, value)), teacher)
+            weight = builder.hyper(f"{prefix}/weight", term.weight)
             weighted = distance * op.CastLike(weight, distance)
             total = weighted if total is None else total + weighted
             share = op(weight.value) if share is None else share + weight
             facts.append(term.fact(value.name or "", name))
         assert total is not None and share is not None
-        assembly.fact("distill", facts)
+        builder.fact("distill", facts)
         if hard is None:
             return total
         return op(hard.value) * op.CastLike(1.0 - share, hard) + total
@@ -176,7 +176,7 @@ def _counterpart(teacher: Model, term: DistillTerm, student: ir.Value) -> str:
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
 
 
-def _source(assembly: Assembly, target: ir.Value, sources: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
+def _source(builder: StepBuilder, target: ir.Value, sources: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
     """Return the student's value for an input of the teacher: by name, or the only one."""
     name = (target.name or "").removeprefix(_PREFIX)
     source = sources.get(name, only)
@@ -190,7 +190,7 @@ def _source(assembly: Assembly, target: ir.Value, sources: Mapping[str, ir.Value
             f"the teacher reads `{name}` of shape {target.shape}, but `{source.name}` has {source.shape}",
             hint="put what resizes it before the teacher (`onward merge`)",
         )
-    return _in_type(assembly.op.scoped("distill")(source), target, f"the teacher's input `{name}`").value
+    return _in_type(builder.op.scoped("distill")(source), target, f"the teacher's input `{name}`").value
 
 
 def _in_type(expr: Expr, target: ir.Value, what: str) -> Expr:
@@ -210,12 +210,12 @@ def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     )
 
 
-def _distance(assembly: Assembly, op: Builder, term: DistillTerm, prefix: str, student: Expr, teacher: Expr) -> Expr:
+def _distance(builder: StepBuilder, op: Builder, term: DistillTerm, prefix: str, student: Expr, teacher: Expr) -> Expr:
     target = _in_type(op(teacher.value), student.value, f"the teacher's `{teacher.name}`")
     options = dict(term.spec.options)
     if term.spec.name != _KL:
         return named_loss(term.spec.name).build(op, student, target, **options)
-    temperature = op.CastLike(assembly.hyper(f"{prefix}/temperature", float(options["temperature"])), student)
+    temperature = op.CastLike(builder.hyper(f"{prefix}/temperature", float(options["temperature"])), student)
     softened = (op.LogSoftmax(scores / temperature, axis=options["axis"]) for scores in (student, target))
     divergence = op.call(functions.KLDivergenceOfLogs, *softened)
     rows = op.ReduceSum(divergence, np.asarray([options["axis"]], np.int64), keepdims=0)

@@ -21,9 +21,9 @@ from onward.build import Builder, Names
 from onward.constants import add_initializer, constant_tensor
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
-from onward.recipe.assembly import stop_gradient
 from onward.recipe.constants import expose, in_bodies, is_uniform, stored_shape, under_name
 from onward.recipe.layers import layers as find_layers
+from onward.recipe.step_builder import stop_gradient
 
 Origin = Literal["parameter", "buffer", "constant"]
 

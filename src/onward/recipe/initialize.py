@@ -22,8 +22,8 @@ from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.state import without_tags
 from onward.recipe import random
-from onward.recipe.assembly import Assembly, register
 from onward.recipe.spec import Spec, check_options, lookup, parse, split_address
+from onward.recipe.step_builder import StepBuilder, register
 from onward.recipe.trainable import matching
 from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION
@@ -281,14 +281,14 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
             raise UnknownNameError(f"`{pattern}`, which has an initializer, matches no parameter", hint=hint)
 
 
-def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any]) -> None:
+def bind_initial_value(builder: StepBuilder, value: ir.Value, init: str | Mapping[str, Any]) -> None:
     """Bind a state variable of the inference graph to its initial value."""
     spec = _spec_for(value.name or "", init)
     if spec.name == _FILE:
-        assembly.reset(value, lambda op: _copy_of_stored(op, value))
+        builder.reset(value, lambda op: _copy_of_stored(op, value))
         return
-    key = assembly.seed_key()
-    assembly.reset(value, lambda op: _fresh(op, value, spec, key))
+    key = builder.seed_key()
+    builder.reset(value, lambda op: _fresh(op, value, spec, key))
 
 
 class Drawn(NamedTuple):

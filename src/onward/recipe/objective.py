@@ -14,11 +14,11 @@ from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model, load
 from onward.model.core import all_names, tensor_of, values
-from onward.recipe.assembly import Assembly, embed
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import one_of, reduce_loss
 from onward.recipe.spec import Spec, check_options, parse, split_address
+from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
@@ -106,7 +106,7 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
 
 
 def build(
-    assembly: Assembly,
+    builder: StepBuilder,
     summands: Sequence[Term],
     inference: Sequence[ir.Value],
     trained: Mapping[ir.Value, ir.Value],
@@ -115,20 +115,20 @@ def build(
     """Append the sum of all terms, a scalar. `trained` maps inference to training values."""
     total: Expr | None = None
     facts = []
-    weights = SampleWeights.of(sample_weight, assembly)
+    weights = SampleWeights.of(sample_weight, builder)
     for term, value in zip(summands, inference, strict=True):
-        prediction = assembly.op.scoped("loss")(trained.get(value, value))
+        prediction = builder.op.scoped("loss")(trained.get(value, value))
         if weights is not None and (term.custom is not None or term.spec.name == _EXISTING):
             raise RecipeError(
                 f"the loss `{term.spec.name}` does not say what each sample adds, so that they cannot be weighted",
                 hint="take a loss by name, or let yours have an input for weights",
             )
         if term.custom is not None:
-            result, inputs = _custom(assembly, term, prediction, trained)
+            result, inputs = _custom(builder, term, prediction, trained)
         elif term.spec.name == _EXISTING:
             result, inputs = prediction, []
         else:
-            result, inputs = _add_named_loss(assembly, term, prediction, value, weights)
+            result, inputs = _add_named_loss(builder, term, prediction, value, weights)
         if result.value.shape is not None and len(result.value.shape) and any(d != 1 for d in result.value.shape):
             raise RecipeError(
                 f"the loss `{term.spec.name}` gives a tensor of shape {result.value.shape}, not one number",
@@ -136,16 +136,16 @@ def build(
             )
         facts.append(term.fact(value.name or "", inputs))
         if term.scale != 1.0:
-            scale = assembly.hyper(f"loss/{value.name}/scale", term.scale)
+            scale = builder.hyper(f"loss/{value.name}/scale", term.scale)
             result = result * result.op.CastLike(scale, result)
         total = result if total is None else total + result
     assert total is not None
-    assembly.fact("loss", facts)
+    builder.fact("loss", facts)
     return total
 
 
 def _add_named_loss(
-    assembly: Assembly, term: Term, prediction: Expr, value: ir.Value, weights: SampleWeights | None
+    builder: StepBuilder, term: Term, prediction: Expr, value: ir.Value, weights: SampleWeights | None
 ) -> tuple[Expr, list[str]]:
     loss = named_loss(term.spec.name)
     options = dict(term.spec.options)
@@ -160,9 +160,9 @@ def _add_named_loss(
             )
         constant = prediction.op.filled_like(prediction.value, term.constant)
         return _named(loss, prediction, [constant], options, weights), []
-    taken = {v.name for v in assembly.step.algorithm.inputs}
+    taken = {v.name for v in builder.step.algorithm.inputs}
     inputs = [
-        assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
+        builder.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
     ]
     return _named(loss, prediction, inputs, options, weights), [x.name for x in inputs]
 
@@ -176,12 +176,12 @@ def _named(
 
 
 def _custom(
-    assembly: Assembly, term: Term, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
+    builder: StepBuilder, term: Term, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
     custom = term.custom
     if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
         function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
-        outputs = _outputs_by_name(assembly, trained)
+        outputs = _outputs_by_name(builder, trained)
         names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
         matched = any(name in outputs for name in names)
         arguments: list[ir.Value] = []
@@ -195,29 +195,29 @@ def _custom(
                 declared = function.inputs[i]
                 dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
                 shape = declared.shape or (None if declared.dtype else prediction.value.shape)
-                extra = assembly.input(name, dtype, shape)
+                extra = builder.input(name, dtype, shape)
                 arguments.append(extra.value)
                 added.append(extra.name)
-        assembly.model.functions[function.identifier()] = function
-        assembly.model.ir.opset_imports.setdefault(function.domain, 1)
+        builder.model.functions[function.identifier()] = function
+        builder.model.ir.opset_imports.setdefault(function.domain, 1)
         outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
         result = outcome if isinstance(outcome, Expr) else outcome[0]
         if result.dtype is None and prediction.dtype is not None:
             result.value.type = ir.TensorType(prediction.dtype)
         return result, added
-    return _loss_model(assembly, load(custom), prediction, trained)
+    return _loss_model(builder, load(custom), prediction, trained)
 
 
-def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:
-    return {value.name: trained.get(value, value) for value in assembly.model.outputs if value.name}
+def _outputs_by_name(builder: StepBuilder, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:
+    return {value.name: trained.get(value, value) for value in builder.model.outputs if value.name}
 
 
 def _loss_model(
-    assembly: Assembly, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
+    builder: StepBuilder, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
     """Embed a loss model; its inputs are outputs of the model by name, or new inputs."""
-    loss = add_prefix(convert_opset(loss, assembly.model.opset), "loss/")
-    outputs = _outputs_by_name(assembly, trained)
+    loss = add_prefix(convert_opset(loss, builder.model.opset), "loss/")
+    outputs = _outputs_by_name(builder, trained)
     input_names = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
     matched = any(name in outputs for name in input_names.values())
     added: list[str] = []
@@ -230,11 +230,11 @@ def _loss_model(
         else:
             if value.dtype is None:
                 raise RecipeError(f"the input `{name}` of the loss model has no type")
-            source = assembly.input(name, value.dtype, value.shape).value
+            source = builder.input(name, value.dtype, value.shape).value
             added.append(source.name or "")
         sources[value] = source
     result = loss.outputs[0]
-    embed(assembly, loss, sources)
+    embed(builder, loss, sources)
     if result.producer() is None:
         raise RecipeError("the loss model computes nothing")
     return prediction.op(result), added
@@ -310,20 +310,20 @@ class SampleWeights:
     by: str
 
     @classmethod
-    def of(cls, given: Any, assembly: Assembly) -> SampleWeights | None:
+    def of(cls, given: Any, builder: StepBuilder) -> SampleWeights | None:
         """Add the input for `weight` or `weight:by=weights` to a step."""
         if given is None:
             return None
         spec = parse(given)
         check_options("`sample_weight`", spec.options, {"by": "count"})
         by = one_of("`by` of `sample_weight`", spec.options.get("by", "count"), "count", "weights")
-        if spec.name in all_names(assembly.model.graph):
+        if spec.name in all_names(builder.model.graph):
             raise RecipeError(
                 f"the model has something called `{spec.name}` already, so weights of samples cannot be",
                 hint=f"call the input otherwise, and say which column it takes: `--column w={spec.name}`",
             )
-        batch = next(iter(next((v.shape for v in assembly.model.inputs if v.shape is not None), ())), None)
-        return cls(assembly.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)
+        batch = next(iter(next((v.shape for v in builder.model.inputs if v.shape is not None), ())), None)
+        return cls(builder.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)
 
     def build(self, loss: Loss, prediction: Expr, targets: list[Expr], options: dict[str, Any]) -> Expr:
         """Return a named loss with weighted samples."""

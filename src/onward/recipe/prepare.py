@@ -13,16 +13,14 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError, list_names, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
 from onward.model.checks import check_signatures
-from onward.model.core import tie, untie, values
+from onward.model.core import link_gradients, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.options import Fields, StepOptions, documented, with_options
 from onward.recipe import lora, objective, preprocessing, prune, quantize
-from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
-from onward.recipe.forward import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.objective import unsuitable
@@ -38,7 +36,9 @@ from onward.recipe.optimizers.groups import (
 )
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
+from onward.recipe.step_builder import StepBuilder
 from onward.recipe.trainable import Selection, matching, roles, select
+from onward.recipe.training_mode import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
@@ -88,7 +88,7 @@ class Recipe(Fields, StepOptions):
             model = inline(model, hidden)
         if written := write_padding(model):
             warn(f"SAME padding of {list_names(written, 3)} is written out: ONNX Runtime computes it differently")
-        tie(model.graph)  # a loss of a gradient depends on what the gradient is of
+        link_gradients(model.graph)  # a loss of a gradient depends on what the gradient is of
         open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
@@ -109,45 +109,45 @@ class Recipe(Fields, StepOptions):
         inputs = [value.name or "" for value in model.inputs]
         # now that it is known what is trained: nothing of this
         entries = {} if before is None else preprocessing.put_before(model, before)
-        assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
+        builder = StepBuilder(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
         augmentation = None
         if varied or self.move_with_image is not None:
-            augmentation = preprocessing.Augmentation(assembly, entries, inputs, varied, self.move_with_image)
+            augmentation = preprocessing.Augmentation(builder, entries, inputs, varied, self.move_with_image)
         changed = augmentation.changed if augmentation else {}
-        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
+        trained = training_forward(builder, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
-            loss = objective.scalar(objective.build(assembly, summands, predictions, trained, self.sample_weight))
+            loss = objective.scalar(objective.build(builder, summands, predictions, trained, self.sample_weight))
         if teaching:
-            loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
+            loss = teaching.add(builder, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
         if augmentation:
             trained |= augmentation.move_targets()
-        loss = assembly.metric("loss", loss)
+        loss = builder.metric("loss", loss)
         init: str | Mapping[str, Any] = resolved["init"]
         check_patterns(init, selection.parameters)
         for value in selection.parameters:
-            bind_initial_value(assembly, value, init)
+            bind_initial_value(builder, value, init)
         chosen = groups(selection.parameters, optimizer, self.groups, patterns_of_roles)
         if learned:
-            ranges.bind_learned(assembly, learned, init)
+            ranges.bind_learned(builder, learned, init)
             chosen += ranges.groups_of_scales(learned, model, chosen[-1], len(chosen))
-        self._train(assembly, [*selection.parameters, *learned], loss, chosen, trained, masks)
+        self._train(builder, [*selection.parameters, *learned], loss, chosen, trained, masks)
         if is_quantized:
-            ranges.follow(assembly, trained, init)
-        for value in bind_statistics(assembly, trained):
-            bind_initial_value(assembly, value, "file")
-        assembly.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
+            ranges.follow(builder, trained, init)
+        for value in bind_statistics(builder, trained):
+            bind_initial_value(builder, value, "file")
+        builder.fact("selection", _selection_fact(selection.with_parameters(learned, "a scale that is learned")))
         if any(vars(restored).values()):
-            assembly.fact("exporter", dataclasses.asdict(restored))
-        assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
+            builder.fact("exporter", dataclasses.asdict(restored))
+        builder.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         if self.times > 1:
-            assembly.fact("times", self.times)
-        assembly.fact("recipe", self.fact())
-        assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
-        assembly.finish()
-        for graph in (model.graph, assembly.step.algorithm):
-            untie(graph)
+            builder.fact("times", self.times)
+        builder.fact("recipe", self.fact())
+        builder.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
+        builder.finish()
+        for graph in (model.graph, builder.step.algorithm):
+            unlink_gradients(graph)
         return stamp(model)
 
     def _adapt(self, model: Model) -> Model:
@@ -185,7 +185,7 @@ class Recipe(Fields, StepOptions):
 
     def _train(
         self,
-        assembly: Assembly,
+        builder: StepBuilder,
         parameters: Sequence[ir.Value],
         loss: Expr,
         chosen: list[OptimizerGroup],
@@ -193,9 +193,9 @@ class Recipe(Fields, StepOptions):
         masks: prune.Masks,
     ) -> None:
         if self.lr_decay is not None:
-            chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
+            chosen = divide_by_depth(chosen, builder.model.graph, self.lr_decay)
         update = UpdateBuilder(
-            assembly,
+            builder,
             chosen,
             schedule=self.schedule,
             clip=self.clip,
@@ -204,15 +204,15 @@ class Recipe(Fields, StepOptions):
             loss_scale=self.loss_scale,
             master_weights=self.master_weights,
         )
-        gradients = _gradients(assembly, update.scale_loss(loss), parameters)
+        gradients = _gradients(builder, update.scale_loss(loss), parameters)
         if masks:
-            gradients = prune.mask_gradients(assembly, gradients, masks)
-        if any(RANGE_KEY in node.metadata_props for node in assembly.model.graph):
-            gradients = ranges.scale_gradients(assembly, gradients, trained)
+            gradients = prune.mask_gradients(builder, gradients, masks)
+        if any(RANGE_KEY in node.metadata_props for node in builder.model.graph):
+            gradients = ranges.scale_gradients(builder, gradients, trained)
         update.apply(gradients)
         if masks:
-            prune.mask_updates(assembly, masks)
-        assembly.fact("optimizer", [group.fact() for group in chosen])
+            prune.mask_updates(builder, masks)
+        builder.fact("optimizer", [group.fact() for group in chosen])
 
     def fact(self) -> dict[str, Any]:
         """Return the recipe as JSON; a loss object is only named."""
@@ -251,10 +251,10 @@ def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:
     return [given] if isinstance(given, str) else given
 
 
-def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:
+def _gradients(builder: StepBuilder, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:
     """Add one Gradient node: the loss by every parameter, given all else it depends on."""
-    others = [value for value in _independent(loss.value, assembly) if value not in parameters]
-    op: Builder = assembly.op
+    others = [value for value in _independent(loss.value, builder) if value not in parameters]
+    op: Builder = builder.op
     op.imports.setdefault(TRAINING_DOMAIN, 1)
     results = op.node(
         TRAINING_DOMAIN,
@@ -270,10 +270,10 @@ def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -
     return {v: g.named(f"{v.name}/grad").like(v) for v, g in zip(parameters, results, strict=True)}
 
 
-def _independent(loss: ir.Value, assembly: Assembly) -> list[ir.Value]:
+def _independent(loss: ir.Value, builder: StepBuilder) -> list[ir.Value]:
     """Return the inputs and state variables that `loss` depends on, in order."""
-    state = {assembly.values[name] for name in (*assembly.step.update, *assembly.step.reset) if name in assembly.values}
-    graphs = (assembly.model.graph, assembly.step.algorithm)
+    state = {builder.values[name] for name in (*builder.step.update, *builder.step.reset) if name in builder.values}
+    graphs = (builder.model.graph, builder.step.algorithm)
     leaves = [v for g in graphs for v in values(g) if v.producer() is None]
     _, reached = ancestors([loss])
     return [v for v in leaves if v in reached and (not v.is_initializer() or v in state)]

@@ -17,9 +17,9 @@ from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError
 from onward.model import Model
 from onward.model.state import with_metadata
-from onward.recipe.assembly import Assembly, register
 from onward.recipe.layers import Layer, layers, listing
 from onward.recipe.spec import check_options, parse
+from onward.recipe.step_builder import StepBuilder, register
 from onward.recipe.trainable import matching
 
 _SOME_OF = re.compile(r"(\d+)of(\d+)")
@@ -101,24 +101,24 @@ def _some_of(layer: Layer, array: np.ndarray, left: int, size: int) -> np.ndarra
     return np.moveaxis((ranks < left).reshape(moved.shape), -1, axis)
 
 
-def mask_gradients(assembly: Assembly, gradients: Mapping[ir.Value, Expr], masks: Masks) -> dict[ir.Value, Expr]:
+def mask_gradients(builder: StepBuilder, gradients: Mapping[ir.Value, Expr], masks: Masks) -> dict[ir.Value, Expr]:
     """Set gradients of zero weights to zero."""
-    return {value: _masked(assembly, value, g, masks).like(value) for value, g in gradients.items()}
+    return {value: _masked(builder, value, g, masks).like(value) for value, g in gradients.items()}
 
 
-def mask_updates(assembly: Assembly, masks: Masks) -> None:
+def mask_updates(builder: StepBuilder, masks: Masks) -> None:
     """Apply the masks to new weights and to averages of weights."""
     for value in masks:
         for name in (value.name or "", f"ema/{value.name}"):
-            if name in assembly.step.update:
-                assembly.amend(name, lambda new, value=value: _masked(assembly, value, new, masks))  # type: ignore[misc]
+            if name in builder.step.update:
+                builder.amend(name, lambda new, value=value: _masked(builder, value, new, masks))  # type: ignore[misc]
 
 
-def _masked(assembly: Assembly, value: ir.Value, expr: Expr, masks: Masks) -> Expr:
+def _masked(builder: StepBuilder, value: ir.Value, expr: Expr, masks: Masks) -> Expr:
     if value not in masks:
         return expr
     name = f"{value.name}/mask"
-    if name not in assembly.values:
-        assembly.values[name] = register(assembly.op, name, ir.Tensor(masks[value]))
-    masked: Expr = assembly.op.Where(assembly.op(assembly.values[name]), assembly.op(expr.value), 0.0)
+    if name not in builder.values:
+        builder.values[name] = register(builder.op, name, ir.Tensor(masks[value]))
+    masked: Expr = builder.op.Where(builder.op(builder.values[name]), builder.op(expr.value), 0.0)
     return masked

@@ -17,11 +17,11 @@ from onward.build import Builder, Expr
 from onward.constants import HALVES
 from onward.errors import RecipeError
 from onward.model.state import STEP
-from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import OptimizerGroup, declare_state, like_target
 from onward.recipe.schedules import SchedulePart, schedule, sequence
 from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_options
+from onward.recipe.step_builder import StepBuilder, fill, full_tensor, moving_average
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
 _OF_SOME_SCALERS = {"hysteresis": 1.0, "min_scale": 0.0, "cooldown": 0.0}
@@ -36,7 +36,7 @@ class UpdateBuilder:
 
     def __init__(
         self,
-        assembly: Assembly,
+        builder: StepBuilder,
         groups: Sequence[OptimizerGroup],
         *,
         schedule: Any = None,
@@ -46,7 +46,7 @@ class UpdateBuilder:
         loss_scale: float | str | None = None,
         master_weights: bool | None = None,
     ):
-        self.assembly = assembly
+        self.builder = builder
         self.groups = groups
         self.parameters = [value for group in groups for value in group.parameters]
         self.clip = parse_clip(clip)
@@ -55,7 +55,7 @@ class UpdateBuilder:
         self._scale = self._declare_scale(loss_scale)
         self._masters = self._declare_masters(master_weights)
         targets = {value: self._target(value) for value in self.parameters}
-        self._appended = {group.name: declare_state(assembly, group, targets) for group in groups}
+        self._appended = {group.name: declare_state(builder, group, targets) for group in groups}
         self._step = self._counter(STEP)
         self._rates = self._learning_rates(None if is_empty(schedule) else schedule)
         self._ema = self._declare_ema(ema)
@@ -64,7 +64,7 @@ class UpdateBuilder:
 
     def _counter(self, name: str) -> Expr:
         zero = np.asarray(0, np.int64)
-        return self.assembly.state(name, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
+        return self.builder.state(name, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
 
     def _declare_scale(self, loss_scale: float | str | None) -> Expr | None:
         if loss_scale is None:
@@ -76,13 +76,13 @@ class UpdateBuilder:
                 message = f"the loss scale `{loss_scale}` is neither a number nor `dynamic`"
                 raise RecipeError(message) from None
             OF_UPDATES["loss_scale"].check("the loss scale", number)
-            return self.assembly.hyper("loss_scale", number)
+            return self.builder.hyper("loss_scale", number)
         numbers = _scaler_numbers(str(loss_scale))
         scale = np.asarray(numbers.pop("initial"), np.float32)
         for name, value in numbers.items():
-            self.assembly.hyper(f"scaler/{name}", value)
+            self.builder.hyper(f"scaler/{name}", value)
         tracker = np.asarray(-numbers.get("cooldown", 0), np.int64)
-        state = self.assembly.state
+        state = self.builder.state
         if "hysteresis" in numbers:
             left = np.asarray(numbers["hysteresis"], np.int64)
             state("scaler/hysteresis_tracker", ir.Tensor(left), lambda op: op.Identity(left), role="scaler")
@@ -102,8 +102,8 @@ class UpdateBuilder:
             shape=value.shape,  # type: ignore[arg-type]
             name=f"{value.name}/master",
         )
-        initial = self.assembly.initial_value(value)
-        return self.assembly.state(
+        initial = self.builder.initial_value(value)
+        return self.builder.state(
             f"{value.name}/master",
             tensor,
             lambda op: op.Cast(initial, to=ir.DataType.FLOAT),
@@ -118,29 +118,29 @@ class UpdateBuilder:
         self._counter("ema/n_averaged")
         for value in self.parameters:
             target = self._target(value)
-            initial = self.assembly.initial_value(value)
-            self.assembly.state(
+            initial = self.builder.initial_value(value)
+            self.builder.state(
                 f"ema/{value.name}",
                 target.const_value,  # type: ignore[arg-type]
                 lambda op, initial=initial, dtype=target.dtype: op.Cast(initial, to=dtype),  # type: ignore[misc]
                 role="ema",
                 param=value.name,
             )
-        return self.assembly.hyper("ema/decay", decay)
+        return self.builder.hyper("ema/decay", decay)
 
     def _target(self, value: ir.Value) -> ir.Value:
         return self._masters[value].value if value in self._masters else value
 
     def _learning_rates(self, specs: Any) -> dict[str, ir.Value]:
-        op = self.assembly.op.scoped("schedule")
+        op = self.builder.op.scoped("schedule")
         rates = {}
         for group in self.groups:
-            base = self.assembly.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
+            base = self.builder.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
             rates[group.name] = (base if specs is None else self._apply_schedule(op, base, specs)).value
         if specs is not None:
-            self.assembly.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(specs)])
+            self.builder.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(specs)])
         for i, (name, value) in enumerate(rates.items()):
-            self.assembly.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
+            self.builder.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
         return rates
 
     def _apply_schedule(self, op: Builder, base: Expr, specs: Any) -> Expr:
@@ -151,14 +151,14 @@ class UpdateBuilder:
             until = item.options.get("until")
             definition = schedule(item.name)
             numbers, choices = definition.resolve(item.without("until").options)
-            exprs = {name: op(self.assembly.hyper(f"{prefix}/{name}", value).value) for name, value in numbers.items()}
+            exprs = {name: op(self.builder.hyper(f"{prefix}/{name}", value).value) for name, value in numbers.items()}
             if (until is None) != (i == len(items) - 1):
                 raise RecipeError("of schedules that follow one another, each but the last says `until` which step")
             if until is not None and (isinstance(until, bool) or not isinstance(until, int | float) or until <= 0):
                 raise RecipeError(
                     f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
                 )
-            end = None if until is None else op(self.assembly.hyper(f"{prefix}/until", float(until)).value)
+            end = None if until is None else op(self.builder.hyper(f"{prefix}/until", float(until)).value)
             parts.append(SchedulePart(definition, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)
 
@@ -172,7 +172,7 @@ class UpdateBuilder:
 
     def apply(self, by_parameter: Mapping[ir.Value, Expr]) -> None:
         """Append the updates, from the gradient of `scale_loss` by each parameter."""
-        op = self.assembly.op
+        op = self.builder.op
         gradients = [like_target(op, by_parameter[value], self._target(value)) for value in self.parameters]
         if self._scale is not None:
             gradients = [g / op.CastLike(self._scale, g) for g in gradients]
@@ -189,12 +189,12 @@ class UpdateBuilder:
             self._rescale(op, finite, due)
             happens = finite if due is None else op.And(due, finite)
         for name, expr in self._perhaps(op, happens, gradients).items():
-            self.assembly.update(name, expr)
+            self.builder.update(name, expr)
 
     def _accumulate(self, op: Builder, gradients: Sequence[Expr]) -> tuple[list[Expr], Expr]:
         """Return the mean gradient of the batches so far, and if this batch completes an update."""
         count = self._counter("micro_step")
-        every = self.assembly.hyper("accumulate", float(self.accumulate))
+        every = self.builder.hyper("accumulate", float(self.accumulate))
         seen = count + 1
         due = op.GreaterOrEqual(op.Cast(seen, to=ir.DataType.DOUBLE), every)
         means = []
@@ -202,7 +202,7 @@ class UpdateBuilder:
             assert g.dtype is not None and value.shape is not None
             dtype, shape = g.dtype, tuple(value.shape.numpy())
             name = f"accum/{value.name}"
-            total = g + self.assembly.state(
+            total = g + self.builder.state(
                 name,
                 full_tensor(0.0, dtype, shape),
                 lambda op, dtype=dtype, shape=shape: fill(op, 0.0, dtype, shape),  # type: ignore[misc]
@@ -210,8 +210,8 @@ class UpdateBuilder:
                 param=value.name,
             )
             means.append(total / op.CastLike(every, g))
-            self.assembly.update(name, op.Where(due, 0.0, total))
-        self.assembly.update("micro_step", op.Where(due, 0, seen))
+            self.builder.update(name, op.Where(due, 0.0, total))
+        self.builder.update("micro_step", op.Where(due, 0, seen))
         return means, due
 
     def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
@@ -219,8 +219,8 @@ class UpdateBuilder:
         does."""
         assert self._scale is not None
         names = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
-        number = {name: op(self.assembly.values[key]) for key, name in names.items() if key in self.assembly.values}
-        tracker = op(self.assembly.values["scaler/growth_tracker"])
+        number = {name: op(self.builder.values[key]) for key, name in names.items() if key in self.builder.values}
+        tracker = op(self.builder.values["scaler/growth_tracker"])
         good = tracker + 1
         grows = op.GreaterOrEqual(op.Cast(good, to=ir.DataType.DOUBLE), number["growth_interval"])
         bigger = self._scale * op.CastLike(number["growth_factor"], self._scale)
@@ -235,18 +235,18 @@ class UpdateBuilder:
             count = op.Where(finite, count, -op.CastLike(number["cooldown"], tracker))
         if due is not None:
             scale, count = op.Where(due, scale, self._scale), op.Where(due, count, tracker)
-        self.assembly.update("scaler/scale", scale)
-        self.assembly.update("scaler/growth_tracker", count)
+        self.builder.update("scaler/scale", scale)
+        self.builder.update("scaler/growth_tracker", count)
 
     def _patient(
         self, op: Builder, smaller: Expr, hysteresis: Expr, finite: Expr, grows: Expr, due: Expr | None
     ) -> Expr:
         """Return the scale after an overflow: unchanged for the first few since it grew."""
         assert self._scale is not None
-        left = op(self.assembly.values["scaler/hysteresis_tracker"])
+        left = op(self.builder.values["scaler/hysteresis_tracker"])
         good = op.Where(grows, op.CastLike(hysteresis, left), left)
         after = op.Where(finite, good, op.Max(left - 1, op.scalar(1, left)))
-        self.assembly.update("scaler/hysteresis_tracker", after if due is None else op.Where(due, after, left))
+        self.builder.update("scaler/hysteresis_tracker", after if due is None else op.Where(due, after, left))
         return op.Where(op.LessOrEqual(left, op.scalar(1, left)), smaller, self._scale)
 
     def _perhaps(self, op: Builder, happens: Expr | None, gradients: Sequence[Expr]) -> dict[str, Expr]:
@@ -262,10 +262,10 @@ class UpdateBuilder:
             return tuple(new.values())
 
         then = op.subgraph(update, name="update")
-        keep = op.subgraph(lambda inner: tuple(inner(self.assembly.values[n]) for n in names), name="keep")
+        keep = op.subgraph(lambda inner: tuple(inner(self.builder.values[n]) for n in names), name="keep")
         for graph in (then, keep):
             for name, output in zip(names, graph.outputs, strict=True):
-                output.type, output.shape = self.assembly.values[name].type, self.assembly.values[name].shape
+                output.type, output.shape = self.builder.values[name].type, self.builder.values[name].shape
         results = op.If(happens, outputs=len(names), then_branch=then, else_branch=keep)
         return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -284,7 +284,7 @@ class UpdateBuilder:
         if self.clip is None:
             return gradients
         op = op.scoped("clip")
-        method, limit = self.clip.name, op(self.assembly.hyper("clip/limit", self.clip.options["limit"]).value)
+        method, limit = self.clip.name, op(self.builder.hyper("clip/limit", self.clip.options["limit"]).value)
         if method == "value":
             return clip_by_value(op, gradients, limit)
         variant = self.clip.options.get("variant", "torch")
@@ -292,16 +292,16 @@ class UpdateBuilder:
             return clip_by_norm(op, gradients, limit, variant)
         clipped, norm = clip_by_global_norm(op, gradients, limit, variant)
         if report:
-            self.assembly.metric("grad_norm", norm)
+            self.builder.metric("grad_norm", norm)
         return clipped
 
     def _new_averages(self, op: Builder, new: Mapping[str, Expr]) -> dict[str, Expr]:
         assert self._ema is not None
         decay = op(self._ema.value)
-        averages = {"ema/n_averaged": op(self.assembly.values["ema/n_averaged"]) + 1}
+        averages = {"ema/n_averaged": op(self.builder.values["ema/n_averaged"]) + 1}
         for value in self.parameters:
             current = new.get(f"{value.name}/master", new[value.name or ""])
-            old = op(self.assembly.values[f"ema/{value.name}"])
+            old = op(self.builder.values[f"ema/{value.name}"])
             averages[f"ema/{value.name}"] = op.call(moving_average, old, current, decay)
         return averages
 

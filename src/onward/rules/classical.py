@@ -1,6 +1,7 @@
 """Classical machine learning, `ai.onnx.ml`, as standard operators.
 
-The weights are attributes, and so have no gradient: to be trained, linear models are opened (`recipe/forward.py`).
+The weights are attributes, and so have no gradient: to be trained, linear models are opened
+(`recipe/training_mode.py`).
 
 Results are float32, in which these operators compute whatever type their input has.
 """

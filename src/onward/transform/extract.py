@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
-from onward.model.core import Step, string, strings, tie, untie, values
+from onward.model.core import Step, link_gradients, string, strings, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
@@ -40,7 +40,7 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
         )
     fill_in_types(model, [by_name[name] for name in (*inputs, *outputs)])
     graph = model.graph
-    tie(graph)  # to the values that the part must contain
+    link_gradients(graph)  # to the values that the part must contain
     fresh = [_as_input(by_name[name]) for name in inputs]
     by_name |= {value.name: value for value in fresh if value.name}
     results = [by_name[name] for name in outputs]
@@ -57,7 +57,7 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
     for name in [n for n, v in graph.initializers.items() if not v.uses() and v not in results and v not in fresh]:
         del graph.initializers[name]
     graph.outputs.extend(results)
-    untie(graph)
+    unlink_gradients(graph)
     drop_unused_definitions(model)
     model.path = None
     return stamp(model)

@@ -14,7 +14,7 @@ from onward.build import Names
 from onward.errors import InvalidModelError, UnknownNameError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_expansion
-from onward.model.core import all_names, tie, tie_function, untie, values
+from onward.model.core import all_names, link_function_gradients, link_gradients, unlink_gradients, values
 from onward.model.protos import all_nodes
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import IR_VERSION, STANDARD, schema_domain
@@ -65,9 +65,9 @@ def _inline(model: Model, is_selected: Callable[[ir.Function], bool], names_in_u
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = [function.clone() for function in model.functions.values()]
     for function in functions:
-        tie_function(function)
+        link_function_gradients(function)
     for graph in graphs:
-        tie(graph, () if graph is model.graph else (model.graph,))
+        link_gradients(graph, () if graph is model.graph else (model.graph,))
         before = set(values(graph))
         graph.opset_imports.update(model.ir.opset_imports)
         holder = ir.Model(graph, ir_version=model.ir.ir_version or IR_VERSION, functions=[f.clone() for f in functions])
@@ -80,7 +80,7 @@ def _inline(model: Model, is_selected: Callable[[ir.Function], bool], names_in_u
             if value not in before and not value.is_graph_output():
                 value.name = names_in_use.fresh(value.name or "value")
         names_in_use.take(all_names(graph))  # also names in nested graphs
-        untie(graph)
+        unlink_gradients(graph)
     for function in functions:
         if is_selected(function):
             model.functions.pop(function.identifier(), None)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, load
-from onward.model.core import tie, untie, values
+from onward.model.core import link_gradients, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors, nested_nodes
 from onward.standard import ML_DOMAIN
@@ -215,7 +215,7 @@ def remove_unused(graph: ir.Graph) -> ir.Graph:
 def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
     """Make these the outputs, and drop nodes and inputs that they do not need, in place."""
     graph, results = model.graph, list(outputs)
-    tie(graph)  # a Gradient needs the values that it names
+    link_gradients(graph)  # a Gradient needs the values that it names
     needed, values_read = ancestors(results)
     graph.outputs.clear()
     remove(graph, [node for node in graph if node not in needed])
@@ -224,7 +224,7 @@ def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
         graph.inputs.remove(value)
     for name in [name for name, value in graph.initializers.items() if value not in values_read]:
         del graph.initializers[name]
-    untie(graph)
+    unlink_gradients(graph)
 
 
 def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:

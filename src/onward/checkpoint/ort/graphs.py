@@ -18,9 +18,9 @@ from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import ancestors
-from onward.recipe.forward import SWITCHED
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec
+from onward.recipe.training_mode import SWITCHED
 from onward.run_state.tensors import StoredTensor
 from onward.transform import extract
 from onward.transform.types import fill_in_types

@@ -16,7 +16,7 @@ from onward.frameworks.formulas.graph_building import initializer, model_of, put
 from onward.frameworks.keras.layers import Call, Tensor, accepted_arguments, activations, core, find, recurrent, spatial  # noqa: F401 (rows)
 from onward.frameworks.keras.optimizer import array_of
 from onward.model import Model
-from onward.recipe.assembly import take_apart
+from onward.recipe.step_builder import take_apart
 from onward.standard import COMMON_OPSET
 from onward.vocabulary.keras import Refused
 

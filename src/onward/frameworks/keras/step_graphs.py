@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from keras import ops
 
-from onward.build import twin
+from onward.build import copy_node
 from onward.engines.framework import Function, NotOnHost, Operators
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
@@ -164,7 +164,7 @@ class StepGraphs:
             own = [output for output in node.outputs if output.name in inference and output not in new]
             if own and any(value in new for value in node.inputs if value is not None):
                 inputs = [new.get(value, value) if value is not None else None for value in node.inputs]
-                copy = twin(node, inputs, names, "train/{}")
+                copy = copy_node(node, inputs, names, "train/{}")
                 graph.append(copy)
                 new |= dict(zip(node.outputs, copy.outputs, strict=True))
 

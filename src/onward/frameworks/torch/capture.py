@@ -155,7 +155,7 @@ def _switch(model: Model, module: nn.Module) -> None:
     """Rewrite layers so that training switches exactly those that the module switches.
 
     A normalization is switched if its statistics are stored and its scale is not frozen (see
-    recipe/forward.py). An Identity before either of them changes that.
+    recipe/training_mode.py). An Identity before either of them changes that.
     """
     running = {f"{prefix}running_mean" for prefix, layer in _normalizations(module) if layer.training}
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}

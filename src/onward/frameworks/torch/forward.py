@@ -24,8 +24,8 @@ from onward.frameworks.torch.module_engine import Executable, Live, Segment, dev
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.options import Variance
-from onward.recipe.forward import functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
+from onward.recipe.training_mode import functions_to_inline, is_switchable
 from onward.standard import OLDEST_OPSET
 from onward.transform.float_type import convert_floats
 from onward.transform.inline import inline

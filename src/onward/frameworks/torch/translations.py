@@ -15,8 +15,8 @@ from torch import ops
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Function
 from onward.model import Model
-from onward.recipe.assembly import stop_gradient
 from onward.recipe.losses import functions as losses
+from onward.recipe.step_builder import stop_gradient
 
 _SUM, _MEAN = range(2)
 """Modes of EmbeddingBag."""

@@ -25,8 +25,8 @@ from onward.errors import RecipeError, list_names
 from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import graphs_in
-from onward.recipe.assembly import take_apart
 from onward.recipe.spec import NOT_NEGATIVE, check_options
+from onward.recipe.step_builder import take_apart
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset

@@ -19,7 +19,6 @@ from onward.arguments import coerce
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
-from onward.recipe.assembly import Assembly, fill, full_tensor
 from onward.recipe.layers import layers
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
 from onward.recipe.optimizers.graph_optimizer import (
@@ -33,6 +32,7 @@ from onward.recipe.optimizers.graph_optimizer import (
 )
 from onward.recipe.optimizers.updates import configure
 from onward.recipe.spec import Spec, check_options, parse, parse_options
+from onward.recipe.step_builder import StepBuilder, fill, full_tensor
 from onward.recipe.trainable import matching
 
 _NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
@@ -236,18 +236,18 @@ Targets = Mapping[ir.Value, ir.Value]
 """Parameter -> the tensor that the optimizer updates."""
 
 
-def declare_state(assembly: Assembly, group: OptimizerGroup, targets: Targets) -> _PerParameter | _WholeGroup:
+def declare_state(builder: StepBuilder, group: OptimizerGroup, targets: Targets) -> _PerParameter | _WholeGroup:
     """Declare the state of a group."""
     if isinstance(group.optimizer, FunctionOptimizer):
-        return _WholeGroup(assembly, group, group.optimizer, targets)
-    return _PerParameter(assembly, group, group.optimizer, targets)
+        return _WholeGroup(builder, group, group.optimizer, targets)
+    return _PerParameter(builder, group, group.optimizer, targets)
 
 
 class _PerParameter:
     """An optimizer of the table, which updates one parameter at a time."""
 
-    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
-        self._assembly = assembly
+    def __init__(self, builder: StepBuilder, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
+        self._assembly = builder
         self._group = group
         self._optimizer = optimizer
         self._targets = targets
@@ -290,18 +290,18 @@ class _PerParameter:
 class _WholeGroup:
     """An optimizer that is a function of all parameters of the group."""
 
-    def __init__(self, assembly: Assembly, group: OptimizerGroup, optimizer: FunctionOptimizer, targets: Targets):
+    def __init__(self, builder: StepBuilder, group: OptimizerGroup, optimizer: FunctionOptimizer, targets: Targets):
         self._parameters = {value.name or "": value for value in group.parameters}
         self._targets = targets
         self._optimizer = optimizer.bind({name: targets[value] for name, value in self._parameters.items()})
         self._group = group.name
-        self._state = {value.name or "": self._declare(assembly, value) for value in self._optimizer.state}
-        self._function = self._optimizer.define(assembly.model.functions, assembly.model.opset)
+        self._state = {value.name or "": self._declare(builder, value) for value in self._optimizer.state}
+        self._function = self._optimizer.define(builder.model.functions, builder.model.opset)
 
     def _name(self, state: str) -> str:
         return state if self._optimizer.owner_of(state) else f"{self._group}/{state}"
 
-    def _declare(self, assembly: Assembly, value: ir.Value) -> ir.Value:
+    def _declare(self, builder: StepBuilder, value: ir.Value) -> ir.Value:
         name, owner = value.name or "", self._optimizer.owner_of(value.name or "")
         if value.dtype is None or value.shape is None or not value.shape.is_static():
             raise RecipeError(
@@ -310,7 +310,7 @@ class _WholeGroup:
             )
         initial = self._optimizer.initial.get(value.name or "", np.zeros(()))
         initial = np.broadcast_to(initial.astype(value.dtype.numpy()), tuple(value.shape.numpy()))
-        state = assembly.state(
+        state = builder.state(
             self._name(name),
             ir.Tensor(initial),
             lambda op: _reset(op, initial),

@@ -18,12 +18,12 @@ import onnx_ir as ir
 from onward.build import Expr, Names
 from onward.errors import RecipeError, UnknownNameError, list_names, suggest_or_list
 from onward.model import Step
-from onward.recipe.assembly import Assembly
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, MOVES, Chance, Draws
 from onward.recipe.preprocessing.join import ModelInput
 from onward.recipe.preprocessing.operations import SampleShape, dims_of
 from onward.recipe.preprocessing.pipeline import form_of, specs_of
 from onward.recipe.spec import Spec, arguments, lookup
+from onward.recipe.step_builder import StepBuilder
 
 _NONE = "none"
 _FACT = "train.augmentation"
@@ -63,13 +63,13 @@ class Augmentation:
 
     def __init__(
         self,
-        assembly: Assembly,
+        builder: StepBuilder,
         entries: Mapping[str, ModelInput],
         inputs: Sequence[str],
         augment: Mapping[str, Any],
         along: Sequence[str] | str | None,
     ):
-        self._assembly, self._op, self._sites = assembly, assembly.op.scoped("augment"), Names()
+        self._assembly, self._op, self._sites = builder, builder.op.scoped("augment"), Names()
         self._along = ([] if along == _NONE else [along]) if isinstance(along, str) else along
         self._specs = {name: specs_of(given, AUGMENTATIONS) for name, given in augment.items()}
         moving = [name for name in self._specs if self._moves_of(name)]
@@ -77,7 +77,7 @@ class Augmentation:
             raise RecipeError(
                 "`move_with_image` has no effect without `flip` or `crop` in `augment`", hint="leave it out"
             )
-        values = {value.name: value for value in assembly.model.inputs}
+        values = {value.name: value for value in builder.model.inputs}
         self._entries = {name: entries.get(name) or self._as_it_is(values[name]) for name in inputs}
         self._image = self._entries[moving[0]] if moving else None
         self._moves: list[_Operation] = []

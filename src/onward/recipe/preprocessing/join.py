@@ -17,7 +17,6 @@ from onward.errors import RecipeError
 from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
-from onward.recipe.assembly import take_apart
 from onward.recipe.preprocessing.operations import SampleShape, dims_of
 from onward.recipe.preprocessing.pipeline import (
     Pipeline,
@@ -29,6 +28,7 @@ from onward.recipe.preprocessing.pipeline import (
     text_pipeline,
 )
 from onward.recipe.preprocessing.text import TEXT_OPSET
+from onward.recipe.step_builder import take_apart
 from onward.standard import METADATA_IR, ML_DOMAIN, OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.merge import add_prefix

@@ -16,11 +16,11 @@ from onward.constants import constant_tensor
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model
 from onward.model.state import with_tags
-from onward.recipe.assembly import Assembly, moving_average, stop_gradient
 from onward.recipe.initialize import bind_initial_value
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
 from onward.recipe.optimizers.groups import OptimizerGroup
 from onward.recipe.quantize.settings import QuantizeSettings, levels, most_symmetric
+from onward.recipe.step_builder import StepBuilder, moving_average, stop_gradient
 from onward.runtime.sessions import explain_failures, open_session
 from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import keep_only, without_steps
@@ -152,23 +152,23 @@ BATCHES = "quantize/batches"
 """State that counts the batches whose ranges were measured."""
 
 
-def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
+def observe(builder: StepBuilder, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
     """Replace a QuantizeLinear by its training mode: the scale follows the range of the batch."""
     rounding = Rounding(node, json.loads(node.metadata_props[RANGE_KEY]))
-    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+    op = builder.op.scoped(f"train/{node.name or node.op_type}")
     x, scale, zero = (op(new.get(value, value)) for value in (rounding.x, rounding.scale, rounding.zero))
-    is_first = op.Equal(_count(assembly, rounding), np.int64(0))
+    is_first = op.Equal(_count(builder, rounding), np.int64(0))
     low, high = batch_range(op, op.call(stop_gradient, x).like(x.value), rounding.facts.get("percentile"))
     if rounding.facts["ranges"] == "moving":
         decay = op.constant(np.float64(rounding.facts["momentum"]))
         averages = []
         for name, number, initial in zip(rounding.limits, (low, high), _known_range(rounding), strict=True):
             start = ir.Tensor(np.asarray(initial, np.float32))
-            state = assembly.state(name, start, functools.partial(_constant, start), role="statistics")
+            state = builder.state(name, start, functools.partial(_constant, start), role="statistics")
             old = op(state.value)
             average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
             averages.append(average)
-            assembly.update(assembly.values[name].name or "", average)
+            builder.update(builder.values[name].name or "", average)
         low, high = averages[0], averages[1]
         scale, zero = parameters_of(op, low, high, rounding.dtype)
     else:
@@ -179,12 +179,12 @@ def observe(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) ->
     new[rounding.scale], new[rounding.zero] = scale.like(rounding.scale).value, zero.like(rounding.zero).value
 
 
-def _count(assembly: Assembly, rounding: Rounding) -> Expr:
-    if BATCHES not in assembly.values:
+def _count(builder: StepBuilder, rounding: Rounding) -> Expr:
+    if BATCHES not in builder.values:
         zero = np.asarray(int(rounding.is_known), np.int64)
-        count = assembly.state(BATCHES, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
-        assembly.update(BATCHES, count + 1)
-    return assembly.op(assembly.values[BATCHES])
+        count = builder.state(BATCHES, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
+        builder.update(BATCHES, count + 1)
+    return builder.op(builder.values[BATCHES])
 
 
 def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, Expr]:
@@ -228,11 +228,11 @@ def learned_scales(model: Model, parameters: Sequence[ir.Value]) -> list[ir.Valu
     return [rounding.scale for rounding in learned if not rounding.is_weight or rounding.x in parameters]
 
 
-def bind_learned(assembly: Assembly, scales: Sequence[ir.Value], init: str | Mapping[str, Any]) -> None:
+def bind_learned(builder: StepBuilder, scales: Sequence[ir.Value], init: str | Mapping[str, Any]) -> None:
     """Make learned scales state, with their initial values."""
-    for rounding in roundings(assembly.model.graph):
+    for rounding in roundings(builder.model.graph):
         if rounding.scale in scales and rounding.is_learned:
-            _bind_initial_scale(assembly, rounding, init)
+            _bind_initial_scale(builder, rounding, init)
 
 
 def groups_of_scales(
@@ -263,56 +263,56 @@ def groups_of_scales(
 
 
 def scale_gradients(
-    assembly: Assembly, gradients: dict[ir.Value, Expr], trained: Mapping[ir.Value, ir.Value]
+    builder: StepBuilder, gradients: dict[ir.Value, Expr], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[ir.Value, Expr]:
     """Divide gradients of learned scales by the root of (count of numbers * largest level)."""
     changed = dict(gradients)
-    for rounding in roundings(assembly.model.graph):
+    for rounding in roundings(builder.model.graph):
         if rounding.scale in changed and rounding.is_learned:
-            op = assembly.op.scoped(f"{rounding.scale.name}/grad")
+            op = builder.op.scoped(f"{rounding.scale.name}/grad")
             numbers = op.Cast(op.Size(trained.get(rounding.x, rounding.x)), to=ir.DataType.FLOAT)
             factor = 1.0 / op.Sqrt(numbers * levels(rounding.dtype)[1])
             changed[rounding.scale] = (op(changed[rounding.scale].value) * factor).like(rounding.scale)
     return changed
 
 
-def follow(assembly: Assembly, trained: Mapping[ir.Value, ir.Value], init: str | Mapping[str, Any]) -> None:
+def follow(builder: StepBuilder, trained: Mapping[ir.Value, ir.Value], init: str | Mapping[str, Any]) -> None:
     """Update the scales of weights for the new weights, and keep learned scales positive."""
-    updated = assembly.step.update
-    for rounding in list(roundings(assembly.model.graph)):
+    updated = builder.step.update
+    for rounding in list(roundings(builder.model.graph)):
         if rounding.is_learned and rounding.scale.name in updated:
-            _keep_positive(assembly, rounding, trained)
+            _keep_positive(builder, rounding, trained)
         elif rounding.is_weight and rounding.x.name in updated:
-            by_name = {value.name: value for value in assembly.step.algorithm.outputs}
-            new = assembly.op(by_name[updated[rounding.x.name or ""]])
-            assembly.update(
+            by_name = {value.name: value for value in builder.step.algorithm.outputs}
+            new = builder.op(by_name[updated[rounding.x.name or ""]])
+            builder.update(
                 rounding.scale.name or "",
-                _symmetric_scale(assembly.op.scoped(rounding.scale.name or ""), rounding, new),
+                _symmetric_scale(builder.op.scoped(rounding.scale.name or ""), rounding, new),
             )
-            _bind_initial_scale(assembly, rounding, init)
+            _bind_initial_scale(builder, rounding, init)
 
 
-def _bind_initial_scale(assembly: Assembly, rounding: Rounding, init: str | Mapping[str, Any]) -> None:
+def _bind_initial_scale(builder: StepBuilder, rounding: Rounding, init: str | Mapping[str, Any]) -> None:
     """Bind the initial scale of a weight: the file's, or computed if the weight is drawn anew."""
     if init == "file" or not rounding.is_weight:
-        bind_initial_value(assembly, rounding.scale, "file")
+        bind_initial_value(builder, rounding.scale, "file")
     else:
-        assembly.reset(rounding.scale, lambda op: _symmetric_scale(op, rounding, assembly.initial_value(rounding.x)))
+        builder.reset(rounding.scale, lambda op: _symmetric_scale(op, rounding, builder.initial_value(rounding.x)))
 
 
-def _keep_positive(assembly: Assembly, rounding: Rounding, trained: Mapping[ir.Value, ir.Value]) -> None:
+def _keep_positive(builder: StepBuilder, rounding: Rounding, trained: Mapping[ir.Value, ir.Value]) -> None:
     name = rounding.scale.name or ""
-    op = assembly.op.scoped(name)
+    op = builder.op.scoped(name)
 
     def change(new: Expr) -> Expr:
         above: Expr = op.Max(op(new.value), LEAST_SCALE)
         if rounding.is_weight or rounding.scale not in trained:
             return above
-        is_first = op.Equal(assembly.op(assembly.values[BATCHES]), np.int64(0))
+        is_first = op.Equal(builder.op(builder.values[BATCHES]), np.int64(0))
         chosen: Expr = op.Where(is_first, op(trained[rounding.scale]), above)
         return chosen
 
-    assembly.amend(name, change)
+    builder.amend(name, change)
 
 
 def _symmetric_scale(op: Builder, rounding: Rounding, weight: Expr) -> Expr:

@@ -13,7 +13,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.formulas.elementwise import COMMON, erf_inv, multiply, round_away, saturating_cast
 from onward.frameworks.formulas.graph_building import cast, constant_of, dtype_of, same_operator
 from onward.frameworks.formulas.reduction import where, widely
-from onward.recipe.assembly import stop_gradient
+from onward.recipe.step_builder import stop_gradient
 
 primitives = Operators()
 

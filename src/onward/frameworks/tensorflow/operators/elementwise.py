@@ -17,7 +17,7 @@ from onward.frameworks.formulas.elementwise import (
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
 from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
-from onward.recipe.assembly import stop_gradient
+from onward.recipe.step_builder import stop_gradient
 
 operators = Operators()
 

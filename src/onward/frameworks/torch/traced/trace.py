@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onward.build import twin
+from onward.build import copy_node
 from onward.errors import UnsupportedError
 from onward.frameworks.torch.exporter import export_function
 from onward.frameworks.torch.traced.optimizer_state import (
@@ -268,7 +268,7 @@ def _widen(partial_trace: Trace, trained: Sequence[int], example: Mapping[int, i
                 new_input = ir.Value(name=names.fresh("input"), type=value.type, shape=value.shape)
                 inputs[_move_path(path, i)] = new[value] = new_input
         for node in nodes_of[example[i]] or ():
-            copy = twin(node, [new.get(value, value) for value in node.inputs], names, "{}")
+            copy = copy_node(node, [new.get(value, value) for value in node.inputs], names, "{}")
             graph.append(copy)
             new.update(zip(node.outputs, copy.outputs, strict=True))
         for path, value in list(outputs.items()):

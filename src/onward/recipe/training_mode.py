@@ -1,4 +1,4 @@
-"""The forward pass as training runs it.
+"""The forward pass in training mode.
 
 The inference graph stays in inference mode. For Dropout, BatchNormalization and observed
 QuantizeLinear, the algorithm gets a copy in training mode, and of all nodes from there to the loss;
@@ -23,8 +23,8 @@ from onward.model.core import values
 from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
-from onward.recipe.assembly import Assembly, moving_average
 from onward.recipe.quantize.ranges import is_observed, observe
+from onward.recipe.step_builder import StepBuilder, moving_average
 from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
@@ -38,7 +38,7 @@ SWITCHED = {"Dropout", "BatchNormalization"}
 
 
 def training_forward(
-    assembly: Assembly,
+    builder: StepBuilder,
     outputs: Iterable[ir.Value],
     choices: Iterable[Choice],
     variance: Variance,
@@ -53,31 +53,31 @@ def training_forward(
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
     needed, _ = ancestors(outputs)
     new = dict(changed)
-    for node in list(assembly.model.graph):
+    for node in list(builder.model.graph):
         if node not in needed:
             continue
         if node.op_type == "BatchNormalization" and is_switchable(node, frozen):
-            _batch_normalization(assembly, node, new, variance)
+            _batch_normalization(builder, node, new, variance)
         elif RANGE_KEY in node.metadata_props and is_observed(node) and STORED_KEY not in node.metadata_props:
-            observe(assembly, node, new)
+            observe(builder, node, new)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
                 raise UnsupportedError(
                     f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
                     hint="remove what reads it from the inference graph",
                 )
-            op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+            op = builder.op.scoped(f"train/{node.name or node.op_type}")
             x, ratio = node.inputs[0], _constant(node, 1, 0.5)
             assert x is not None
             if ratio is None:
                 raise UnsupportedError(
                     f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
                 )
-            key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
+            key = builder.random_key(node.name or node.outputs[0].name or "Dropout")
             y = random.dropout(op, op(new.get(x, x)), ratio, key)
-            new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
+            new[node.outputs[0]] = _like(y, node.outputs[0], builder)
         elif any(value in new for value in read_by(node)):
-            _copy(assembly, node, new)
+            _copy(builder, node, new)
     return new
 
 
@@ -97,13 +97,15 @@ def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
     return node.inputs[1] is None or node.inputs[1].name not in frozen
 
 
-def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
+def _batch_normalization(
+    builder: StepBuilder, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance
+) -> None:
     """Normalize with the statistics of the batch, and update the running ones.
 
     With momentum 0 the operator returns the statistics of the batch. The running ones are averaged
     outside: ONNX Runtime lets the operator overwrite its inputs while other nodes read them.
     """
-    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+    op = builder.op.scoped(f"train/{node.name or node.op_type}")
     x, scale, bias, mean, var = (op(new.get(value, value)) for value in node.inputs if value is not None)
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     y, batch_mean, batch_var = op.BatchNormalization(
@@ -111,7 +113,7 @@ def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, 
     )
     if variance == "sample":
         batch_var = _sample_variance(x, batch_var)
-    new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
+    new[node.outputs[0]] = _like(y, node.outputs[0], builder)
     momentum = _shortest(node.attributes.get_float("momentum", 0.9))
     for old, running, batch in zip(node.inputs[3:5], (mean, var), (batch_mean, batch_var), strict=True):
         assert old is not None
@@ -131,15 +133,15 @@ def _shortest(attribute: float) -> float:
     return float(str(np.float32(attribute)))
 
 
-def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+def bind_statistics(builder: StepBuilder, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
     """Bind the running statistics to the step's new values; return them."""
-    bound = assembly.step.update
-    statistics = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new and v.name not in bound]
+    bound = builder.step.update
+    statistics = [v for v in values(builder.model.graph) if v.is_initializer() and v in new and v.name not in bound]
     for value in statistics:
         assert value.name is not None and value.const_value is not None
-        if value in assembly.model.graph.inputs:
-            assembly.model.graph.inputs.remove(value)
-        assembly.update(value.name, assembly.op(new[value]))
+        if value in builder.model.graph.inputs:
+            builder.model.graph.inputs.remove(value)
+        builder.update(value.name, builder.op(new[value]))
     return statistics
 
 
@@ -150,7 +152,7 @@ def _constant(node: ir.Node, index: int, default: float) -> float | None:
     return float(tensor.numpy().reshape(-1)[0]) if tensor is not None else None
 
 
-def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
+def _copy(builder: StepBuilder, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
     inputs = [new.get(value, value) if value is not None else None for value in node.inputs]
     attributes = [_copied_attribute(attribute, new) for attribute in node.attributes.values()]
     copy = ir.Node(
@@ -164,14 +166,14 @@ def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> N
     )
     for old, output in zip(node.outputs, copy.outputs, strict=True):
         if old.name:
-            output.name = assembly.op.names.fresh(f"train/{old.name}")
+            output.name = builder.op.names.fresh(f"train/{old.name}")
             output.type, output.shape = old.type, old.shape
             new[old] = output
         else:
             output.name = ""
     # After those of values: names of values matter more and take the fresh ones first.
-    copy.name = assembly.op.names.fresh(f"train/{node.name or node.op_type}")
-    assembly.step.algorithm.append(copy)
+    copy.name = builder.op.names.fresh(f"train/{node.name or node.op_type}")
+    builder.step.algorithm.append(copy)
 
 
 def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.Attr:
@@ -185,7 +187,7 @@ def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.A
     return ir.AttrGraph(attribute.name, graph)
 
 
-def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
+def _like(expr: Expr, old: ir.Value, builder: StepBuilder) -> ir.Value:
     return expr.named(f"train/{old.name}").like(old).value
 
 

@@ -18,7 +18,7 @@ from onward.recipe import random
 from onward.standard import METADATA_IR
 
 
-class Assembly:
+class StepBuilder:
     """Builder of a step of `model`, in place. `op` builds the algorithm, `init` its initialization."""
 
     def __init__(self, model: Model, seed: int, name: str = "training"):
@@ -176,21 +176,21 @@ def _empty_graph(name: str) -> ir.Graph:
 # ---- the graph of another model: a loss that somebody drew, or a teacher ---------------------------------------------
 
 
-def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]) -> None:
+def embed(builder: StepBuilder, model: Model, sources: Mapping[ir.Value, ir.Value]) -> None:
     """Move a model into the algorithm, with its inputs replaced by `sources`; consumes the model."""
     for value, source in sources.items():
         value.replace_all_uses_with(source)
     nodes, constants = take_apart(model.graph)
     for constant in constants:
-        constant.name = assembly.op.names.fresh(constant.name or "constant")
-        assembly.step.algorithm.register_initializer(constant)
+        constant.name = builder.op.names.fresh(constant.name or "constant")
+        builder.step.algorithm.register_initializer(constant)
     for node in nodes:
         for output in node.outputs:
-            output.name = assembly.op.names.fresh(output.name) if output.name else output.name
-    assembly.step.algorithm.extend(nodes)
-    assembly.model.functions.update(model.functions)
+            output.name = builder.op.names.fresh(output.name) if output.name else output.name
+    builder.step.algorithm.extend(nodes)
+    builder.model.functions.update(model.functions)
     for domain, version in model.ir.opset_imports.items():
-        assembly.model.ir.opset_imports.setdefault(domain, version)
+        builder.model.ir.opset_imports.setdefault(domain, version)
 
 
 def take_apart(graph: ir.Graph) -> tuple[list[ir.Node], list[ir.Value]]:
