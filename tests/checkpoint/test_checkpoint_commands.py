@@ -315,7 +315,7 @@ def test_refusals(folder: Path) -> None:
     said, hint = failed("convert", "run.pt", "-o", "run.onnx")
     assert "holds the state of a run" in said and "--like" in hint
     said, hint = failed("convert", "run.pt", "--like", "digits.onnx", "--names", "names.txt")
-    assert "which loss" in said and "--loss" in hint
+    assert "names the loss" in said and "--loss" in hint
     assert failed("convert", "run.pt", "--to", "hf", "-o", "names.txt")[0] == "`names.txt` already exists"
     assert failed("convert", "run.pt", "--to", "lightning", "-o", "run.pt")[0] == "`run.pt` is the input model"
     Path("new").mkdir()

@@ -384,7 +384,7 @@ def test_what_states_of_optax_do_not_hold(tmp_path: Path) -> None:
     training.run(4)
     path, expected = save(training.state, tmp_path / "state", "flax"), training.run(6)
     assert "gradient clipping" in onward.open_checkpoint(path).missing
-    with pytest.raises(onward.Error, match="does not tell of how many batches") as caught:
+    with pytest.raises(onward.Error, match="of an unknown number of batches") as caught:
         onward.from_checkpoint(path, like, clip=0.1)
     assert "--accumulate" in str(caught.value.hint)
     model = onward.from_checkpoint(path, like, clip=0.1, accumulate=2)

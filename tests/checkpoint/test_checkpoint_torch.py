@@ -200,7 +200,7 @@ def test_assumptions_are_warnings(like: onward.Model, tmp_path: Path) -> None:
         onward.from_checkpoint(tmp_path / "there.pt", like, loss="cross_entropy")
     rows, frozen, untold = [str(each.message) for each in caught]
     assert "groups are taken in a row" in rows and "`--names`" in rows
-    assert frozen == "not trained, as the optimizer keeps no state of them: `0.weight`, `0.bias`"
+    assert frozen == "not trained, without optimizer state: `0.weight`, `0.bias`"
     assert "taken as none: gradient clipping, gradient accumulation" in untold
     assert {each.filename for each in caught} == {__file__}
     names = [name for name, _ in module.named_parameters()]
@@ -234,7 +234,11 @@ def test_what_does_not_fit_is_named(changed: str, like: onward.Model, tmp_path: 
     scheduler = rates.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     steps(module, optimizer, scheduler, range(2))
     state, kept, loss = dict(module.state_dict()), optimizer.state_dict(), "cross_entropy"
-    words = {"a schedule": "shape of its schedule", "a loss": "which loss", "an optimizer": "which optimizer"}
+    words = {
+        "a schedule": "shape of its schedule",
+        "a loss": "names the loss",
+        "an optimizer": "does not name its optimizer",
+    }
     if changed == "a shape":
         state["3.weight"] = torch.zeros(4, 8)
         words["a shape"] = r"`3.weight` is \[4, 8\]"

@@ -129,7 +129,7 @@ def test_losses_behind_an_activation(form):
     named = [({training.inputs[0].name: torch.tensor(x)}, torch.tensor(y)) for x, y in given[1:]]
     np.testing.assert_allclose(in_jax(training, named)[0], expected, rtol=1e-4)
     if form in DRAWN:
-        with pytest.raises(onward.Error, match="the loss is a graph of its own"):
+        with pytest.raises(onward.Error, match="the loss is a custom graph"):
             onward.to_torch(training)
         return
     for live in (True, False):

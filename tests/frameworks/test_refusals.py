@@ -212,7 +212,7 @@ class TestJax:
 
     def test_nothing_learns(self):
         call = self.call(lambda params, batch: batch["x"].sum())
-        refused(call, UnsupportedError, "no parameter", hint="which loss")
+        refused(call, UnsupportedError, "no parameter", hint="check the loss")
 
 
 # ---- TensorFlow ------------------------------------------------------------------------------------------------------

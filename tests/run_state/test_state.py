@@ -69,7 +69,7 @@ def test_a_loss_that_the_model_computes():
 def test_what_is_written_out_is_no_run():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy")
     model.step().algorithm.metadata_props.pop("train.loss")
-    with pytest.raises(UnsupportedError, match="the loss is written out"):
+    with pytest.raises(UnsupportedError, match="the loss is written in plain operators"):
         from_training_model(model)
 
 

@@ -53,82 +53,91 @@ class _Arguments(MissingOptions):
 
 @with_options(_Arguments)
 def from_checkpoint(
-    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **given: Any
+    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **options: Any
 ) -> Model:
-    """Make a training model that continues where a checkpoint of another framework is. Nothing in it is executed.
+    """Make a training model that continues a checkpoint of another framework. Nothing in it is
+    executed.
 
-        training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy", clip=1.0)
+        training = onward.from_checkpoint("checkpoint-500", "bert.onnx", loss="cross_entropy",
+        clip=1.0)
 
-    What a checkpoint does not tell is given here, or taken from `like` if that is a training model. What it does tell
-    must agree with that. A warning names each assumption, such as no gradient clipping where nothing tells of it.
+    Facts that the checkpoint lacks come from options, or from `like` if that is a training model.
+    Facts that it has must agree with these. A warning names each assumption, such as no gradient
+    clipping.
 
-    - `path`: the file or folder, or what `open_checkpoint` returned
-    - `like`: the ONNX model that computes what the checkpoint's model does. Not needed where the checkpoint has its
-      graph, or a configuration of transformers, or `module` is given
-    - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
-      the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
-    - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
-    - `probe`: make a step with `module` and the graph of it, and compare loss and gradients (default: yes). It needs
-      memory for the weights several times
+    - `path`: the file or folder, or a result of `open_checkpoint`
+    - `like`: the ONNX model of the checkpoint. Optional if the checkpoint has its graph or a
+      configuration of transformers, or with `module`
+    - `module`: in place of `like`, the nn.Module or LightningModule that was trained, with any
+      values; or its class or `"package.module:Class"`, called with the hyper-parameters that
+      Lightning stores
+    - `example_inputs`: inputs of the module, as for `from_torch`; a batch if `training_step` is the
+      loss
+    - `probe`: compare loss and gradients of `module` and its graph in one step (default: yes). This
+      needs memory for several copies of the weights
     """
-    planned = plan_import(path, like, **given)
-    made = apply_plan(planned)
+    planned = plan_import(path, like, **options)
+    training = apply_plan(planned)
     for assumption in planned.assumptions:
         warn(assumption)
-    return made
+    return training
 
 
 def plan_import(
-    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **given: Any
+    path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **options: Any
 ) -> Plan:
-    """Return what `from_checkpoint` would do, without doing it."""
-    said = _Arguments(path, like, **given)
+    """Return the plan of `from_checkpoint`, without executing it."""
+    arguments = _Arguments(path, like, **options)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     if like is None:
-        captured = capture_model(checkpoint, said.module, said.example_inputs, said.loss)
-        return plan(checkpoint, captured if said.probe else captured._replace(probe=None), said)
-    if said.module is not None:
-        raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
+        captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss)
+        return plan(checkpoint, captured if arguments.probe else captured._replace(probe=None), arguments)
+    if arguments.module is not None:
+        raise ArgumentError("both `like` and `module` are given", hint="omit one of them")
     model = load(like)
     if not model.steps:
         model = model.copy()
         restore(model, unfold=True)
-    return plan(checkpoint, Captured(model, None), said)
+    return plan(checkpoint, Captured(model, None), arguments)
 
 
-class Beside:
-    """Writes them. The graph is captured once; each checkpoint gives the rest, in which tensors stay where they are.
+class TrainingModelWriter:
+    """Writer of training models beside checkpoints. The graph is captured once.
 
-    - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `clip` ...
+    - `strict`: True if a training model that cannot be written ends the training, instead of a
+      warning
+    - `options`: of `from_checkpoint`, for facts that checkpoints lack: `loss`, `optimizer`,
+      `schedule` ...
     """
 
     def __init__(self, strict: bool, options: dict[str, Any]):
-        self._strict, self._said = strict, MissingOptions(**options)
+        self._strict, self._options = strict, MissingOptions(**options)
         self._captured: Captured | None = None
         self._written: dict[Path, Path] = {}
 
-    def write(self, checkpoint: Path, target: Path, module: Any, example: Any, **known: Any) -> None:
-        """Write what a checkpoint is, trained by a module that was called with this example.
+    def write(self, checkpoint: Path, target: Path, module: Any, example: Any, **loop_options: Any) -> None:
+        """Write the training model of a checkpoint.
 
-        Options that are `known` of the training loop count where the user has not given them.
+        `example` is an input of the module. Options of the training loop apply unless the user set
+        them.
         """
         try:
-            self._write(checkpoint, target, module, example, known)
-        except Exception as error:  # of any kind: hours of training are worth more than this file
+            self._write(checkpoint, target, module, example, loop_options)
+        except Exception as error:  # any: hours of training are worth more than this file
             if self._strict:
                 raise
             warn(f"`{target}` was not written: {first_line(error)}")
 
-    def _write(self, checkpoint: Path, target: Path, module: Any, example: Any, known: dict[str, Any]) -> None:
+    def _write(self, checkpoint: Path, target: Path, module: Any, example: Any, loop_options: dict[str, Any]) -> None:
         opened = open_checkpoint(checkpoint)
         if self._captured is None:
-            captured = capture_model(opened, module, example, self._said.loss)
-            self._captured = captured._replace(probe=None)  # which takes memory that the training may need
-        if self._said.schedule is not None:
-            known.pop("updates_per_epoch", None)
-        said = dataclasses.replace(self._said, **{k: v for k, v in known.items() if getattr(self._said, k) is None})
-        apply_plan(plan(opened, self._captured, said)).save(target)
+            captured = capture_model(opened, module, example, self._options.loss)
+            self._captured = captured._replace(probe=None)  # it takes memory that the training may need
+        if self._options.schedule is not None:
+            loop_options.pop("updates_per_epoch", None)
+        unset = {k: v for k, v in loop_options.items() if getattr(self._options, k) is None}
+        options = dataclasses.replace(self._options, **unset)
+        apply_plan(plan(opened, self._captured, options)).save(target)
         self._written[target] = checkpoint
 
     def clear(self) -> None:
@@ -145,62 +154,62 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an import would do."""
+    """Plan of an import."""
 
     checkpoint: Checkpoint
-    """With names for all that its optimizers keep."""
+    """Checkpoint with names for its optimizer state."""
     match: Match
     run: RunState
-    """But for the state of optimizers."""
+    """Run without optimizer state."""
     slots: Mapping[str, Tensor]
-    """That state, by the names of a training model."""
+    """Optimizer state, by names of a training model."""
     weights: Mapping[str, Tensor]
-    """By the names of the graph."""
+    """Weights, by names of the graph."""
     notes: tuple[str, ...]
-    """How names were found, and what else is not in the options."""
+    """Rules that matched names, and other notes."""
     assumptions: tuple[str, ...]
-    """Those of the notes that change numbers where they are wrong."""
+    """Notes on assumptions, which change numbers if they are wrong."""
     probe: Callable[[Model, Any], None] | None = None
-    """Compares the graph, with these weights, with the module that it was captured of."""
+    """Compares the graph and these weights with the module that it was captured from."""
 
 
-def plan(checkpoint: Checkpoint, captured: Captured, said: MissingOptions) -> Plan:
-    """Return what an import would do, without doing it."""
+def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> Plan:
+    """Return the plan of an import, without executing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
-    given = captured.model
-    base = from_training_model(given) if given.steps else None
-    model = without_steps(given)
-    known = said.names if isinstance(said.names, Mapping) else None
-    matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
-    listed_names = None if isinstance(said.names, Mapping) else said.names
+    source = captured.model
+    base = from_training_model(source) if source.steps else None
+    model = without_steps(source)
+    pairs = options.names if isinstance(options.names, Mapping) else None
+    matched = match(checkpoint.tensors, model, pairs, checkpoint.tied, captured.stored)
+    listed_names = None if isinstance(options.names, Mapping) else options.names
     checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, listed_names, captured.orders)
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
-    groups = run_groups(checkpoint, matched, parse(said.optimizer) if said.optimizer is not None else None, base)
+    groups = run_groups(checkpoint, matched, parse(options.optimizer) if options.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
-    losses = (said.loss, captured.loss, base.loss if base else None, checkpoint.loss)
-    loss = next((known for known in losses if known is not None), None)
+    losses = (options.loss, captured.loss, base.loss if base else None, checkpoint.loss)
+    loss = next((loss for loss in losses if loss is not None), None)
     if loss is None:
         raise UnsupportedError(
-            f"neither `{checkpoint.path}` nor the model says which loss was trained",
-            hint="say it: `--loss cross_entropy`, or `loss=...`; or give a training model",
+            f"neither `{checkpoint.path}` nor the model names the loss",
+            hint="set `--loss cross_entropy` (`loss=...`), or give a training model",
         )
     check_smoothing(checkpoint, loss)
-    groups, frozen = trained_groups(checkpoint, matched, groups, given, base, loss, said)
+    groups, frozen = trained_groups(checkpoint, matched, groups, source, base, loss, options)
     if checkpoint.waiting:
         raise UnsupportedError(
             f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
-            hint="save it after an update, which makes use of them",
+            hint="save it after an update",
         )
-    recipe, clip, remarks = settled_options(checkpoint, base, groups, said)
-    counted = updates_made(checkpoint, matched, groups, said.updates)
-    scheduled = schedule_by_updates(checkpoint, matched, groups, base, counted, said)
+    recipe, clip, remarks = settled_options(checkpoint, base, groups, options)
+    counted = updates_made(checkpoint, matched, groups, options.updates)
+    scheduled = schedule_by_updates(checkpoint, matched, groups, base, counted, options)
     groups, step = list(scheduled.groups), scheduled.step
     weights, slots, has_masters = weights_and_slots(checkpoint, matched, model, groups)
     if has_masters is not None:
         recipe["master_weights"] = has_masters
     scaling = scaling_of(checkpoint.scaler)
     is_float16 = any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
-    if scaling is not None and ("loss_scale" in recipe or is_float16):  # other types have exponents enough
+    if scaling is not None and ("loss_scale" in recipe or is_float16):  # other types have enough exponent bits
         recipe["loss_scale"] = scaling.words
         slots |= scaling.state
     slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
@@ -222,64 +231,61 @@ def plan(checkpoint: Checkpoint, captured: Captured, said: MissingOptions) -> Pl
 
 
 def apply_plan(plan: Plan) -> Model:
-    """The training model of a plan."""
+    """Return the training model of a plan."""
     for name, tensor in plan.weights.items():
         value = plan.run.model.graph.initializers[name]
         assert value.const_value is not None
         value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
     if plan.probe is not None:
         plan.probe(plan.run.model, plan.run.loss)
-    made = to_training_model(plan.run)
+    training = to_training_model(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
-        _fill(made, name, tensor, problems)
+        _fill(training, name, tensor, problems)
     problems.refuse()
-    keep(made, plan.checkpoint, plan.match)
-    metadata, epoch = made.step().algorithm.metadata_props, plan.checkpoint.progress.get("epoch")
+    keep(training, plan.checkpoint, plan.match)
+    metadata, epoch = training.step().algorithm.metadata_props, plan.checkpoint.progress.get("epoch")
     progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
     metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})
-    return made
+    return training
 
 
 def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
-    """Give state of a model its value, which stays where it is unless it is a single number."""
-    known = model.step().algorithm.initializers.get(name)
-    if known is None or known.const_value is None:
-        problems.add(f"the optimizer of a training model does not keep `{name}`", "say which optimizer it is")
+    """Set state of a model. Tensors stay on disk, single numbers do not."""
+    state = model.step().algorithm.initializers.get(name)
+    if state is None or state.const_value is None:
+        problems.add(f"the optimizer of the training model has no `{name}`", "set `optimizer=...`")
         return
-    held = known.const_value
-    if tuple(held.shape.numpy()) != tensor.shape:
-        what = f"`{name}` is {list(tensor.shape)}, not {list(held.shape.numpy())}"
-        problems.add(what, "give the model that it is of")
-    elif held.dtype.numpy() == tensor.dtype:
-        known.const_value = as_initializer(tensor, name, held.metadata_props)
+    initial = state.const_value
+    if tuple(initial.shape.numpy()) != tensor.shape:
+        problem = f"`{name}` is {list(tensor.shape)}, not {list(initial.shape.numpy())}"
+        problems.add(problem, "give the model of the checkpoint")
+    elif initial.dtype.numpy() == tensor.dtype:
+        state.const_value = as_initializer(tensor, name, initial.metadata_props)
     elif not tensor.shape:
         model.set(name, tensor.array())
     else:
-        problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
+        problems.add(f"`{name}` is {tensor.dtype}, not {initial.dtype.numpy()}", "give a model of the same dtype")
 
 
 def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> bool:
-    """True if BatchNormalization keeps the variance of samples, whatever the training model `like` keeps."""
+    """True if BatchNormalization stores the sample variance, as in PyTorch."""
     specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
-    variants = {spec.options.get("variant") for spec in specs}  # Lion of PyTorch users is that of optax
-    return all(each.variant == "torch" for each in checkpoint.optimizers) and variants <= {"torch", "optax"}
+    variants = {spec.options.get("variant") for spec in specs}  # PyTorch users take Lion from optax
+    return all(optimizer.variant == "torch" for optimizer in checkpoint.optimizers) and variants <= {"torch", "optax"}
 
 
 _MOST = 6
 
 
 def plan_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Return what an import would do, as labels and texts."""
+    """Return a plan as labels and texts."""
     checkpoint, matched, run = plan.checkpoint, plan.match, plan.run
     rows = [
         ("checkpoint", f"{checkpoint.path}, {checkpoint.title}"),
-        ("names", f"{len(matched.names)} of {len(checkpoint.tensors)} tensors have their place in the model"),
+        ("names", f"{len(matched.names)} of {len(checkpoint.tensors)} tensors are in the model"),
         *(("", rule) for rule in matched.rules),
-        (
-            "left out",
-            list_names(matched.left, _MOST) and f"{list_names(matched.left, _MOST)}: the model has no place for them",
-        ),
+        ("left out", list_names(matched.left, _MOST) and f"{list_names(matched.left, _MOST)}: not in the model"),
         *(("optimizer", f"{group.optimizer}") for group in run.groups[:1]),
         *(("", f"{group.optimizer}") for group in run.groups[1:]),
         ("", f"keeps {len(plan.slots)} tensors of {len(run.parameters)} parameters"),
@@ -295,6 +301,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON."""
     matched, run = plan.match, plan.run
     return {
         "checkpoint": str(plan.checkpoint.path),
@@ -303,7 +310,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "turned": sorted(matched.transposed),
         "rules": list(matched.rules),
         "left": list(matched.left),
-        "groups": [{"optimizer": str(each.optimizer), "parameters": list(each.parameters)} for each in run.groups],
+        "groups": [{"optimizer": str(group.optimizer), "parameters": list(group.parameters)} for group in run.groups],
         "slots": sorted(plan.slots),
         "schedule": [str(spec) for spec in run.schedule],
         "step": run.step,
@@ -317,12 +324,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _loss_text(loss: Any) -> str:
     if isinstance(loss, Mapping):
-        return " + ".join(f"{output}={_loss_text(each)}" for output, each in loss.items())
+        return " + ".join(f"{output}={_loss_text(term)}" for output, term in loss.items())
     return " + ".join(map(_loss_text, loss)) if isinstance(loss, list | tuple) else str(loss)
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """Return what a training model has no use for, and keeps for a checkpoint of it."""
+    """Return the parts of a checkpoint that a training model stores without use."""
     checkpoint = plan.checkpoint
     parts = {
         "states of random numbers": checkpoint.randomness,
@@ -332,4 +339,4 @@ def _kept_lines(plan: Plan) -> list[str]:
         "the configuration": checkpoint.configuration,
         "arguments": checkpoint.arguments,
     }
-    return [what for what, is_there in parts.items() if is_there]
+    return [label for label, is_stored in parts.items() if is_stored]

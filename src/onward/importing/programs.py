@@ -1,4 +1,4 @@
-"""State of programs that `onward convert` has written: it goes back into the training model that they were made of."""
+"""Files of programs that `onward convert` wrote, whose state goes back into the training model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PARTS = {"module", "optimizer", "scheduler"}
 
 
 def framework_of(path: Path) -> Framework | None:
-    """The framework of the program that a file or folder belongs to; None if it was written by somebody else."""
+    """Return the framework of a program of Onward; None for other files."""
     if path.is_dir():
         if (path / "saved_model.pb").is_file():
             variables = path / "variables" / "variables"
-            known = read_bundle(variables) if variables.with_suffix(".index").is_file() else {}
-            return "tensorflow" if any(key.startswith("state/") for key in known) else None
+            variables_tree = read_bundle(variables) if variables.with_suffix(".index").is_file() else {}
+            return "tensorflow" if any(key.startswith("state/") for key in variables_tree) else None
         return "jax" if (path / "run.py").is_file() and (path / "state.safetensors").is_file() else None
     if path.suffix == ".keras":
         return "keras" if _has_own_classes(path) else None
@@ -30,7 +30,7 @@ def framework_of(path: Path) -> Framework | None:
 
 
 def _has_own_classes(path: Path) -> bool:
-    """Whether the model is of a class that a program registers, and not of Keras's own."""
+    """True if the model has a class that a program registers."""
     try:
         with zipfile.ZipFile(path) as archive:
             config = read_zipped_json(archive, archive.getinfo("config.json"))

@@ -1,4 +1,4 @@
-"""What a training loop does beside its optimizer: of a checkpoint, a training model and a user, who must agree."""
+"""Options of a training loop: a checkpoint, a training model and the user must agree."""
 
 from __future__ import annotations
 
@@ -32,77 +32,78 @@ def trained_groups(
     checkpoint: Checkpoint,
     matched: Match,
     groups: Sequence[ParameterGroup],
-    given: Model,
+    source: Model,
     base: RunState | None,
     loss: Any,
-    said: MissingOptions,
+    options: MissingOptions,
 ) -> tuple[list[ParameterGroup], dict[str, bool]]:
-    """Return the groups without parameters that are frozen, and notes on these, with True for an assumption.
+    """Return the groups without frozen parameters, and notes on these, with True for an assumption.
 
-    Frozen are those that the user says, or else the recipe of the model `given`, whose run is `base`; and those that
-    never had an update.
+    The user or the recipe of `source`, whose run is `base`, freezes parameters. Parameters that
+    never had an update are also frozen.
     """
     notes: dict[str, bool] = {}
 
     def keep(
-        groups: Sequence[ParameterGroup], names: set[str], why: str, is_assumed: bool = False
+        groups: Sequence[ParameterGroup], names: set[str], reason: str, is_assumed: bool = False
     ) -> list[ParameterGroup]:
-        kept = [dataclasses.replace(each, parameters=[n for n in each.parameters if n in names]) for each in groups]
-        if frozen := [name for each in groups for name in each.parameters if name not in names]:
-            notes[f"not trained, {why}: {list_names(frozen, 6)}"] = is_assumed
-        return [each for each in kept if each.parameters]
+        trained = [[name for name in group.parameters if name in names] for group in groups]
+        if frozen := [name for group in groups for name in group.parameters if name not in names]:
+            notes[f"not trained, {reason}: {list_names(frozen, 6)}"] = is_assumed
+        pairs = zip(groups, trained, strict=True)
+        return [dataclasses.replace(group, parameters=parameters) for group, parameters in pairs if parameters]
 
-    recipe = (given.step().fact("train.recipe") or {}) if base else {}
-    if said.freeze is not None or said.trainable is not None:
-        own = [name for each in groups for name in each.parameters]
-        trainable = said.trainable if said.trainable is not None else [glob.escape(name) for name in own]
-        chosen = prepare(without_steps(given), loss=loss, trainable=trainable, freeze=said.freeze or ())
+    recipe = (source.step().fact("train.recipe") or {}) if base else {}
+    if options.freeze is not None or options.trainable is not None:
+        own = [name for group in groups for name in group.parameters]
+        trainable = options.trainable if options.trainable is not None else [glob.escape(name) for name in own]
+        chosen = prepare(without_steps(source), loss=loss, trainable=trainable, freeze=options.freeze or ())
         names = {name for group in describe(chosen).steps[0].groups for name in group.parameters}
         if others := sorted(names - {*own}):
             raise UnsupportedError(
                 f"the checkpoint's optimizer does not train {list_names(others, 3)}",
                 hint="leave them out of `trainable`; a new run with `onward.prepare` can train them",
             )
-        groups = keep(groups, names, "as you said")
+        groups = keep(groups, names, "as set in the options")
     elif base and (recipe.get("freeze") or recipe.get("trainable")):
-        groups = keep(groups, {*base.parameters}, "as in the model that was given")
-    groups = keep(groups, with_state(checkpoint, matched, groups), "as the optimizer keeps no state of them", True)
+        groups = keep(groups, {*base.parameters}, "as in the training model")
+    groups = keep(groups, with_state(checkpoint, matched, groups), "without optimizer state", True)
     if not groups:
         raise UnsupportedError("no parameter is left to train", hint="freeze less: `--freeze`, `--trainable`")
     return groups, notes
 
 
 def settled_options(
-    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], said: MissingOptions
+    checkpoint: Checkpoint, base: RunState | None, groups: Sequence[ParameterGroup], options: MissingOptions
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
-    """Return the options of a recipe, clipping, and notes on what the checkpoint does not tell.
+    """Return the options of a recipe, clipping, and notes on facts that the checkpoint lacks.
 
     Raises:
-        ArgumentError: the user or the model says something else than the checkpoint.
+        ArgumentError: the user or the model contradicts the checkpoint.
     """
     recipe = dict(base.recipe) if base else {}
     unknown: dict[str, str] = {}
 
-    clip = _settle("clip", _clip(said.clip, checkpoint), base.clip if base else None, checkpoint.clip)
+    clip = _settle("clip", _clip(options.clip, checkpoint), base.clip if base else None, checkpoint.clip)
     if clip is None:
         unknown["--clip"] = "gradient clipping"
 
     own = recipe.pop("accumulate", None)
-    accumulate = _settle("accumulate", said.accumulate, own, checkpoint.accumulate or None)
+    accumulate = _settle("accumulate", options.accumulate, own, checkpoint.accumulate or None)
     if checkpoint.accumulate == 0 and accumulate in (None, 1):
         raise UnsupportedError(
-            f"`{checkpoint.path}` accumulates gradients, and does not tell of how many batches",
-            hint="say it: `--accumulate 4`, or `accumulate=4`",
+            f"`{checkpoint.path}` accumulates gradients of an unknown number of batches",
+            hint="set `--accumulate 4` (`accumulate=4`)",
         )
     if accumulate is None:
         unknown["--accumulate"] = "gradient accumulation"
     elif accumulate > 1:
         recipe["accumulate"] = accumulate
 
-    decay = _settle("ema", said.ema, recipe.pop("ema", None), checkpoint.average_decay)
+    decay = _settle("ema", options.ema, recipe.pop("ema", None), checkpoint.average_decay)
     if decay is not None:
         recipe["ema"] = decay
-    scale = recipe.get("loss_scale") if said.loss_scale is None else said.loss_scale
+    scale = recipe.get("loss_scale") if options.loss_scale is None else options.loss_scale
     if scale is not None:
         stored = scaling_of(checkpoint.scaler)
         if stored is not None and not _same_scale(scale, stored.words):
@@ -115,7 +116,7 @@ def settled_options(
             f"not in the checkpoint, and taken as none: {', '.join(unknown.values())} (`{'`, `'.join(unknown)}`)"
         )
     if checkpoint.averages and decay is None:
-        notes.append("its averages do not go on, as their decay is not known (`--ema`)")
+        notes.append("its averages do not continue: their decay is unknown (`--ema`)")
     count = checkpoint.average_updates
     if decay is not None and count is not None and checkpoint.step not in (None, count):
         notes.append(
@@ -123,8 +124,8 @@ def settled_options(
         )
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
-    if base and tells_optimizers(checkpoint) and said.optimizer is None:
-        names, others = ({each.optimizer_name for each in side} for side in (groups, base.groups))
+    if base and tells_optimizers(checkpoint) and options.optimizer is None:
+        names, others = ({group.optimizer_name for group in side} for side in (groups, base.groups))
         if names != others:
             notes.append(
                 f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
@@ -133,39 +134,39 @@ def settled_options(
 
 
 def check_smoothing(checkpoint: Checkpoint, loss: Any) -> None:
-    """Raise an Error if the Trainer of transformers smooths labels, outside of the model, and a loss does not."""
+    """Raise an Error if the Trainer of transformers smooths labels and the loss does not."""
     smoothing = checkpoint.arguments.get("label_smoothing_factor") if checkpoint.format == TRAINER else None
     if not smoothing:
         return
     if not any(math.isclose(term.spec.options.get("label_smoothing", 0), smoothing) for term in terms(loss)):
         raise UnsupportedError(
             f"the Trainer smooths labels by {smoothing:g}, and the loss does not",
-            hint=f"say the loss of the logits: `--loss logits=cross_entropy:label_smoothing={smoothing:g}`, "
+            hint=f"set the loss of the logits: `--loss logits=cross_entropy:label_smoothing={smoothing:g}`, "
             "or `loss=...`; or give a training model that has it: `--like training.onnx`",
         )
 
 
-def _settle(name: str, said: Any, own: Any, stored: Any) -> Any:
-    """Return what the user says, or else the model has, if the checkpoint does not tell something else."""
-    wanted = own if said is None else said
-    if wanted is None or stored is None:
-        return stored if wanted is None else wanted
-    if not _agree(wanted, stored):
-        raise _contradiction(name, wanted, stored)
+def _settle(name: str, stated: Any, own: Any, stored: Any) -> Any:
+    """Return an option of the user or else the model, if the checkpoint does not contradict it."""
+    chosen = own if stated is None else stated
+    if chosen is None or stored is None:
+        return stored if chosen is None else chosen
+    if not _agree(chosen, stored):
+        raise _contradiction(name, chosen, stored)
     return stored
 
 
-def _agree(wanted: Any, stored: Any) -> bool:
-    if not isinstance(wanted, Mapping):
-        return bool(wanted == stored)
-    return {k: v for k, v in wanted.items() if k != "variant"} == {k: v for k, v in stored.items() if k != "variant"}
+def _agree(chosen: Any, stored: Any) -> bool:
+    if not isinstance(chosen, Mapping):
+        return bool(chosen == stored)
+    return {k: v for k, v in chosen.items() if k != "variant"} == {k: v for k, v in stored.items() if k != "variant"}
 
 
-def _contradiction(name: str, wanted: Any, stored: Any) -> ArgumentError:
-    wanted, stored = (_text(each) for each in (wanted, stored))
+def _contradiction(name: str, chosen: Any, stored: Any) -> ArgumentError:
+    chosen, stored = (_text(value) for value in (chosen, stored))
     return ArgumentError(
-        f"`{name}` is {wanted}, and {stored} in the checkpoint",
-        hint=f"leave `{name}` out, also where the model was prepared; the checkpoint tells it",
+        f"`{name}` is {chosen}, and {stored} in the checkpoint",
+        hint=f"omit `{name}` here and in the model: the checkpoint has it",
     )
 
 
@@ -175,19 +176,19 @@ def _text(value: Any) -> str:
     return ",".join(f"{key}:{number:g}" for key, number in value.items() if key != "variant") or "none"
 
 
-def _clip(given: Any, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return clipping in words of a recipe, computed as the framework of the checkpoint does."""
-    spec = parse_clip(given)
+def _clip(clip: Any, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return clipping of a recipe, computed as the framework of the checkpoint does."""
+    spec = parse_clip(clip)
     if spec is None:
         return None
-    variants = {each.variant for each in checkpoint.optimizers} & {"optax", "keras"}
+    variants = {optimizer.variant for optimizer in checkpoint.optimizers} & {"optax", "keras"}
     variant = {"variant": variants.pop()} if variants and spec.name != "value" else {}
     return {spec.name: spec.options["limit"], **variant, **spec.without("limit").options}
 
 
-def _same_scale(wanted: Any, stored: str | float) -> bool:
-    is_dynamic = str(wanted).startswith("dynamic")
-    return str(stored).startswith("dynamic") if is_dynamic else str(wanted) == str(stored) or wanted == stored
+def _same_scale(chosen: Any, stored: str | float) -> bool:
+    is_dynamic = str(chosen).startswith("dynamic")
+    return str(stored).startswith("dynamic") if is_dynamic else str(chosen) == str(stored) or chosen == stored
 
 
 # ---- weights and state -----------------------------------------------------------------------------------------------
@@ -199,17 +200,17 @@ _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 def weights_and_slots(
     checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[ParameterGroup]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
-    """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
+    """Return weights and slots by name, and whether narrow weights have masters."""
     weights = {ours: matched.orient(theirs, checkpoint.tensors[theirs]) for theirs, ours in matched.names.items()}
     slots: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
     trained = {name for group in groups for name in group.parameters}
     for optimizer in checkpoint.optimizers:
-        for theirs, kept in optimizer.slots.items():
+        for theirs, values in optimizer.slots.items():
             ours = matched.names.get(str(theirs))
             if ours is None or ours not in trained:
                 continue
-            for slot, value in kept.items():
+            for slot, value in values.items():
                 if slot == COUNT or value is None:
                     continue
                 tensor = matched.orient(theirs, as_tensor(value))
@@ -227,17 +228,18 @@ def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
     for name, tensor in weights.items():
         if type_of(model, name).numpy() != tensor.dtype:
             what = f"`{name}` is {tensor.dtype}, and {type_of(model, name).name.lower()} in the model"
-            problems.add(what, "give a model of the type of its weights")
+            problems.add(what, "give a model with the dtype of its weights")
     problems.refuse()
 
 
 def updates_made(
-    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], said: int | None
+    checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], stated: int | None
 ) -> int | None:
-    """Return the updates made, as the optimizer, `said` or the checkpoint counts them; None where nothing does.
+    """Return the updates made, by the optimizer, `stated` or the checkpoint; None if unknown.
 
     Raises:
-        UnsupportedError: some of the trained parameters had fewer updates than others, or fewer or more than `said`.
+        UnsupportedError: trained parameters had different numbers of updates, or another than
+            `stated`.
     """
     trained = {name for group in groups for name in group.parameters}
     counts: dict[str, int] = {}
@@ -246,17 +248,17 @@ def updates_made(
             if COUNT in slots and matched.names.get(str(name)) in trained:
                 counts[str(name)] = count_of(slots[COUNT])
     if not counts:
-        return checkpoint.step if said is None else said
+        return checkpoint.step if stated is None else stated
     most = max(counts.values())
     behind = [name for name, count in counts.items() if count != most]
     if behind:
         raise UnsupportedError(
-            f"{list_names(behind, 5)} had fewer updates than other parameters, and training models count once for all",
-            hint="leave those out of training: `--freeze NAME`, or `freeze=[...]`",
+            f"{list_names(behind, 5)} had fewer updates than others; training models count once",
+            hint="freeze them: `--freeze NAME` (`freeze=[...]`)",
         )
-    if said not in (None, most):
+    if stated not in (None, most):
         raise UnsupportedError(
-            f"`updates` is {said}, and the optimizer has counted {most} updates", hint="leave `--updates` out"
+            f"`updates` is {stated}, and the optimizer has counted {most} updates", hint="omit `--updates`"
         )
     return most
 
@@ -264,24 +266,25 @@ def updates_made(
 def averages_of(
     checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], step: int
 ) -> dict[str, Tensor]:
-    """Return averages of trainable parameters, as state of the training model; none if the checkpoint has none.
+    """Return averages of trainable parameters, as state of the training model; none if the
+    checkpoint has none.
 
     Raises:
-        UnsupportedError: the first update of the averages is still to come. That of PyTorch copies the weights.
+        UnsupportedError: the averages had no update. The first one of PyTorch copies the weights.
     """
     if checkpoint.average_updates == 0:
         raise UnsupportedError(
-            f"the averages in `{checkpoint.path}` have had no update, and the first one copies the weights",
-            hint="save it after that update; or leave `--ema` out, which continues without averages",
+            f"the averages in `{checkpoint.path}` had no update; the first one copies the weights",
+            hint="save it after that update, or omit `--ema`",
         )
     trained = {name for group in groups for name in group.parameters}
-    found = {
+    averages = {
         f"ema/{matched.names[theirs]}": matched.orient(theirs, tensor)
         for theirs, tensor in checkpoint.averages.items()
         if matched.names.get(theirs) in trained
     }
     count = step if checkpoint.average_updates is None else checkpoint.average_updates
-    return {**found, "ema/n_averaged": as_tensor(np.int64(count))} if found else {}
+    return {**averages, "ema/n_averaged": as_tensor(np.int64(count))} if averages else {}
 
 
 def type_of(model: Model, name: str) -> ir.DataType:
@@ -294,10 +297,10 @@ def type_of(model: Model, name: str) -> ir.DataType:
 
 
 class Scaling(NamedTuple):
-    """How a training model scales its loss."""
+    """Loss scaling of a training model."""
 
     words: str | float
-    """What `prepare` takes as `loss_scale`."""
+    """Value for `loss_scale` of `prepare`."""
     state: Mapping[str, ArrayTensor]
 
 
@@ -306,7 +309,7 @@ _OF_DEEPSPEED = ("scale_factor", "scale_window", "delayed_shift", "min_scale", "
 
 
 def scaling_of(scaler: Mapping[str, Any]) -> Scaling | None:
-    """What a scaler does; None where it does not say enough, or nothing that a recipe has words for."""
+    """Return the loss scaling of a scaler; None if it is incomplete or not in recipes."""
     if _are_numbers(scaler, ("scale", *_OF_PYTORCH, "_growth_tracker")):
         words = ",".join(f"{name}={scaler[name]:g}" for name in _OF_PYTORCH)
         return Scaling(f"dynamic:{words}", _state(scaler["scale"], scaler["_growth_tracker"]))
@@ -319,7 +322,9 @@ def scaling_of(scaler: Mapping[str, Any]) -> Scaling | None:
     factor, window = scaler["scale_factor"], scaler["scale_window"]
     words = f"growth_factor={factor:g},backoff_factor={1 / factor!r},growth_interval={window:g}"
     words += f",hysteresis={scaler['delayed_shift']:g},min_scale={scaler['min_scale']!r},cooldown=1"
-    good = scaler["cur_iter"] - 1 - scaler["last_overflow_iter"]  # updates since, of which the first does not count
+    good = (
+        scaler["cur_iter"] - 1 - scaler["last_overflow_iter"]
+    )  # updates since the overflow, of which the first does not count
     state = _state(scaler["cur_scale"], -1 if good == 0 else (good - 1) % window)
     if scaler["delayed_shift"] > 1:
         state["scaler/hysteresis_tracker"] = ArrayTensor(np.asarray(scaler["cur_hysteresis"], np.int64))

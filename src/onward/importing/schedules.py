@@ -1,4 +1,4 @@
-"""The schedule of a checkpoint by updates, which it may count otherwise, and the learning rates that it must give."""
+"""The schedule of a checkpoint by updates, checked against its stored learning rates."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from onward.vocabulary.rate_formulas import Factor, complete
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """How the learning rate goes on."""
+    """Schedule of the learning rate that continues."""
 
     words: Sequence[Spec]
-    """By updates; none where the rate stays."""
+    """Schedules by updates; empty for a constant rate."""
     step: int
     """Updates made."""
     groups: Sequence[ParameterGroup]
-    """With the rates that the schedule multiplies."""
+    """Groups with the rates that the schedule multiplies."""
     notes: Mapping[str, bool]
-    """True for an assumption that changes numbers where it is wrong."""
+    """Notes -> True for an assumption that changes numbers if it is wrong."""
 
 
 def schedule_by_updates(
@@ -38,34 +38,36 @@ def schedule_by_updates(
     groups: Sequence[ParameterGroup],
     base: RunState | None,
     step: int | None,
-    said: MissingOptions,
+    options: MissingOptions,
 ) -> Scheduled:
-    """Return the schedule of the user, of the checkpoint or of the model `base`, in this order, by updates.
+    """Return the schedule of the user, the checkpoint or the model `base`, in this order, by
+    updates.
 
-    It must give the learning rates that are stored. Without a schedule, these stay.
+    It must give the stored learning rates. Without a schedule, these are constant.
 
     Args:
-        step: updates made, where the checkpoint counts them.
-        said: what the user says of `schedule`, `optimizer` and `updates_per_epoch`.
+        step: updates made, if the checkpoint counts them.
+        options: options of the user: `schedule`, `optimizer` and `updates_per_epoch`.
 
     Raises:
-        UnsupportedError: the rates contradict the schedule, or its position in updates is not known.
+        UnsupportedError: the rates contradict the schedule, or its position in updates is unknown.
     """
     rates = [_rate_of(checkpoint, matched, group) for group in groups]
-    says_rate = said.optimizer is not None and "lr" in parse(said.optimizer).options
-    stored = next((each for each in checkpoint.schedules if each.words != ()), None)
-    every = said.updates_per_epoch
-    if said.schedule is not None:
-        given = said.schedule
-        listed = [given] if isinstance(given, str | Mapping | Spec) else list(given)
-        words, origin = [parse(each) for each in listed], "given"
+    says_rate = options.optimizer is not None and "lr" in parse(options.optimizer).options
+    stored = next((schedule for schedule in checkpoint.schedules if schedule.words != ()), None)
+    every = options.updates_per_epoch
+    if options.schedule is not None:
+        stated = options.schedule
+        listed = [stated] if isinstance(stated, str | Mapping | Spec) else list(stated)
+        words, origin = [parse(item) for item in listed], "given"
     elif stored is not None and stored.words is not None:
         words, origin = list(stored.words), ""
     elif base and base.schedule:
         words, origin = list(base.schedule), "that of the model"
         if not says_rate:
-            # What a schedule multiplies is the stored rate before any schedule, or else that of the model.
-            own = {name: each.lr for each in base.groups for name in each.parameters}
+            # What a schedule multiplies is the stored rate before any schedule, or else that of the
+            # model.
+            own = {name: own_group.lr for own_group in base.groups for name in own_group.parameters}
             firsts = [
                 own.get(group.parameters[0]) if rate.first is None else rate.first
                 for group, rate in zip(groups, rates, strict=True)
@@ -73,8 +75,8 @@ def schedule_by_updates(
             groups = [_with_rate(group, first) for group, first in zip(groups, firsts, strict=True)]
     elif stored is not None:
         raise UnsupportedError(
-            "the checkpoint does not tell the shape of its schedule",
-            hint="say it: `--schedule cosine:steps=1000,warmup=50`, or `schedule=...`; `constant` if the rate stays",
+            "the checkpoint does not store the shape of its schedule",
+            hint="set `--schedule cosine:steps=1000,warmup=50` (`schedule=...`), or `constant`",
         )
     else:
         words, origin = [], ""
@@ -97,51 +99,50 @@ def schedule_by_updates(
     if step is None:
         raise UnsupportedError(
             f"`{checkpoint.path}` does not count the updates made, which its schedule needs",
-            hint="say them: `--updates 1000`, or `updates=...`",
+            hint="set `--updates 1000` (`updates=...`)",
         )
     _check_rates(words, step, groups, rates, checkpoint)
     notes = {f"the schedule is {origin}": False} if origin else {}
     if not origin and every and every > 1:
         notes[f"the schedule steps once in {every} updates"] = False
     if not origin and base and base.schedule and list(base.schedule) != words:
-        notes["the schedule is that of the checkpoint, and not that of the model"] = True
+        notes["the schedule is that of the checkpoint, not of the model"] = True
     return Scheduled(words, step, groups, notes)
 
 
-def _updates(checkpoint: Checkpoint, schedule: SchedulerState, step: int | None, said: int | None) -> tuple[int, int]:
-    """Return the updates made and those for each step of the scheduler, where no others are possible."""
+def _updates(checkpoint: Checkpoint, schedule: SchedulerState, step: int | None, stated: int | None) -> tuple[int, int]:
+    """Return the updates made and those per step of the scheduler, if these are unambiguous."""
     position = schedule.position or 0
-    known = schedule.every
-    if None not in (said, known) and said != known:
+    stored_every = schedule.every
+    if None not in (stated, stored_every) and stated != stored_every:
         raise ArgumentError(
-            f"`updates_per_epoch` is {said}, and `{checkpoint.path}` counts {known}",
-            hint=f"leave it out, or give {known}",
+            f"`updates_per_epoch` is {stated}, and `{checkpoint.path}` counts {stored_every}",
+            hint=f"omit it, or set {stored_every}",
         )
-    every = said or known
+    every = stated or stored_every
     if step is None and every == 1:
         return position, 1
     if every is None and step is not None and 0 < step == position:
         return step, 1
     if step is not None and every is not None and step // every == position:
         return step, every
-    made = f"its scheduler made {quantity(position, 'step')}"
+    progress = f"its scheduler made {quantity(position, 'step')}"
     if step is None:
-        way = "`--updates 1000 --updates-per-epoch 250`; or `--updates-per-epoch 1` if it steps with every update"
+        hint = "`--updates 1000 --updates-per-epoch 250`; or `--updates-per-epoch 1` if it steps with every update"
         if every is not None:
-            way = f"`--updates N` (`updates=N`), from {position * every} to {position * every + every - 1}"
-        raise UnsupportedError(f"{made}, and `{checkpoint.path}` does not count updates", hint=f"say {way}")
+            hint = f"`--updates N` (`updates=N`), from {position * every} to {position * every + every - 1}"
+        raise UnsupportedError(f"{progress}, and `{checkpoint.path}` does not count updates", hint=f"set {hint}")
     least, most = step // (position + 1) + 1, step // position if position else None
     if most is not None and least > most:
         raise UnsupportedError(
-            f"{made} in {step} updates, which no constant number for each gives",
-            hint="say the schedule by updates: `--schedule step:size=2,gamma=0.1,every=100`, or `schedule=...`",
+            f"{progress} in {step} updates, which no constant number for each gives",
+            hint="set the schedule by updates: `--schedule step:size=2,gamma=0.1,every=100` (`schedule=...`)",
         )
     fitting = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
-    told = f", which is not one in {every}" if every is not None else ""
+    remainder = f", which is not one in {every}" if every is not None else ""
     raise UnsupportedError(
-        f"{made} in {quantity(step, 'update')}{told}",
-        hint=f"say how many updates an epoch has, {fitting}: `--updates-per-epoch {least}` "
-        f"(`updates_per_epoch={least}`)",
+        f"{progress} in {quantity(step, 'update')}{remainder}",
+        hint=f"set the updates of an epoch, {fitting}: `--updates-per-epoch {least}` (`updates_per_epoch={least}`)",
     )
 
 
@@ -153,24 +154,24 @@ def _by_updates(spec: Spec, every: int) -> Spec:
 
 
 class _Rate(NamedTuple):
-    """The learning rate of a group as the checkpoint stores it; None where it does not."""
+    """Learning rate of a group as the checkpoint stores it; None if it does not."""
 
     now: float | None
     first: float | None
-    """Before the schedule."""
+    """Rate before the schedule."""
     may_be_last: bool = False
-    """Whether `now` may be the rate of the last update, as what `inject_hyperparams` of optax keeps is."""
+    """True if `now` may be the last update's rate, as in optax's `inject_hyperparams`."""
 
 
 def _rate_of(checkpoint: Checkpoint, matched: Match, group: ParameterGroup) -> _Rate:
     own = matched.theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
-        for each in optimizer.groups:
-            if own not in each.parameters:
+        for own_group in optimizer.groups:
+            if own not in own_group.parameters:
                 continue
             is_optax = optimizer.variant == "optax"
-            stored = each.settings.get("learning_rate" if is_optax else "lr", each.numbers.get("lr"))
-            first = each.settings.get("max_lr", each.settings.get("initial_lr"))
+            stored = own_group.settings.get("learning_rate" if is_optax else "lr", own_group.numbers.get("lr"))
+            first = own_group.settings.get("max_lr", own_group.settings.get("initial_lr"))
             return _Rate(_number(stored), _number(first), is_optax)
     return _Rate(None, None)
 
@@ -196,16 +197,16 @@ def _notes_on_constant(groups: Sequence[ParameterGroup], rates: Sequence[_Rate])
 def _check_rates(
     words: Sequence[Spec], step: int, groups: Sequence[ParameterGroup], rates: Sequence[_Rate], checkpoint: Checkpoint
 ) -> None:
-    """Refuse a schedule that does not give the rates that are stored."""
+    """Raise an UnsupportedError for a schedule that does not give the stored rates."""
     parts = complete([(spec.without("until"), spec.options.get("until", math.inf)) for spec in words])
     for group, rate in zip(groups, rates, strict=True):
         if rate.now is None:
             continue
         formula = Factor(group.lr, parts)
         expected = [formula.rate(at) for at in ([step, max(step - 1, 0)] if rate.may_be_last else [step])]
-        if not any(math.isclose(each, rate.now, rel_tol=1e-5, abs_tol=1e-6 * group.lr) for each in expected):
+        if not any(math.isclose(candidate, rate.now, rel_tol=1e-5, abs_tol=1e-6 * group.lr) for candidate in expected):
             raise UnsupportedError(
                 f"the learning rate is {rate.now:g}, and {expected[0]:g} by its schedule after {step} updates",
-                hint="say the schedule that the run had, as `--schedule cosine:steps=1000` (`schedule=...`); if its "
-                f"first rate was not {group.lr:g}, also `--optimizer adamw:lr=...`",
+                hint="set the schedule of the run, as `--schedule cosine:steps=1000` (`schedule=...`); if its first "
+                f"rate was not {group.lr:g}, also `--optimizer adamw:lr=...`",
             )

@@ -1,4 +1,4 @@
-"""A callback of Lightning."""
+"""Callback of Lightning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.frameworks.torch.architecture import remember_example
-from onward.importing import Beside
+from onward.importing import TrainingModelWriter
 
 
 def _lightning() -> Any:
-    """Lightning has two names: the one that the program uses, or else the one that is installed."""
+    """Return the Lightning package that the program uses, or else the one that is installed."""
     names = ("pytorch_lightning", "lightning.pytorch")
     used = [name for name in names if name in sys.modules]
     installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None]
@@ -25,17 +25,17 @@ _Base: Any = object if TYPE_CHECKING else _lightning().Callback
 
 
 def _loop_of(trainer: Any) -> dict[str, Any]:
-    """Return what a trainer does and no checkpoint of it holds, as options of `from_checkpoint`."""
+    """Return facts of a trainer that its checkpoints lack, as options of `from_checkpoint`."""
     accumulate = trainer.accumulate_grad_batches
-    known: dict[str, Any] = {"accumulate": accumulate}
+    options: dict[str, Any] = {"accumulate": accumulate}
     if trainer.gradient_clip_val:
-        kind = trainer.gradient_clip_algorithm
-        known["clip"] = {str(getattr(kind, "value", kind) or "norm"): float(trainer.gradient_clip_val)}
+        algorithm = trainer.gradient_clip_algorithm
+        options["clip"] = {str(getattr(algorithm, "value", algorithm) or "norm"): float(trainer.gradient_clip_val)}
     schedulers, batches = trainer.lr_scheduler_configs, trainer.num_training_batches
     if len(schedulers) == 1 and math.isfinite(batches):
-        often = 1 if schedulers[0].interval == "step" else math.ceil(batches / accumulate)
-        known["updates_per_epoch"] = often * schedulers[0].frequency
-    return known
+        updates = 1 if schedulers[0].interval == "step" else math.ceil(batches / accumulate)
+        options["updates_per_epoch"] = updates * schedulers[0].frequency
+    return options
 
 
 class LightningCallback(_Base):  # type: ignore[misc]
@@ -43,35 +43,36 @@ class LightningCallback(_Base):  # type: ignore[misc]
 
         trainer = pl.Trainer(callbacks=[onward.LightningCallback()])
 
-    The training is not disturbed: no random numbers are drawn, and the module stays as it is.
+    The training is unaffected: no random numbers are drawn, and the module does not change.
 
-    - `loss`: of the forward pass, as `prepare` takes it; without it, the loss that `training_step` computes
-    - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `optimizer`, `schedule`, `freeze` ...
+    - `loss`: loss of the forward pass, as for `prepare` (default: the loss of `training_step`)
+    - `strict`: True if a training model that cannot be written ends the training, instead of a
+      warning
+    - `options`: of `from_checkpoint`, for facts that checkpoints lack: `optimizer`, `schedule` ...
     """
 
     def __init__(self, *, loss: Any = None, strict: bool = False, **options: Any):
-        self._has_loss, self._beside = loss is not None, Beside(strict, {"loss": loss, **options})
+        self._has_loss, self._writer = loss is not None, TrainingModelWriter(strict, {"loss": loss, **options})
         self._example: Any = None
         self._save: Any = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write a training model whenever the trainer has saved a checkpoint, whoever asks for it."""
+        """Write a training model whenever the trainer saves a checkpoint."""
         save = self._save = trainer.save_checkpoint
 
         def save_both(filepath: Any, *args: Any, **named: Any) -> None:
             save(filepath, *args, **named)
             if trainer.is_global_zero:
                 path = Path(filepath)
-                self._beside.clear()
-                self._beside.write(path, path.with_suffix(".onnx"), pl_module, self._example, **_loop_of(trainer))
+                self._writer.clear()
+                self._writer.write(path, path.with_suffix(".onnx"), pl_module, self._example, **_loop_of(trainer))
 
         trainer.save_checkpoint = save_both
         if self._has_loss:
             self._wait_for_call(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._beside.clear()
+        self._writer.clear()
         if self._save is not None:
             trainer.save_checkpoint = self._save
 

@@ -1,4 +1,4 @@
-"""A callback of the Trainer of transformers."""
+"""Callback of the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.frameworks.torch.architecture import remember_example
-from onward.importing import Beside
+from onward.importing import TrainingModelWriter
 
 _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers").TrainerCallback
 
@@ -17,19 +17,20 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 
         trainer = transformers.Trainer(model, args, callbacks=[onward.TrainerCallback()])
 
-    The training is not disturbed: no random numbers are drawn, and the model stays as it is.
+    The training is unaffected: no random numbers are drawn, and the model does not change.
 
-    - `name`: of the file
-    - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
-    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `freeze` ...
+    - `name`: name of the file
+    - `strict`: True if a training model that cannot be written ends the training, instead of a
+      warning
+    - `options`: of `from_checkpoint`, for facts that checkpoints lack: `loss`, `optimizer` ...
     """
 
     def __init__(self, name: str = "training.onnx", *, strict: bool = False, **options: Any):
-        self._name, self._beside = name, Beside(strict, options)
+        self._name, self._writer = name, TrainingModelWriter(strict, options)
         self._example: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Wait for the first batch, to know what the model takes."""
+        """Wait for the first batch, which tells the inputs of the model."""
 
         def remember(_: Any, inputs: Any, named: dict[str, Any]) -> None:
             handle.remove()
@@ -43,4 +44,4 @@ class TrainerCallback(_Base):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            self._beside.write(folder, folder / self._name, model, self._example)
+            self._writer.write(folder, folder / self._name, model, self._example)

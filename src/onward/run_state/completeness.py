@@ -1,7 +1,7 @@
-"""Whether a run is the whole of a training model: put together again, it must compute the same, node by node.
+"""Comparison of a training model with the one that its run would become, node by node.
 
-A converter knows what it looks for. What a file has beside that would be left out without a word: here it is found by
-construction, whatever it is, since every binding, every metric and all that they are computed by must come back.
+A converter carries only what it knows. This check detects anything else in a file: every binding
+and metric, and all that they are computed by, must be the same.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from onward.model.state import states
 Digest = bytes
 
 _OF_THE_FORWARD_PASS = ("statistics", "rng")
-"""Roles of state that the forward pass changes, and not the update."""
+"""Roles of state that the forward pass changes."""
 
 
 def differences(model: Model, index: int, again: Model, *, forward: bool) -> list[str]:
-    """The state and metrics of a step that another model with the same state computes in another way, or has not.
+    """Return the state and metrics of a step that another model lacks or computes differently.
 
-    Without `forward`, gradients are compared by what they are of, and not by what computes them.
+    Without `forward`, gradients are compared by their parameter, not by their computation.
     """
     ours, theirs = _Step(model, index, forward).results(), _Step(again, 0, forward).results()
     return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
 
 
 class _Step:
-    """The values of an algorithm, each as a digest of how it is computed; names that mean nothing are not in it."""
+    """Values of an algorithm as digests of their computation, without names."""
 
     def __init__(self, model: Model, index: int, forward: bool):
         self._model, self._index, self._forward = model, index, forward
         self._step = model.step(index)
-        self._known: dict[ir.Value, Digest] = {}
+        self._digests: dict[ir.Value, Digest] = {}
         self._functions: dict[ir.OperatorIdentifier, Digest] = {}
         self._names: dict[str, Digest] = {}
 
     def results(self) -> dict[str, Digest]:
-        """What becomes of state, and what is reported."""
+        """Return digests of new state and metrics."""
         step, algorithm = self._step, self._step.algorithm
         bound = {**step.update, **step.reset}
-        for place, value in enumerate(algorithm.inputs):
-            self._know(value, _digest("input", place))
+        for index, value in enumerate(algorithm.inputs):
+            self._record(value, _digest("input", index))
         for name, value in algorithm.initializers.items():
-            self._know(value, _digest("state", name) if name in bound else _tensor(value.const_value))
+            self._record(value, _digest("state", name) if name in bound else _tensor(value.const_value))
         self._walk(algorithm)
         roles = {state.name: state.role for state in states(self._model, self._index)}
         updated = {n: new for n, new in step.update.items() if self._forward or roles[n] not in _OF_THE_FORWARD_PASS}
@@ -61,16 +61,16 @@ class _Step:
     def _walk(self, graph: ir.Graph) -> None:
         for node in graph:
             for value, digest in zip(node.outputs, self._results(node), strict=True):
-                self._know(value, digest)
+                self._record(value, digest)
 
-    def _know(self, value: ir.Value, digest: Digest) -> None:
-        self._known[value] = self._names[value.name or ""] = digest
+    def _record(self, value: ir.Value, digest: Digest) -> None:
+        self._digests[value] = self._names[value.name or ""] = digest
 
     def _of(self, value: ir.Value | None) -> Digest:
-        """Values of the inference graph are known by their names, which both models have in common."""
+        """Return the digest of a value. Values of the inference graph go by name."""
         if value is None:
             return b""
-        return self._known[value] if value in self._known else _digest("value", value.name)
+        return self._digests[value] if value in self._digests else _digest("value", value.name)
 
     def _results(self, node: ir.Node) -> Iterator[Digest]:
         if is_gradient(node):
@@ -82,7 +82,7 @@ class _Step:
         while inputs and not inputs[-1]:
             inputs.pop()
         operator = self._function(node.op_identifier()) or (node.domain, node.op_type)
-        yield from (_digest(operator, attributes, inputs, place) for place in range(len(node.outputs)))
+        yield from (_digest(operator, attributes, inputs, index) for index in range(len(node.outputs)))
 
     def _named(self, name: str) -> Digest:
         return self._names.get(name, _digest("value", name))
@@ -95,15 +95,15 @@ class _Step:
         if attribute.type == ir.AttributeType.GRAPH:
             return ("graph", *self._graph(attribute.as_graph()))
         if attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
-            return attribute.type, np.asarray(attribute.value, np.float32).tobytes()  # which is what a file keeps of it
+            return attribute.type, np.asarray(attribute.value, np.float32).tobytes()  # the precision of a file
         return attribute.type, str(attribute.value)
 
     def _graph(self, graph: ir.Graph) -> list[Digest]:
-        """The results of a graph or function in which inputs are known by their places."""
-        for place, value in enumerate(graph.inputs):
-            self._known[value] = _digest("formal", place)
+        """Return the digests of the outputs of a graph or function, with inputs by index."""
+        for index, value in enumerate(graph.inputs):
+            self._digests[value] = _digest("formal", index)
         for value in graph.initializers.values():
-            self._known[value] = _tensor(value.const_value)
+            self._digests[value] = _tensor(value.const_value)
         self._walk(graph)
         return [self._of(value) for value in graph.outputs]
 

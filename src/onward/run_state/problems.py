@@ -1,4 +1,4 @@
-"""Everything that cannot be carried over, said at once."""
+"""Problems of a conversion, collected and raised as one error."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from onward.errors import Error, UnsupportedError
 
 @dataclasses.dataclass
 class Problems:
-    """What stands in the way of a conversion."""
+    """Problems that prevent a conversion."""
 
     of: str
-    """Such as "the optimizer"."""
-    found: list[str] = dataclasses.field(default_factory=list)
+    """Subject of the error, such as "the optimizer"."""
+    problems: list[str] = dataclasses.field(default_factory=list)
     hints: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, problem: str, hint: str) -> None:
-        self.found.append(problem)
+        self.problems.append(problem)
         if hint not in self.hints:
             self.hints.append(hint)
 
     def refuse(self) -> None:
-        """Raise, if there are any."""
-        if self.found:
+        """Raise an UnsupportedError if there are problems."""
+        if self.problems:
             raise UnsupportedError(
-                f"{self.of} cannot be carried over: {'; '.join(self.found)}", hint="; ".join(self.hints)
+                f"{self.of} cannot be carried over: {'; '.join(self.problems)}", hint="; ".join(self.hints)
             )
 
 
-class Parts:
-    """What stands in the way in several parts of a run, each of which says so by itself."""
+class ErrorCollector:
+    """Errors of several parts of a run."""
 
     def __init__(self) -> None:
         self.errors: list[Error] = []
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Go on after an error in what follows: `refuse` raises it."""
+    def collect(self) -> Iterator[None]:
+        """Collect an error of the block, which `refuse` raises."""
         try:
             yield
         except Error as error:
             self.errors.append(error)
 
     def refuse(self) -> None:
-        """Raise what was found, as one error if there is more."""
+        """Raise the collected errors as one."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:

@@ -1,7 +1,7 @@
-"""Read the training of a step: what its graph computes, and what the file records about it.
+"""The training of a step: what its graph computes, and what the file records about it.
 
-Nothing is required of a model here: what cannot be told is None, empty or a word such as "computed".
-`from_training_model` accepts only what is known completely; `describe` shows all of it.
+Nothing is required of a model here: unknown values are None, empty or a word such as "computed".
+`from_training_model` requires complete knowledge; `describe` shows all.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
 
 Setting = float | str | list[Any] | None
-"""A number, a list of numbers, a word; None if unknown."""
+"""Number, list of numbers, or word; None if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """One summand of a loss, as the file records it."""
+    """Summand of a loss, as the file records it."""
 
     name: str
     output: str
@@ -47,7 +47,7 @@ class LossTerm:
 
 
 def read_training(model: Model, index: int) -> RunState:
-    """Return the run that a step is of, as far as it can be told; without its state."""
+    """Return the run of a step without its state, as far as it is known."""
     with blame_model():
         return _read_training(model, index)
 
@@ -60,27 +60,26 @@ def blame_model() -> Iterator[None]:
     except Error:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        message = f"the model makes no sense: {error}"
-        raise InvalidModelError(message, hint="`onward check` names the place") from error
+        raise InvalidModelError(f"the model is invalid: {error}", hint="run `onward check`") from error
 
 
 def _read_training(model: Model, index: int) -> RunState:
     step = model.step(index)
     schedule = _schedule(step)
-    counters = {wanted_name(state.name): state for state in states(model, index) if state.role == "counter"}
+    counters = {base_name(state.name): state for state in states(model, index) if state.role == "counter"}
     counter = counters.get(STEP) or (next(iter(counters.values())) if len(counters) == 1 else None)
     count = number(counter.value) if counter is not None else None
-    known = int(count) if isinstance(count, int | float) else None
+    updates = int(count) if isinstance(count, int | float) else None
     fact = step.fact("train.progress")
     recorded = plain(fact) if isinstance(fact, dict) else {}
     return RunState(
         model=model,
         loss=read_terms(step),
-        groups=_groups(model, step, schedule, known),
-        step=known or 0,
+        groups=_groups(model, step, schedule, updates),
+        step=updates or 0,
         schedule=schedule,
         clip=_clip(step),
-        progress={**recorded, "step": known},
+        progress={**recorded, "step": updates},
         accumulate=current(step, "accumulate"),  # type: ignore[arg-type]
         waiting=current(step, "micro_step"),  # type: ignore[arg-type]
         average_decay=current(step, "ema/decay"),  # type: ignore[arg-type]
@@ -91,11 +90,11 @@ def _read_training(model: Model, index: int) -> RunState:
 
 def read_terms(step: Step) -> list[LossTerm]:
     """Return the summands of the loss; none if the file does not record them."""
-    found = []
+    terms = []
     for fact in records(step.fact("train.loss")):
         if "name" in fact:
             options, scale = fact.get("options"), fact.get("scale")
-            found.append(
+            terms.append(
                 LossTerm(
                     name=str(fact["name"]),
                     output=str(fact.get("output", "")),
@@ -104,39 +103,41 @@ def read_terms(step: Step) -> list[LossTerm]:
                     scale=float(scale) if isinstance(scale, int | float) else 1.0,
                 )
             )
-    return found
+    return terms
 
 
 def differentiated_values(model: Model, step: Step) -> dict[str, ir.Value | None]:
     """Return the `y` of each Gradient, by name; None if there is no such value."""
     graphs = [model.graph, *graphs_in(step.algorithm)]
-    known = {value.name: value for graph in graphs for value in values(graph)}
-    return {name: known.get(name) for node in step.gradients() if (name := string(node, "y"))}
+    named = {value.name: value for graph in graphs for value in values(graph)}
+    return {name: named.get(name) for node in step.gradients() if (name := string(node, "y"))}
 
 
 # ---- around the optimizer --------------------------------------------------------------------------------------------
 
 
 def _schedule(step: Step) -> list[Spec]:
-    """Return schedules as they are recorded, with the numbers that are in the graph now."""
+    """Return the recorded schedules with the current numbers of the graph."""
     facts = [fact for fact in records(step.fact("train.lr_scheduler")) if "name" in fact]
-    found = []
+    schedules = []
     for i, fact in enumerate(facts):
-        place = "schedule" if len(facts) == 1 else f"schedule/{i}"
-        given = {key: plain(value) for key, value in fact.items() if key != "name"}
-        kind = SCHEDULES.get(str(fact["name"]))
-        choices = {key: value for key, value in given.items() if kind is not None and key in kind.choices}
-        known = dict.fromkeys([*given, *(kind.options if kind is not None else ())])
-        now = {key: current(step, f"{place}/{key}") for key in known if key not in choices}
-        numbers = {key: given.get(key) if value is None else value for key, value in now.items()}
-        if not numbers.get("warmup"):  # none, and so the graph has none
+        prefix = "schedule" if len(facts) == 1 else f"schedule/{i}"
+        recorded = {key: plain(value) for key, value in fact.items() if key != "name"}
+        schedule_kind = SCHEDULES.get(str(fact["name"]))
+        choices = {
+            key: value for key, value in recorded.items() if schedule_kind is not None and key in schedule_kind.choices
+        }
+        names = dict.fromkeys([*recorded, *(schedule_kind.options if schedule_kind is not None else ())])
+        now = {key: current(step, f"{prefix}/{key}") for key in names if key not in choices}
+        numbers = {key: recorded.get(key) if value is None else value for key, value in now.items()}
+        if not numbers.get("warmup"):  # without warm-up, the graph has none of its numbers
             numbers = {key: value for key, value in numbers.items() if not key.startswith("warmup")}
-        found.append(Spec(str(fact["name"]), {k: v for k, v in numbers.items() if v is not None} | choices))
-    return found
+        schedules.append(Spec(str(fact["name"]), {k: v for k, v in numbers.items() if v is not None} | choices))
+    return schedules
 
 
 def _clip(step: Step) -> dict[str, Any] | None:
-    """Return how gradients are clipped. All are scaled by one norm, or each by its own."""
+    """Return the gradient clipping: of all gradients by one norm, or of each by its own."""
     calls = [node for node in step.algorithm.all_nodes() if node.domain == DOMAIN]
     by_value = [node for node in calls if node.op_type == clip_to_value.name]
     by_norm = [node for node in calls if node.op_type in (scale_to_norm.name, scale_to_norm_optax.name)]
@@ -144,9 +145,9 @@ def _clip(step: Step) -> dict[str, Any] | None:
         return {"value": setting(by_value[0].inputs[-1])}
     if not by_norm:
         return None
-    kind = "norm" if len({node.inputs[1] for node in by_norm}) == 1 else "tensor_norm"
+    clip_by = "norm" if len({node.inputs[1] for node in by_norm}) == 1 else "tensor_norm"
     variant = "optax" if by_norm[0].op_type == scale_to_norm_optax.name else "torch"
-    return {kind: setting(by_norm[0].inputs[-1]), "variant": variant}
+    return {clip_by: setting(by_norm[0].inputs[-1]), "variant": variant}
 
 
 def _scaler(step: Step) -> dict[str, Any]:
@@ -155,22 +156,22 @@ def _scaler(step: Step) -> dict[str, Any]:
         static = current(step, "loss_scale")
         return {} if static is None else {"scale": static, "dynamic": False}
     numbers = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "cooldown")
-    known = {name: current(step, f"scaler/{name}") for name in (*numbers, "growth_tracker", "hysteresis_tracker")}
-    return {"scale": dynamic, "dynamic": True, **{name: value for name, value in known.items() if value is not None}}
+    settings = {name: current(step, f"scaler/{name}") for name in (*numbers, "growth_tracker", "hysteresis_tracker")}
+    return {"scale": dynamic, "dynamic": True, **{name: value for name, value in settings.items() if value is not None}}
 
 
 def current(step: Step, name: str) -> Setting:
     """Return the number of an initializer by its name, or by that name made unique."""
-    known = step.algorithm.initializers
-    if name in known:
-        return number(known[name])
-    alike = (value for other, value in known.items() if other.startswith(name) and wanted_name(other) == name)
+    initializers = step.algorithm.initializers
+    if name in initializers:
+        return number(initializers[name])
+    alike = (value for other, value in initializers.items() if other.startswith(name) and base_name(other) == name)
     return number(next(alike, None))
 
 
 # ---- groups of parameters --------------------------------------------------------------------------------------------
 
-# The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
+# Attributes of the standard's operators -> names in a recipe, and defaults.
 _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
     "Momentum": {
         "alpha": ("momentum", 0.0),
@@ -192,12 +193,12 @@ _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
     },
 }
 _SELDOM = ("mode", "weight_decay_post")
-"""What is mentioned only where it is not as usual."""
+"""Settings that are listed only if they differ from the default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """How one parameter gets its new value."""
+    """Update of one parameter."""
 
     parameter: str
     optimizer: str | None
@@ -206,13 +207,13 @@ class _Update:
 
 
 def trained_parameters(model: Model, step: Step) -> list[ir.Value]:
-    """Return the parameters of a step: state that its Gradients name; without a Gradient, the weights it updates."""
-    known, has_gradients = model.graph.initializers, bool(step.gradients())
-    wanted = step.differentiated() if has_gradients else list(known)
-    found = [known[name] for name in wanted if name in known and name in step.update]
+    """Return the parameters of a step: named by its Gradients, or else updated weights."""
+    initializers, has_gradients = model.graph.initializers, bool(step.gradients())
+    candidates = step.differentiated() if has_gradients else list(initializers)
+    trained = [initializers[name] for name in candidates if name in initializers and name in step.update]
     if has_gradients:
-        return found
-    floating = [value for value in found if value.dtype is not None and value.dtype.is_floating_point()]
+        return trained
+    floating = [value for value in trained if value.dtype is not None and value.dtype.is_floating_point()]
     return [value for value in floating if not is_statistics(value)]
 
 
@@ -225,20 +226,20 @@ def is_statistics(value: ir.Value) -> bool:
 
 
 def _groups(model: Model, step: Step, schedule: Sequence[Spec], count: int | None) -> list[ParameterGroup]:
-    """Return the groups as the file records them; parameters that it does not mention are grouped by settings."""
+    """Return the recorded groups; other parameters are grouped by settings."""
     computed = {value.name: value for value in values(step.algorithm)}
     updates = {p.name or "": _update(model, step, p, computed) for p in trained_parameters(model, step)}
-    found = []
+    groups = []
     for fact in records(step.fact("train.optimizer")):
-        chosen = [updates.pop(name) for name in texts(fact.get("params")) if name in updates]
-        if chosen:
-            found.append(_group(step, chosen, fact, str(fact.get("group", "group0"))))
+        members = [updates.pop(name) for name in texts(fact.get("params")) if name in updates]
+        if members:
+            groups.append(_group(step, members, fact, str(fact.get("group", "group0"))))
     alike: dict[str, list[_Update]] = {}
     for update in updates.values():
         alike.setdefault(json.dumps([update.operator, update.hyper]), []).append(update)
-    for chosen in alike.values():
-        found.append(_group(step, chosen, {}, f"group{len(found)}"))
-    return [dataclasses.replace(group, rate=_rate(group, schedule, count)) for group in found]
+    for members in alike.values():
+        groups.append(_group(step, members, {}, f"group{len(groups)}"))
+    return [dataclasses.replace(group, rate=_rate(group, schedule, count)) for group in groups]
 
 
 def _rate(group: ParameterGroup, schedule: Sequence[Spec], count: int | None) -> float | None:
@@ -252,10 +253,10 @@ def _rate(group: ParameterGroup, schedule: Sequence[Spec], count: int | None) ->
 
 def _update(model: Model, step: Step, parameter: ir.Value, computed: dict[str | None, ir.Value]) -> _Update:
     name = parameter.name or ""
-    found = computing_node(computed.get(step.update[name]))
-    if found is None:
+    match = computing_node(computed.get(step.update[name]))
+    if match is None:
         return _Update(name, None, "", {})
-    node = found[0]
+    node = match[0]
     if node.domain == TRAINING_DOMAIN and node.op_type in _STANDARD:
         return _Update(name, node.op_type.lower(), operator_name(node), _standard_settings(node))
     if function := model.functions.get(node.op_identifier()):
@@ -264,29 +265,29 @@ def _update(model: Model, step: Step, parameter: ir.Value, computed: dict[str | 
 
 
 def _standard_settings(node: ir.Node) -> dict[str, Setting]:
-    """The rate and the attributes of an operator of the standard, in the words of recipes."""
-    found: dict[str, Setting] = {"lr": setting(node.inputs[0]) if node.inputs else None}
-    for attribute, (word, default) in _STANDARD[node.op_type].items():
+    """Return the rate and the attributes of a standard operator, by names of recipes."""
+    settings: dict[str, Setting] = {"lr": setting(node.inputs[0]) if node.inputs else None}
+    for attribute, (name, default) in _STANDARD[node.op_type].items():
         value = _attribute(node, attribute)
         value = default if value is None else value
-        if word not in _SELDOM or value != default:
-            found[word] = 1 - value if word == "dampening" and isinstance(value, float) else value
-    return found
+        if name not in _SELDOM or value != default:
+            settings[name] = 1 - value if name == "dampening" and isinstance(value, float) else value
+    return settings
 
 
 def _call_settings(node: ir.Node, function: ir.Function, step: Step) -> dict[str, Setting]:
-    """The single numbers that a function is called with, and that no update changes, by the names of its inputs."""
-    found: dict[str, Setting] = {}
+    """Return the constant numbers that a function is called with, by its inputs."""
+    settings: dict[str, Setting] = {}
     for formal, actual in zip(function.inputs, node.inputs, strict=False):
         origin = source_of(actual)
         if origin is None or origin.name in step.update:
             continue
-        known = origin.producer() is None or number(origin) is not None
+        is_known = origin.producer() is None or number(origin) is not None
         scalar = origin.shape is not None and origin.shape.rank() == 0
-        if (known and scalar) or formal.name == "lr":
-            found[formal.name or ""] = setting(origin)
+        if (is_known and scalar) or formal.name == "lr":
+            settings[formal.name or ""] = setting(origin)
     attributes = {name: _attribute(node, name) for name in node.attributes}
-    return {**found, **{name: value for name, value in attributes.items() if value is not None}}
+    return {**settings, **{name: value for name, value in attributes.items() if value is not None}}
 
 
 def _attribute(node: ir.Node, name: str) -> Setting:
@@ -300,15 +301,15 @@ def _attribute(node: ir.Node, name: str) -> Setting:
 
 
 def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> ParameterGroup:
-    """A group: what the graph computes, and over what a recipe has recorded about it what the graph holds now."""
+    """Return a group: the recorded settings, updated by those in the graph."""
     recorded, options, hyper = fact.get("hyper"), fact.get("options"), updates[0].hyper
     if isinstance(options, dict) and "nesterov" in options:
         hyper = {key: value for key, value in hyper.items() if key != "mode"}  # the same in other words
     if fact:
-        known = plain(recorded) if isinstance(recorded, dict) else {}
+        numbers = plain(recorded) if isinstance(recorded, dict) else {}
         is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
-        observed = {key: value for key, value in hyper.items() if key in known or is_standard}
-        hyper = {**known, **observed, **_tagged_numbers(step, name)}
+        observed = {key: value for key, value in hyper.items() if key in numbers or is_standard}
+        hyper = {**numbers, **observed, **_tagged_numbers(step, name)}
     name_of_optimizer = str(fact["name"]) if "name" in fact else updates[0].optimizer
     choices = plain(options) if isinstance(options, dict) else {}
     return ParameterGroup(
@@ -322,40 +323,40 @@ def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: s
 
 
 def _tagged_numbers(step: Step, group: str) -> dict[str, Setting]:
-    """The hyper-parameters of a group: `group0/lr`, or `group0/lr_1` where the first name was taken."""
-    found = {}
+    """Return the hyper-parameters of a group: `group0/lr`, or `group0/lr_1`."""
+    numbers = {}
     for name, value in step.algorithm.initializers.items():
         tags = value.const_value.metadata_props if value.const_value is not None else {}
         if tags.get(ROLE_KEY) == "hyper" and tags.get(GROUP_KEY) == group:
-            found[wanted_name(name).removeprefix(f"{group}/")] = number(value)
-    return found
+            numbers[base_name(name).removeprefix(f"{group}/")] = number(value)
+    return numbers
 
 
-def wanted_name(name: str) -> str:
-    """A name without the number that made it unique."""
+def base_name(name: str) -> str:
+    """Return a name without the number that made it unique."""
     return re.sub(r"_\d+$", "", name)
 
 
 def _slots(step: Step, updates: Sequence[_Update], group: str | None = None) -> tuple[str, ...]:
-    """The names of the slots that parameters or their group have: as tagged, or as the end of `<param>/<slot>`."""
+    """Return the slot names of parameters or their group: tags, or the end of `<param>/<slot>`."""
     owners = {update.parameter for update in updates}
-    found: dict[str, None] = {}
+    slots: dict[str, None] = {}
     for name, value in step.algorithm.initializers.items():
         tags = value.const_value.metadata_props if value.const_value is not None else {}
         owner, _, slot = name.rpartition("/")
         is_owned = tags.get(PARAMETER_KEY) in owners or (PARAMETER_KEY not in tags and tags.get(GROUP_KEY) == group)
         if is_owned and tags.get(ROLE_KEY) == "optimizer_state":
-            found[tags.get(SLOT_KEY, slot)] = None
+            slots[tags.get(SLOT_KEY, slot)] = None
         elif ROLE_KEY not in tags and owner in owners and name in step.update:
-            found[slot] = None
-    return tuple(found)
+            slots[slot] = None
+    return tuple(slots)
 
 
 # ---- the rate of the next update -------------------------------------------------------------------------------------
 
 
 def rate_now(sections: Sequence[Spec], lr: float, step: int) -> float | None:
-    """The rate after `step` updates; None for a schedule that is not ours, or not complete."""
+    """Return the rate after `step` updates; None for an unknown or incomplete schedule."""
     imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="rate")
     functions: dict[ir.OperatorIdentifier, ir.Function] = {}
@@ -371,7 +372,7 @@ def rate_now(sections: Sequence[Spec], lr: float, step: int) -> float | None:
 
 
 def last_update(schedule: Sequence[Spec]) -> int | None:
-    """Return the update at which the last schedule ends; None if unknown. It begins where the one before it ends."""
+    """Return the update at which the last schedule ends; None if unknown."""
     if not schedule:
         return None
     last = schedule[-1].options
@@ -384,11 +385,11 @@ def last_update(schedule: Sequence[Spec]) -> int | None:
 
 
 def _part(op: Builder, section: Spec) -> SchedulePart:
-    kind = schedule(section.name)
-    choices = {name: section.options.get(name, allowed[0]) for name, allowed in kind.choices.items()}
+    schedule_kind = schedule(section.name)
+    choices = {name: section.options.get(name, allowed[0]) for name, allowed in schedule_kind.choices.items()}
     numbers = {k: op.constant(np.asarray(v, np.float64)) for k, v in section.options.items() if k not in choices}
     until = numbers.pop("until", None)
-    return SchedulePart(kind, numbers, choices, until)
+    return SchedulePart(schedule_kind, numbers, choices, until)
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ _LONGEST_LIST = 64
 
 
 def number(value: ir.Value | None) -> Setting:
-    """The current number of a small initializer or constant; None for anything else. Large tensors are not touched."""
+    """Return the number of a small initializer or constant; None for others."""
     tensor = constant_tensor(value)
     if tensor is None or tensor.size > _LONGEST_LIST or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return None
@@ -406,29 +407,29 @@ def number(value: ir.Value | None) -> Setting:
 
 
 def plain(item: Any) -> Any:
-    """The same for JSON, which has no infinity, and no number that is not one."""
+    """Return a value for JSON: infinities and NaN are strings."""
     if isinstance(item, list | tuple):
-        return [plain(one) for one in item]
+        return [plain(element) for element in item]
     if isinstance(item, Mapping):
-        return {str(key): plain(one) for key, one in item.items()}
+        return {str(key): plain(element) for key, element in item.items()}
     if isinstance(item, float) and not math.isfinite(item):
         return str(item)
     return item if isinstance(item, str | int | float | bool) or item is None else str(item)
 
 
 def setting(value: ir.Value | None) -> Setting:
-    """A number that steers an operator, as far as it can be told without running anything."""
+    """Return a number that an operator depends on, if it is known without execution."""
     origin = source_of(value)
     if origin is None:
         return None
     if origin.is_graph_input() and not origin.is_initializer():
         return f"input `{origin.name}`"
-    found = number(origin)
-    return "computed" if found is None else found
+    constant = number(origin)
+    return "computed" if constant is None else constant
 
 
 def computing_node(value: ir.Value | None) -> tuple[ir.Node, int] | None:
-    """The operator that computes a new state, and which of its outputs it is; also in the branch of an `If`."""
+    """Return the operator of a new state and its output index, also in an `If`."""
     seen: set[ir.Value] = set()
     while value is not None and value not in seen:
         seen.add(value)
@@ -443,7 +444,7 @@ def computing_node(value: ir.Value | None) -> tuple[ir.Node, int] | None:
 
 
 def _behind(node: ir.Node, index: int) -> ir.Value | None:
-    """The value that an operator hands on or chooses, if that is all it does."""
+    """Return the value that an operator only passes on or selects."""
     if node.op_type == "If":
         outputs = [graph.outputs[index] for graph in nested_graphs(node) if index < len(graph.outputs)]
         changing = [value for value in outputs if (origin := source_of(value)) and origin.producer()]
@@ -455,10 +456,10 @@ def _behind(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def records(fact: Any) -> list[dict[str, Any]]:
-    """A JSON fact that should be a list of objects; what is not one is left out."""
+    """Return the objects in a JSON list of objects."""
     return [item for item in (fact if isinstance(fact, list) else [fact]) if isinstance(item, dict)]
 
 
 def texts(fact: Any) -> tuple[str, ...]:
-    """A JSON fact that should be a list of names."""
+    """Return the strings in a JSON list of names."""
     return tuple(item for item in fact if isinstance(item, str)) if isinstance(fact, list) else ()

@@ -1,7 +1,7 @@
-"""Steps that others wrote, in operators of the standard alone: found to be a run, and written as `prepare` writes it.
+"""Steps of other tools in standard operators, read as runs and written as `prepare` writes them.
 
-Such a file records no facts. What it computes has to be one loss that has a name, one Gradient of it, optimizers of the
-standard and counters, and nothing else: then a run says all of it, and converters find state under names they know.
+Such a file records no facts. It must compute one loss with a name, one Gradient of it, optimizers
+of the standard and counters, and nothing else. Converters then find state under known names.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from onward.transform.training import without_steps
 
 _Value = TypeVar("_Value")
 _SLOTS = {"Adagrad": "sum", "Momentum": "momentum_buffer"}
-"""What is held beside a parameter. The standard's Adam adds epsilon where no framework does."""
+"""Slot of a parameter. The standard's Adam is missing: it adds epsilon where no framework does."""
 
 
 def adopt(model: Model) -> Model:
-    """The training model that `prepare` would have written, if a step of others is one; else the model as it is."""
+    """Return a step of other tools as `prepare` would write it, or the model itself."""
     if len(model.steps) != 1 or model.steps[0].fact("train.optimizer") is not None:
         return model
     try:
-        found = _Reading(model)
-    except _Other:
+        step = _StandardStep(model)
+    except _UnknownStep:
         return model
-    again = to_training_model(found.run)
-    if _settings(again) != _settings(model):
+    rewritten = to_training_model(step.run)
+    if _settings(rewritten) != _settings(model):
         return model
-    (label,) = again.steps[0].algorithm.inputs
-    return again if label.name == found.label else rename(again, {label.name or "": found.label})
+    (label,) = rewritten.steps[0].algorithm.inputs
+    return rewritten if label.name == step.label else rename(rewritten, {label.name or "": step.label})
 
 
-class _Other(Exception):
-    """The step does not do what is looked for, or does more."""
+class _UnknownStep(Exception):
+    """Raised if the step does something else or more."""
 
 
 def _require(condition: object) -> None:
     if not condition:
-        raise _Other
+        raise _UnknownStep
 
 
-class _Reading:
-    """What each node of an algorithm is for."""
+class _StandardStep:
+    """Reader of an algorithm, which explains each node."""
 
     def __init__(self, model: Model):
         self._model, self._step = model, model.steps[0]
@@ -61,7 +61,7 @@ class _Reading:
         self._state: dict[str, np.ndarray] = {}
         self._counts: set[int] = set()
         algorithm = self._step.algorithm
-        self._made = {value.name: value for node in algorithm for value in node.outputs}
+        self._values = {value.name: value for node in algorithm for value in node.outputs}
         _require(len(algorithm.inputs) == 1)
         self.label = algorithm.inputs[0].name or ""
         self._gradients, loss = self._read_gradient()
@@ -74,8 +74,8 @@ class _Reading:
 
     @property
     def run(self) -> RunState:
-        found = read_training(self._model, 0).groups
-        groups = [ParameterGroup(self._optimizer(group), group.parameters) for group in found]
+        read_groups = read_training(self._model, 0).groups
+        groups = [ParameterGroup(self._optimizer(group), group.parameters) for group in read_groups]
         return RunState(without_steps(self._model), [self._loss], groups, self._state, max(self._counts, default=0))
 
     def _optimizer(self, group: ParameterGroup) -> Spec | FunctionOptimizer:
@@ -83,24 +83,24 @@ class _Reading:
         if isinstance(spec, Spec) and group.settings.get("mode") == "nesterov":
             return Spec("nesterov", spec.options)
         if isinstance(spec, Spec) and spec.name == "adagrad" and not any(self._counts):
-            held = {float(x) for name in group.parameters for x in np.unique(self._state[f"{name}/sum"])}
-            if len(held) == 1:  # what it starts from, and not what it has come to
-                return Spec(spec.name, {**spec.options, "initial_accumulator_value": held.pop()})
+            initial_values = {float(x) for name in group.parameters for x in np.unique(self._state[f"{name}/sum"])}
+            if len(initial_values) == 1:  # the initial value, which no update changed
+                return Spec(spec.name, {**spec.options, "initial_accumulator_value": initial_values.pop()})
         return spec
 
     def _read_gradient(self) -> tuple[dict[str, ir.Value], ir.Value]:
-        """The gradient of each parameter, and the value that it is of."""
-        found = self._step.gradients()
-        _require(len(found) == 1)
-        (node,) = found
+        """Return the gradient of each parameter, and the differentiated value."""
+        gradients = self._step.gradients()
+        _require(len(gradients) == 1)
+        (node,) = gradients
         xs = strings(node, "xs")
         _require([value.name for value in node.inputs if value is not None] == [*xs, *strings(node, "zs")])
-        loss = self._made.get(string(node, "y"))
+        loss = self._values.get(string(node, "y"))
         self._explained.add(node)
-        return dict(zip(xs, node.outputs, strict=False)), _there(loss)
+        return dict(zip(xs, node.outputs, strict=False)), _present(loss)
 
     def _read_loss(self, loss: ir.Value) -> dict[str, str]:
-        """The output that it looks at, and what it is called."""
+        """Return the output of the loss -> its name."""
         node = self._producer(loss)
         if node.op_type == "SoftmaxCrossEntropyLoss":
             _require(len(node.inputs) == 2 and len(node.outputs) == 1 and {*node.attributes} <= {"reduction"})
@@ -115,30 +115,30 @@ class _Reading:
             difference = self._producer(squares.inputs[0])
             _require(difference.op_type == "Sub")
             output, label = sorted(difference.inputs, key=lambda value: value is self._step.algorithm.inputs[0])
-            _require(_there(output).shape is not None and _there(output).shape == _there(label).shape)
+            _require(_present(output).shape is not None and _present(output).shape == _present(label).shape)
             name = "mse"
         _require(output in self._model.outputs and label is self._step.algorithm.inputs[0])
-        return {_there(output).name or "": name}
+        return {_present(output).name or "": name}
 
     def _producer(self, value: ir.Value | None) -> ir.Node:
-        node = _there(_there(value).producer())
+        node = _present(_present(value).producer())
         _require(node.graph is self._step.algorithm)
         self._explained.add(node)
         return node
 
     def _read_optimizer(self, node: ir.Node) -> None:
         parameters, values = _parameters(node), node.inputs[2:]
-        each = len(parameters)
-        _require(0 < len(values) == 3 * each and len(node.outputs) == 2 * each)
-        rate, types = _there(node.inputs[0]), {_there(value).dtype for value in (node.inputs[0], *values[:each])}
+        count = len(parameters)
+        _require(0 < len(values) == 3 * count and len(node.outputs) == 2 * count)
+        rate, types = _present(node.inputs[0]), {_present(value).dtype for value in (node.inputs[0], *values[:count])}
         _require(np.isfinite(_number(rate)) and rate.name not in self._step.update and len(types) == 1)
         self._read_count(node)
         for i, parameter in enumerate(parameters):
-            _require(values[each + i] is self._gradients.get(parameter))
+            _require(values[count + i] is self._gradients.get(parameter))
             self._renew(parameter, node.outputs[i])
-            held = _there(values[2 * each + i])
-            self._state[f"{parameter}/{_SLOTS[node.op_type]}"] = _constant(held)
-            self._renew(held.name or "", node.outputs[each + i])
+            slot = _present(values[2 * count + i])
+            self._state[f"{parameter}/{_SLOTS[node.op_type]}"] = _constant(slot)
+            self._renew(slot.name or "", node.outputs[count + i])
         self._explained.add(node)
 
     def _renew(self, name: str, new: ir.Value) -> None:
@@ -146,35 +146,35 @@ class _Reading:
         self._new[name] = new.name or ""
 
     def _read_count(self, node: ir.Node) -> None:
-        """The counter of updates; or a number without effect, which therefore need not count."""
-        count = _there(node.inputs[1])
+        """Read the counter of updates, or a number without effect that need not count."""
+        count = _present(node.inputs[1])
         begun = int(_number(count))
         if count.name not in self._step.update:
             settings = _attributes(node)
             _require(settings.get("decay_factor") == 0 or settings.get("beta") == 1)
             return
-        added = self._producer(self._made.get(self._step.update[count.name]))
+        added = self._producer(self._values.get(self._step.update[count.name]))
         others = [value for value in added.inputs if value is not count]
         _require(added.op_type == "Add" and len(others) == 1 and _number(others[0]) == 1 and begun >= 0)
         self._counts.add(begun)
         self._new[count.name] = self._step.update[count.name]
 
 
-def _there(value: _Value | None) -> _Value:
+def _present(value: _Value | None) -> _Value:
     if value is None:
-        raise _Other
+        raise _UnknownStep
     return value
 
 
 def _constant(value: ir.Value | None) -> np.ndarray:
-    """The number or numbers that a value holds in the file."""
-    return _there(ir.convenience.get_const_tensor(_there(value))).numpy()
+    """Return the value in the file."""
+    return _present(ir.convenience.get_const_tensor(_present(value))).numpy()
 
 
 def _number(value: ir.Value | None) -> float:
-    held = _constant(value)
-    _require(held.size == 1)
-    return float(held.item())
+    array = _constant(value)
+    _require(array.size == 1)
+    return float(array.item())
 
 
 def _optimizers(model: Model) -> list[ir.Node]:
@@ -183,18 +183,18 @@ def _optimizers(model: Model) -> list[ir.Node]:
 
 def _parameters(optimizer: ir.Node) -> list[str]:
     values = optimizer.inputs[2:]
-    return [_there(value).name or "" for value in values[: len(values) // 3]]
+    return [_present(value).name or "" for value in values[: len(values) // 3]]
 
 
 def _settings(model: Model) -> dict[str, Any]:
-    """The optimizer of each parameter, as a file keeps it."""
+    """Return the optimizer of each parameter, with numbers in float32."""
     return {name: _attributes(node) for node in _optimizers(model) for name in _parameters(node)}
 
 
 def _attributes(optimizer: ir.Node) -> dict[str, Any]:
-    """Its attributes, those that are not given too."""
+    """Return the attributes of an optimizer with defaults."""
     schema = onnx.defs.get_schema(optimizer.op_type, 1, TRAINING_DOMAIN)
-    known = {name: onnx.helper.get_attribute_value(a.default_value) for name, a in schema.attributes.items()}
-    known |= {name: attribute.value for name, attribute in optimizer.attributes.items()}
-    numbers = {name: float(np.float32(value)) for name, value in known.items() if isinstance(value, float)}
-    return {"": optimizer.op_type} | {name: str(value) for name, value in known.items()} | numbers
+    attributes = {name: onnx.helper.get_attribute_value(a.default_value) for name, a in schema.attributes.items()}
+    attributes |= {name: attribute.value for name, attribute in optimizer.attributes.items()}
+    numbers = {name: float(np.float32(value)) for name, value in attributes.items() if isinstance(value, float)}
+    return {"": optimizer.op_type} | {name: str(value) for name, value in attributes.items()} | numbers

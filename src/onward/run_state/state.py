@@ -1,8 +1,9 @@
-"""The data model of a training run, in words that no framework owns.
+"""The data model of a training run, independent of frameworks.
 
-Objects of a framework, a training model and the files of a checkpoint are all read into a `RunState`, and written from
-one. What a file stores is kept as it is (`settings`, `state` of a schedule, `trees`). What it means is said in the
-words of a recipe, with the slot names of a training model, so that a writer need not know where a run came from.
+Objects of a framework, training models and files of checkpoints are read into a `RunState` and
+written from one. Stored values are kept unchanged (`settings`, `state` of a schedule, `trees`).
+Their meaning is stored in words of a recipe with slot names of a training model, so that writers
+are independent of readers.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ COUNT = "step"
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that one optimizer updates with the same settings."""
+    """Parameters that an optimizer updates with the same settings."""
 
     optimizer: Spec | FunctionOptimizer | None = None
-    """As a recipe has it, with all numbers and choices that matter, `variant` among them; `lr` is the rate before any
-    schedule. None: unknown."""
+    """Optimizer of a recipe, with all numbers and choices that have an effect, such as `variant`.
+    `lr` is the rate before any schedule. None: unknown."""
     parameters: Sequence[Any] = ()
     """Names; numbers where a checkpoint stores no names."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Hyper-parameters as stored, by the names of the framework; `lr` is the rate at that moment."""
+    """Hyper-parameters as stored, by the framework's names; `lr` is the current rate."""
     rate: float | None = None
     """The learning rate of the next update, if a training model says it."""
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Hyper-parameters in words of a recipe, if the class is unknown."""
     name: str = ""
-    """In a training model."""
+    """Name in a training model."""
     operators: tuple[str, ...] = ()
     """The operators of a training model that compute the update."""
     slots: tuple[str, ...] = ()
@@ -51,22 +52,22 @@ class ParameterGroup:
 
     @property
     def optimizer_name(self) -> str:
-        """The name of the optimizer; empty if it is unknown."""
+        """Return the name of the optimizer; empty if it is unknown."""
         return "" if self.optimizer is None else self.optimizer.name
 
     @property
     def spec(self) -> Spec:
-        """The optimizer as a recipe names it; an UnsupportedError if that has no name for it."""
+        """Return the optimizer as a recipe names it; raise an UnsupportedError without a name."""
         if isinstance(self.optimizer, Spec):
             return self.optimizer
         raise UnsupportedError(
-            f"the optimizer `{self.optimizer_name}` is a function, and none that has a name in recipes",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            f"the optimizer `{self.optimizer_name}` is a function without a name in recipes",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
 
     @property
     def is_function(self) -> bool:
-        """True if the optimizer has no name in recipes, but is a function that updates all parameters at once."""
+        """True if the optimizer is a function without a name in recipes."""
         is_call = any(operator.startswith(f"{FUNCTIONS}.") for operator in self.operators)
         return is_call or isinstance(self.optimizer, FunctionOptimizer)
 
@@ -87,18 +88,19 @@ class OptimizerState:
     """An optimizer with its state, as a checkpoint stores it."""
 
     families: tuple[str, ...]
-    """Names of recipes that it can be, by what it keeps: one, several that keep the same, or none."""
+    """Possible names in recipes, by its slots: one, several with the same slots, or none."""
     groups: tuple[ParameterGroup, ...]
     slots: Mapping[str | int, Mapping[str, Any]]
-    """Tensors and single numbers of each parameter. The names are those of a recipe's optimizers (`exp_avg`,
+    """Tensors and single numbers of each parameter. The names are those of a recipe's optimizers
+    (`exp_avg`,
     `momentum_buffer`), with `step` and `master`."""
     variant: str = "torch"
-    """The framework whose arithmetic it has, if no group says its optimizer."""
+    """Framework whose arithmetic it has, if no group names its optimizer."""
 
     @property
     def title(self) -> str:
-        """The families in words."""
-        return " or ".join(self.families) or "of a kind that is not known"
+        """Return the families as text."""
+        return " or ".join(self.families) or "of an unknown kind"
 
     @property
     def has_names(self) -> bool:
@@ -106,13 +108,13 @@ class OptimizerState:
 
     @property
     def count(self) -> int | None:
-        """The largest number of updates of any parameter."""
+        """Return the largest number of updates of any parameter."""
         counts = [slots[COUNT] for slots in self.slots.values() if COUNT in slots]
-        return max((count_of(each) for each in counts if is_number(each)), default=None)
+        return max((count_of(count) for count in counts if is_number(count)), default=None)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        return (each for slots in self.slots.values() for each in slots.values() if isinstance(each, Tensor))
+        return (tensor for slots in self.slots.values() for tensor in slots.values() if isinstance(tensor, Tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +122,14 @@ class SchedulerState:
     """A scheduler of the learning rate, as a checkpoint stores it."""
 
     state: Mapping[str, Any]
-    """As stored."""
+    """State as stored."""
     words: tuple[Spec, ...] | None = None
-    """In words of a recipe, by steps of the scheduler; empty if the rate stays, None if unknown."""
+    """Schedules by steps of the scheduler; empty for a constant rate, None if unknown."""
     position: int | None = None
     """Steps of the scheduler so far."""
     every: int | None = None
-    """Updates for each step of the scheduler. None: unknown, as loops may call `step()` after a batch or an epoch."""
+    """Updates for each step of the scheduler. None: unknown, as loops may call `step()` after a
+    batch or an epoch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,23 +147,23 @@ class RunState:
     """A training run at some moment."""
 
     model: Model
-    """The inference model, with its weights as they are now."""
+    """Inference model with the current weights."""
     loss: Any
-    """What `prepare` takes: such as `Spec("cross_entropy", {"label_smoothing": 0.1})`, or a list of several."""
+    """Loss for `prepare`: such as `Spec("cross_entropy", {"label_smoothing": 0.1})`, or a list."""
     groups: Sequence[ParameterGroup]
-    """With the names of the model."""
+    """Groups with names of the model."""
     state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """All state beside the weights, by the names of a training model: slots of optimizers (`fc.weight/exp_avg`),
-    averages, random keys. State that is missing has its initial value."""
+    """All state beside the weights, by the names of a training model: slots of optimizers
+    (`fc.weight/exp_avg`), averages, random keys. State that is missing has its initial value."""
     step: int = 0
     """Updates made so far."""
     schedule: Sequence[Spec] = ()
-    """Of the learning rate, by updates; each but the last says `until` which."""
+    """Schedules of the learning rate, by updates; all but the last have `until`."""
     clip: Mapping[str, Any] | None = None
-    """How gradients are clipped: `{"norm": 1.0, "variant": "torch"}`. In a checkpoint, empty if they are not, and None
-    if that is unknown."""
+    """Gradient clipping: `{"norm": 1.0, "variant": "torch"}`. In a checkpoint, empty without
+    clipping and None if unknown."""
     statistics: Variance = "population"
-    """Which variance BatchNormalization keeps."""
+    """Variance that BatchNormalization stores."""
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further options of `prepare`: accumulate, ema, seed."""
 
@@ -171,36 +174,36 @@ class RunState:
     optimizers: tuple[OptimizerState, ...] = ()
     schedules: tuple[SchedulerState, ...] = ()
     since: int = 0
-    """Updates since it was stored, if a training model that was made of it has been trained since."""
+    """Updates since it was stored, by a training model that was made of it."""
     progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Steps, epochs and the like."""
     randomness: tuple[RandomState, ...] = ()
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The position in the training data."""
     scaler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the loss, for float16."""
+    """Loss scaler for float16."""
     averages: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Averaged parameters."""
     average_decay: float | None = None
-    """The part of an average that stays in each update, if averages continue."""
+    """Decay of the averages, if they continue."""
     average_updates: int | None = None
     """Updates of the averages. None: unknown."""
     accumulate: int | None = None
     """Batches for each update. None: unknown. 0: several, and their number is unknown."""
     waiting: int = 0
-    """Batches since the last update. Only what is stored has their gradients."""
+    """Batches since the last update, whose gradients only the stored files have."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further names of tensors."""
     keeps_order: bool = False
     """True if tensors are in the order of the module."""
     configuration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the model."""
+    """Configuration of the model."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the training, such as the arguments of a trainer."""
+    """Arguments of the training, such as those of a trainer."""
     layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """How it was divided between processes."""
+    """Division among processes."""
     trees: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """All that was stored, by file; tensors are places."""
+    """All stored trees, by file, with tensors as locations."""
 
     @property
     def parameters(self) -> list[str]:
@@ -208,7 +211,7 @@ class RunState:
 
     @property
     def stored_groups(self) -> list[ParameterGroup]:
-        """The groups of all `optimizers`."""
+        """Return the groups of all `optimizers`."""
         return [group for optimizer in self.optimizers for group in optimizer.groups]
 
     @property

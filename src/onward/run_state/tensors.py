@@ -1,4 +1,4 @@
-"""Tensors where they lie: a place in a file, read when somebody asks."""
+"""Tensors that stay in their files until they are read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from onward.model.storage.files import advance
 from onward.model.storage.tensor_sites import HeldTensor, hold_open, let_go
 
 _BLOCK = 16 << 20
-"""Bytes that are copied at a time."""
-_CHANGED = "leave the files of a checkpoint as they are until what is made of it is written"
+"""Size in bytes of a copied block."""
+_CHANGED = "do not change the files of a checkpoint until the result is written"
 
 
 class Tensor(abc.ABC):
-    """Numbers somewhere. To have one costs nothing; `array` and `write_to` read them."""
+    """Tensor whose elements are read by `array` and `write_to` only."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class Tensor(abc.ABC):
 
     @abc.abstractmethod
     def array(self) -> np.ndarray:
-        """The elements. Not to be written to."""
+        """Return the elements. Do not write to them."""
 
     def write_to(self, file: BinaryIO) -> None:
-        """Write the elements in their order, a part at a time where that is possible."""
+        """Write the elements in order, in blocks if possible."""
         flat = np.ascontiguousarray(self.array()).reshape(-1).view(np.uint8)
         for start in range(0, flat.size, _BLOCK):
             file.write(flat[start : start + _BLOCK].data)
@@ -48,22 +48,22 @@ class Tensor(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor(Tensor):
-    """Elements of a file. Two that begin at the same place are the same tensor under two names."""
+    """Tensor in a file. Equal locations are the same tensor under two names."""
 
     path: Path
     offset: int
-    """In bytes, of the first element."""
+    """Offset in bytes of the first element."""
     dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements, as PyTorch counts."""
+    """Strides in elements, as in PyTorch."""
 
     def __post_init__(self) -> None:
         _refuse_impossible(self)
 
     @property
     def end(self) -> int:
-        """Where the last byte that belongs to it has been."""
+        """Return the offset in bytes one past the last element."""
         if not math.prod(self.shape):
             return self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -71,18 +71,18 @@ class StoredTensor(Tensor):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the file has the elements in their order, so that others can point at them."""
+        """True if the file has the elements in order, so that other files can refer to them."""
         return self.strides == contiguous_strides(self.shape) or math.prod(self.shape) < 2
 
     def array(self) -> np.ndarray:
-        """The elements, which the system reads from the file as they are needed."""
+        """Return the elements, which are mapped from the file."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         try:
             with open(self.path, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise ExternalDataError(f"`{self.path}` cannot be read any more: {error}", hint=_CHANGED) from error
+            raise ExternalDataError(f"`{self.path}` cannot be read: {error}", hint=_CHANGED) from error
         if len(data) < self.end:
             raise ExternalDataError(f"`{self.path}` is shorter than it was", hint=_CHANGED)
         steps = tuple(stride * self.dtype.itemsize for stride in self.strides)
@@ -104,18 +104,18 @@ class StoredTensor(Tensor):
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie in their order."""
+    """Return the strides of a tensor with its elements in order."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScatteredTensor(Tensor):
-    """A tensor in several pieces, which are put together when somebody asks."""
+    """Tensor in pieces, which are assembled when it is read."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], Callable[[], Tensor]], ...]
-    """Where each begins, and how to find it."""
+    """Start and reader of each piece."""
 
     def __post_init__(self) -> None:
         _refuse_impossible(self)
@@ -125,18 +125,18 @@ class ScatteredTensor(Tensor):
         missing = math.prod(self.shape) - sum(math.prod(piece.shape) for _, piece in pieces)
         if missing:  # which is known before there is room for all of them
             raise ExternalDataError(f"{missing} elements of a tensor are in none of its pieces", hint=_CHANGED)
-        made = np.zeros(self.shape, self.dtype)
+        result = np.zeros(self.shape, self.dtype)
         for begin, piece in pieces:
             end = tuple(map(operator.add, begin, piece.shape))
             if piece.dtype != self.dtype or len(begin) != len(self.shape) or any(map(operator.gt, end, self.shape)):
-                raise ExternalDataError("a piece of a tensor does not fit it", hint=_CHANGED)
-            made[tuple(map(slice, begin, end))] = piece.array()
-        return made
+                raise ExternalDataError("a piece of a tensor does not fit its shape or type", hint=_CHANGED)
+            result[tuple(map(slice, begin, end))] = piece.array()
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedTensor(Tensor):
-    """A tensor whose elements, in their order, are those of one piece after the other."""
+    """Tensor whose elements are those of its pieces, one after another."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class JoinedTensor(Tensor):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayTensor(Tensor):
-    """Elements in memory: for what is small, and for numbers that somebody computes."""
+    """Tensor in memory."""
 
     elements: np.ndarray
 
@@ -175,25 +175,25 @@ class ArrayTensor(Tensor):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelTensor(Tensor):
-    """A tensor of an ONNX model, wherever that has it."""
+    """Tensor of an ONNX model."""
 
-    held: ir.TensorProtocol
+    value: ir.TensorProtocol
 
     @property
     def dtype(self) -> np.dtype:  # type: ignore[override]
-        return self.held.dtype.numpy()
+        return self.value.dtype.numpy()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self.held.shape.numpy())
+        return tuple(self.value.shape.numpy())
 
     def array(self) -> np.ndarray:
-        let_go()  # of those before
-        return self.held.numpy()
+        let_go()  # of earlier files
+        return self.value.numpy()
 
     def write_to(self, file: BinaryIO) -> None:
-        if isinstance(self.held, HeldTensor):
-            self.held.source.copy(self.held.offset or 0, self.nbytes, file)
+        if isinstance(self.value, HeldTensor):
+            self.value.source.copy(self.value.offset or 0, self.nbytes, file)
             advance(self.nbytes)
         else:
             super().write_to(file)
@@ -201,23 +201,23 @@ class ModelTensor(Tensor):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComputedTensor(Tensor):
-    """What a function makes of other tensors when somebody asks: transposed, cut, in another type."""
+    """Tensor that a function computes from others: transposed, cut, converted."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     compute: Callable[[], np.ndarray]
 
     def array(self) -> np.ndarray:
-        made = self.compute()
-        if made.dtype != self.dtype or made.shape != self.shape:
-            kind = f"{self.dtype}{list(self.shape)}"
-            raise ExternalDataError(f"a tensor of {kind} is {made.dtype}{list(made.shape)}", hint=_CHANGED)
-        return made
+        array = self.compute()
+        if array.dtype != self.dtype or array.shape != self.shape:
+            expected = f"{self.dtype}{list(self.shape)}"
+            raise ExternalDataError(f"a tensor of {expected} is {array.dtype}{list(array.shape)}", hint=_CHANGED)
+        return array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvertedTensor(Tensor):
-    """The numbers of another tensor in another type, a part at a time when they are written."""
+    """Tensor in another type, converted in blocks when it is written."""
 
     dtype: np.dtype
     of: Tensor
@@ -232,16 +232,16 @@ class ConvertedTensor(Tensor):
     def write_to(self, file: BinaryIO) -> None:
         flat, count = self.of.array().reshape(-1), _BLOCK // self.dtype.itemsize
         for start in range(0, flat.size, count):
-            part = flat[start : start + count].astype(self.dtype)
-            file.write(part.view(np.uint8).data)
-            advance(part.nbytes)
+            block = flat[start : start + count].astype(self.dtype)
+            file.write(block.view(np.uint8).data)
+            advance(block.nbytes)
 
 
 _MOST_AXES = 64
 
 
 def _refuse_impossible(tensor: Tensor) -> None:
-    """A shape that no array can have, even if none of its elements are there."""
+    """Raise an InvalidModelError for a shape that no array can have."""
     sizes = [size for size in tensor.shape if size]
     if (
         len(tensor.shape) > _MOST_AXES
@@ -252,7 +252,7 @@ def _refuse_impossible(tensor: Tensor) -> None:
 
 
 def transpose(tensor: Tensor) -> Tensor:
-    """A matrix with its axes in the other order."""
+    """Return a matrix with its axes in reverse order."""
     shape = tensor.shape[::-1]
     if isinstance(tensor, StoredTensor):
         return dataclasses.replace(tensor, shape=shape, strides=tensor.strides[::-1])
@@ -260,7 +260,7 @@ def transpose(tensor: Tensor) -> Tensor:
 
 
 def convert_dtype(tensor: Tensor, dtype: np.dtype) -> Tensor:
-    """The same numbers in another type."""
+    """Return a tensor in another type."""
     if tensor.dtype == dtype:
         return tensor
     if isinstance(tensor, JoinedTensor):
@@ -269,7 +269,7 @@ def convert_dtype(tensor: Tensor, dtype: np.dtype) -> Tensor:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor of what may be a number."""
+    """Return a tensor for a tensor or number."""
     if isinstance(value, Tensor):
         return value
     array = np.asarray(value) if isinstance(value, int | float | complex | np.generic | np.ndarray) else None
@@ -279,12 +279,12 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one number, as a tensor or as itself."""
+    """True for one number, as a tensor or itself."""
     return math.prod(value.shape) == 1 if isinstance(value, Tensor) else isinstance(value, int | float | np.number)
 
 
 def number_of(value: Any) -> Any:
-    """A number that may be a tensor."""
+    """Return a number, which may be a tensor."""
     tensor = as_tensor(value)
     if not is_number(tensor):
         raise InvalidModelError(f"a tensor of {list(tensor.shape)} is in the checkpoint where a number would be")
@@ -292,7 +292,7 @@ def number_of(value: Any) -> Any:
 
 
 def count_of(value: Any) -> int:
-    """A number that counts something."""
+    """Return a number that counts something."""
     number = number_of(value)
     if not isinstance(number, int | float) or not math.isfinite(number):
         raise InvalidModelError(f"something is counted as {number} in the checkpoint")
@@ -300,8 +300,8 @@ def count_of(value: Any) -> int:
 
 
 def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:
-    """A tensor for a model, with a name and tags there."""
-    described: dict[str, Any] = {
+    """Return a tensor for a model, with a name and tags."""
+    fields: dict[str, Any] = {
         "dtype": ir.DataType.from_numpy(tensor.dtype),
         "shape": ir.Shape(tensor.shape),
         "name": name,
@@ -311,8 +311,8 @@ def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = N
         path = Path(os.path.realpath(tensor.path))
         source = hold_open(path)
         if source is not None:
-            where = (source, path.name, tensor.offset, tensor.nbytes)
-            return HeldTensor(*where, base_dir=str(path.parent), **described)
+            location = (source, path.name, tensor.offset, tensor.nbytes)
+            return HeldTensor(*location, base_dir=str(path.parent), **fields)
     if isinstance(tensor, ModelTensor | ArrayTensor):
-        return ir.Tensor(tensor.array(), **described)
-    return ir.LazyTensor(lambda: ir.Tensor(tensor.array(), dtype=described["dtype"]), **described)
+        return ir.Tensor(tensor.array(), **fields)
+    return ir.LazyTensor(lambda: ir.Tensor(tensor.array(), dtype=fields["dtype"]), **fields)

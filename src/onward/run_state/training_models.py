@@ -1,4 +1,4 @@
-"""Runs to and from training models: nothing of a training model may be left out of its run."""
+"""Runs to and from training models. Reading checks that the run is complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from onward.transform.training import drop_unused_definitions, without_steps
 
 
 def to_training_model(run: RunState) -> Model:
-    """The training model that goes on where a run is."""
+    """Return a training model that continues a run."""
     if not run.parameters:
         raise nothing_learns()
     first = run.groups[0].optimizer
@@ -60,60 +60,59 @@ def to_training_model(run: RunState) -> Model:
 
 def nothing_learns() -> UnsupportedError:
     return UnsupportedError(
-        "no parameter of the optimizer has an effect on the loss", hint="check which loss it is, and what is frozen"
+        "no parameter of the optimizer has an effect on the loss", hint="check the loss and the frozen parameters"
     )
 
 
-def step_of(model: Model, asked: int | None = None) -> int:
-    """The step of a training model that a run is made of: the one that was asked for, or the only one."""
+def step_of(model: Model, requested: int | None = None) -> int:
+    """Return the index of a step, or of the only one."""
     if not model.steps:
         raise UnsupportedError(
-            "this is an inference model: it holds no training that could be carried over",
-            hint="make it a training model first: `onward prepare`, or `onward.prepare`",
+            "this is an inference model, which holds no training",
+            hint="prepare it first: `onward prepare`, or `onward.prepare`",
         )
-    if asked is None and len(model.steps) > 1:
+    if requested is None and len(model.steps) > 1:
         names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
         raise UnsupportedError(
             f"the training model has {len(model.steps)} steps ({names}), and a run of a framework has one",
-            hint="name one with `step=...`, or run them as they are: `onward.engines.start(model, engine=...)`",
+            hint="name one with `step=...`, or run all: `onward.engines.start(model, engine=...)`",
         )
-    return model.steps.index(model.step(asked or 0))
+    return model.steps.index(model.step(requested or 0))
 
 
-def only_step_of(model: Model, asked: int | None = None) -> int:
-    """The step of a training model that has no other: for frameworks without a place for what others change."""
-    index = step_of(model, asked)
+def only_step_of(model: Model, requested: int | None = None) -> int:
+    """Return the index of the only step, for frameworks that cannot carry several."""
+    index = step_of(model, requested)
     if len(model.steps) > 1:
         raise UnsupportedError(
-            f"the training model has {len(model.steps)} steps, and the others would be left behind",
+            f"the training model has {len(model.steps)} steps, and the others would be lost",
             hint="`onward.to_tensorflow(training, step=...)` keeps them; so does every engine: `onward.engines.start`",
         )
     return index
 
 
 def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
-    """Refuse a model whose gradients go straight through rounding, where a framework's own would be zero.
+    """Raise an UnsupportedError if gradients pass through rounding, which frameworks do not
+    support.
 
-    `in_pairs`: whether it takes QuantizeLinear and DequantizeLinear, one after the other, for what they stand for.
+    With `in_pairs`, a QuantizeLinear with its DequantizeLinear is supported.
     """
     if any(RANGE_KEY in node.metadata_props for node in model.graph):
         raise UnsupportedError(
-            "the ranges that the model rounds to change in training, which objects of a framework would not do",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            "the quantization ranges change in training, which objects of a framework do not do",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
     if rounds(model) and not (in_pairs and rounds_only_in_pairs(model)):
         raise UnsupportedError(
-            "the model rounds numbers to integers: gradients pass straight through that, and the framework's own would "
-            "be zero",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            "the model rounds to integers, where gradients of the framework would be zero",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
 
 
 def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -> RunState:
-    """The run that a training model holds, with its numbers as they are now, if it is the whole of it.
+    """Return the run of a training model with current numbers, if it is complete.
 
-    Without `forward` the caller executes the forward pass and the loss as the file has them, and only the update is
-    what the run says.
+    Without `forward`, the caller executes the forward pass and the loss of the file itself.
     """
     run = _read_run_state(model, step_of(model, index))
     refuse_rounding(model, in_pairs=forward)
@@ -121,39 +120,41 @@ def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -
         _check_differentiated(model.step(index))
     if forward and any(term.spec.name == "custom" for term in terms(run.loss)):
         raise UnsupportedError(
-            "the loss is a graph of its own, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            "the loss is a custom graph, which no framework has as an object",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
     if forward and any("constant" in fact for fact in model.step(index).fact("train.loss")):
         raise UnsupportedError(
-            "the loss compares an output with a number that is no data, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            "the loss compares an output with a constant, which no framework has as an object",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
-    left_out = differences(model, index, _again(run, forward), forward=forward)
+    left_out = differences(model, index, _rewritten(run, forward), forward=forward)
     if left_out:
-        words = [_WORDS[key] for key in model.step(index).fact("train.recipe") or {} if key in _WORDS and forward]
+        reasons = [
+            _UNSUPPORTED[key] for key in model.step(index).fact("train.recipe") or {} if key in _UNSUPPORTED and forward
+        ]
         problems = Problems("the training model")
-        for what in words or [f"what it does to {' and '.join(left_out[:3])} is not what its recipe says"]:
-            problems.add(what, "run it as it is: `onward.engines.start(model, engine=...)`")
+        for reason in reasons or [f"it computes {' and '.join(left_out[:3])} differently from its recipe"]:
+            problems.add(reason, "run it itself: `onward.engines.start(model, engine=...)`")
         problems.refuse()
     return run
 
 
 def _check_differentiated(step: Step) -> None:
-    """A framework differentiates the loss that is reported."""
+    """Raise an UnsupportedError unless the step differentiates the loss that it reports."""
     reported = {value.name for value in step.algorithm.outputs} - {*step.update.values()}
     others = [y for node in step.gradients() if (y := string(node, "y")) not in reported]
     if others or len(step.gradients()) != 1:
         is_scaled = "loss_scale" in (step.fact("train.recipe") or {})
-        what = (
+        reason = (
             "it scales its loss" if is_scaled else f"it differentiates {list_names(others, 3) or 'more than its loss'}"
         )
         problems = Problems("the training model")
-        problems.add(what, "run it as it is: `onward.engines.start(model, engine=...)`")
+        problems.add(reason, "run it itself: `onward.engines.start(model, engine=...)`")
         problems.refuse()
 
 
-_WORDS = {
+_UNSUPPORTED = {
     "augment": "it augments its data",
     "prune": "it prunes its weights",
     "teacher": "it learns from a teacher",
@@ -162,8 +163,8 @@ _WORDS = {
 """Parts of a recipe that no framework has an object for."""
 
 
-def _again(run: RunState, forward: bool) -> Model:
-    """The training model that a run would become, without its state; if its loss is not to be compared, with any."""
+def _rewritten(run: RunState, forward: bool) -> Model:
+    """Return the training model of a run without its state; without `forward`, with any loss."""
     if forward:
         return to_training_model(dataclasses.replace(run, state={}))
     watched = [term.output for term in terms(run.loss) if term.output is not None]
@@ -173,20 +174,20 @@ def _again(run: RunState, forward: bool) -> Model:
 
 
 def is_plain(model: Model, index: int, run: RunState) -> bool:
-    """Whether a run is the whole of a step, with its forward pass and its loss."""
+    """True if a run is the whole of a step, with its forward pass and loss."""
     named = all(term.spec.name != "custom" for term in terms(run.loss))
-    return named and not differences(model, index, _again(run, forward=True), forward=True)
+    return named and not differences(model, index, _rewritten(run, forward=True), forward=True)
 
 
 def _read_run_state(model: Model, index: int) -> RunState:
-    """Return what is known of a run, without the check that it is all."""
+    """Return a run, without the check that it is complete."""
     run = read_training(model, index)
     unknown = [group.name for group in run.groups if group.optimizer is None]
     if unknown or not run.loss:
-        what = f"the updates of {', '.join(unknown)} are" if unknown else "the loss is"
+        subject = f"the updates of {', '.join(unknown)} are" if unknown else "the loss is"
         raise UnsupportedError(
-            f"{what} written out in plain operators, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
+            f"{subject} written in plain operators, which no framework has as an object",
+            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
         )
     own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}
@@ -194,21 +195,21 @@ def _read_run_state(model: Model, index: int) -> RunState:
         model=without_steps(model),
         loss=[_term(term) for term in run.loss],
         groups=[
-            ParameterGroup(optimizer_of(model, index, each), each.parameters, rate=each.rate) for each in run.groups
+            ParameterGroup(optimizer_of(model, index, group), group.parameters, rate=group.rate) for group in run.groups
         ],
         state={state.name: state.array for state in own if state.name != STEP},
         step=run.step,
         schedule=run.schedule,
         clip=run.clip,
         statistics=recipe.get("variance", "population"),
-        recipe={key: recipe[key] for key in _KEPT if key in recipe},
+        recipe={key: recipe[key] for key in _RECIPE_OPTIONS if key in recipe},
         accumulate=int(recipe.get("accumulate", 1)),
         waiting=run.waiting if isinstance(run.waiting, int) else 0,
         average_decay=recipe.get("ema"),
     )
 
 
-_KEPT = ("accumulate", "ema", "seed", "loss_scale", "master_weights")
+_RECIPE_OPTIONS = ("accumulate", "ema", "seed", "loss_scale", "master_weights")
 """Options of `prepare` beside those that a run has fields for."""
 
 
@@ -220,17 +221,21 @@ def _term(term: LossTerm) -> Any:
 
 
 def optimizer_of(model: Model, index: int, group: ParameterGroup) -> Spec | FunctionOptimizer:
-    """Return an optimizer as a recipe has it: without settings that have no effect as it is configured; or a graph."""
+    """Return the optimizer of a recipe without settings that have no effect, or a function."""
     if group.is_function:
         return _function_of(model, index, group)
-    kind = optimizer(group.spec.name)
+    definition = optimizer(group.spec.name)
     options = {key: value for key, value in group.spec.options.items() if key not in group.settings}
-    choices = {key: value for key, value in options.items() if key in kind.choices}
-    numbers = {k: value for k, value in group.settings.items() if k in kind.hyper and isinstance(value, int | float)}
-    default = kind.configure()  # some choices would be refused without the numbers that go with them
-    complete = dataclasses.replace(default, values={**kind.hyper, **numbers}, options={**default.options, **choices})
+    choices = {key: value for key, value in options.items() if key in definition.choices}
+    numbers = {
+        k: value for k, value in group.settings.items() if k in definition.hyper and isinstance(value, int | float)
+    }
+    default = definition.configure()  # some choices would be refused without the numbers that go with them
+    complete = dataclasses.replace(
+        default, values={**definition.hyper, **numbers}, options={**default.options, **choices}
+    )
     used = {key: value for key, value in numbers.items() if key in complete.effective}
-    return Spec(kind.name, {**used, **choices})
+    return Spec(definition.name, {**used, **choices})
 
 
 # ---- optimizers that are functions -----------------------------------------------------------------------------------
@@ -239,13 +244,13 @@ _SCALARS = {RATE: ir.DataType.DOUBLE, COUNT: ir.DataType.INT64}
 
 
 def _function_of(model: Model, index: int, group: ParameterGroup) -> FunctionOptimizer:
-    """Return the function of a group as a graph whose inputs have the present names of parameters and state."""
+    """Return the function of a group as a graph, whose inputs have the current names of state."""
     step = model.step(index)
     call = _call(step, group.parameters[0])
     functions = {key: function.clone() for key, function in model.functions.items()}
     graph = functions.pop(call.op_identifier()).graph
-    given = [source_of(value) for value in call.inputs]
-    names = _names([value.name or "" for value in graph.inputs], given, group.parameters)
+    origins = [source_of(value) for value in call.inputs]
+    names = _names([value.name or "" for value in graph.inputs], origins, group.parameters)
     for formal, actual, name in zip(graph.inputs, call.inputs, names, strict=True):
         assert actual is not None
         dtype = _SCALARS.get(name, actual.dtype) if formal.dtype is None else formal.dtype
@@ -258,24 +263,24 @@ def _function_of(model: Model, index: int, group: ParameterGroup) -> FunctionOpt
     if step.initialization:
         initialization = lower(model, index, part="initialization")
         first = {v.name: array for v, array in zip(initialization.outputs, evaluate(initialization), strict=True)}
-    begins = {
-        name: first[value.name] for name, value in zip(names, given, strict=True) if value and value.name in first
+    initial_state = {
+        name: first[value.name] for name, value in zip(names, origins, strict=True) if value and value.name in first
     }
-    found = FunctionOptimizer(group.spec.name, update, float(str(group.settings[RATE])))
-    initial = {v.name: begins[v.name] for v in found.state if v.name in begins}
-    return dataclasses.replace(found, initial=initial)
+    function_optimizer = FunctionOptimizer(group.spec.name, update, float(str(group.settings[RATE])))
+    initial = {v.name: initial_state[v.name] for v in function_optimizer.state if v.name in initial_state}
+    return dataclasses.replace(function_optimizer, initial=initial)
 
 
 def _call(step: Step, parameter: str) -> ir.Node:
     computed = {value.name: value for value in values(step.algorithm)}
-    found = computing_node(computed[step.update[parameter]])
-    assert found is not None
-    return found[0]
+    match = computing_node(computed[step.update[parameter]])
+    assert match is not None
+    return match[0]
 
 
-def _names(formals: Sequence[str], given: Sequence[ir.Value | None], parameters: Sequence[str]) -> list[str]:
+def _names(formals: Sequence[str], origins: Sequence[ir.Value | None], parameters: Sequence[str]) -> list[str]:
     names: dict[str, str] = {}
-    for formal, value in zip(formals, given, strict=True):
+    for formal, value in zip(formals, origins, strict=True):
         tags = value.const_value.metadata_props if value is not None and value.const_value is not None else {}
         owner, slot = tags.get(PARAMETER_KEY), tags.get(SLOT_KEY)
         if formal in _SCALARS:

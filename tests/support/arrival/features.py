@@ -348,7 +348,7 @@ def _second(draft: Draft) -> None:
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
-_LOSS = r"loss|graph of its own"
+_LOSS = r"loss|custom graph"
 _UPDATE = r"[Oo]ptimizer|update|function"
 
 

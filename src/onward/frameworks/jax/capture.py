@@ -25,7 +25,7 @@ from onward.model.core import values
 from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
-from onward.run_state.problems import Parts
+from onward.run_state.problems import ErrorCollector
 from onward.run_state.state import ParameterGroup, RunState
 from onward.run_state.training_models import to_training_model
 from onward.transform import rename
@@ -58,20 +58,20 @@ def from_jax(
     """
     captured = _Captured(function, params, statistics, example_inputs)
     weights = captured.weights
-    parts = Parts()
-    with parts.reading():
+    parts = ErrorCollector()
+    with parts.collect():
         check_function(captured, weights, statistics, example_inputs)
-    with parts.reading():
+    with parts.collect():
         check_optimizer(optimizer, opt_state, weights)
     parts.refuse()
     state = optimizer.init(weights) if opt_state is None else opt_state
     idle: set[str] = set()
-    with parts.reading():
+    with parts.collect():
         new = [] if statistics is None else [f"{name}/next" for name in named_leaves(statistics)]
         model = captured.model(["loss", *new] if loss is None else None)
         reached = ancestors(model.outputs)[1]
         idle = {name for name, value in model.graph.initializers.items() if value not in reached}
-    with parts.reading():
+    with parts.collect():
         found, is_traced = _updates(optimizer, state, weights, idle)
     parts.refuse()
     run = RunState(model=model, loss="value:loss" if loss is None else loss, **found._asdict())

@@ -32,7 +32,7 @@ from onward.frameworks.torch.traced.optimizer_state import copy_optimizer, param
 from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
-from onward.run_state.problems import Parts, Problems
+from onward.run_state.problems import ErrorCollector, Problems
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState
 from onward.run_state.training_models import from_training_model, nothing_learns, only_step_of, to_training_model
@@ -125,17 +125,17 @@ def _freeze_others(native: NativeRun) -> None:
 def _read(
     native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, updates: int | None
 ) -> RunState:
-    parts, schedule = Parts(), None
-    with parts.reading():
+    parts, schedule = ErrorCollector(), None
+    with parts.collect():
         is_ours = isinstance(native.module, OnnxModule)
         model = native.module.to_model() if is_ours else capture_module(native.module, example_inputs, dynamic_shapes)
-    with parts.reading():
+    with parts.collect():
         loss = read_objective(native.loss, native.summands)
-    with parts.reading():
+    with parts.collect():
         schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
     named = dict(native.module.named_parameters())
     if parts.errors:
-        with parts.reading():  # find further problems, of all parameters that had updates
+        with parts.collect():  # find further problems, of all parameters that had updates
             begun = {id(p): name for name, p in named.items() if p in native.optimizer.state}
             read_optimizer(native.optimizer, begun or {id(p): name for name, p in named.items()}, schedule)
         parts.refuse()

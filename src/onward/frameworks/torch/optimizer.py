@@ -287,7 +287,7 @@ class _Reading:
             step = schedule.position * schedule.every
         behind = [name for name, count in self._counts.items() if count != step]
         behind += [name for name, begun in self._begun.items() if begun != (step > 0)]
-        if behind and not self._problems.found:
+        if behind and not self._problems.problems:
             problem = f"{list_names(behind, 5)} had fewer updates than other parameters"
             self._problems.add(problem, "remove parameters without gradients from the optimizer, or start again")
         return step
